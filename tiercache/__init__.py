@@ -1,0 +1,56 @@
+"""tiercache: an asyncio-native tiered cache for the KV cache of language models.
+
+```python
+config = tiercache.Config.load("tiercache.yaml")
+async with tiercache.TierCache.open(config, layout) as cache:
+    await cache.put(key, payload)
+    async with cache.get(key) as lease: ...
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.bridge import CacheThread
+    from tiercache.cache import Statistics, TierCache
+    from tiercache.config import Config
+    from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes
+    from tiercache.core.layout import Layout
+    from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
+    from tiercache.scheduler.reader import Hit
+    from tiercache.scheduler.writer import FlushReport
+    from tiercache.tiers.cpu import Lease
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CacheThread": "bridge",
+    "ChunkKey": "core.keys",
+    "Config": "config",
+    "ConfigError": "errors",
+    "CorruptChunk": "errors",
+    "FlushReport": "scheduler.writer",
+    "Hit": "scheduler.reader",
+    "Layout": "core.layout",
+    "LayoutError": "errors",
+    "Lease": "tiers.cpu",
+    "Statistics": "cache",
+    "TierCache": "cache",
+    "TierCacheError": "errors",
+    "chunk_keys": "core.keys",
+    "keys_from_hashes": "core.keys",
+}
+
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a command that prints a version should not pay for numpy."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'tiercache' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tiercache.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,54 @@
+"""Who may take a slot of the arena: budgets with floors, so that reads and writes cannot starve each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Purpose(Enum):
+    READ = "read"
+    """A demand read: somebody waits for this chunk."""
+    WRITE = "write"
+    """A chunk on its way into the cache."""
+    PREFETCH = "prefetch"
+    """A chunk that somebody may ask for."""
+
+
+@dataclass
+class SlotBudget:
+    """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
+
+    A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
+    prefetch leaves both.
+    """
+
+    slots: int
+    read_floor: int
+    write_floor: int
+    held: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
+
+    @classmethod
+    def for_arena(cls, slots: int) -> SlotBudget:
+        """Floors of an eighth of the arena each, at least one slot."""
+        floor = max(1, slots // 8)
+        return cls(slots, read_floor=floor, write_floor=floor)
+
+    def allows(self, purpose: Purpose, obtainable: int) -> bool:
+        reads = self.held[Purpose.READ] + self.held[Purpose.PREFETCH]
+        for_reads = max(0, self.read_floor - reads)
+        for_writes = max(0, self.write_floor - self.held[Purpose.WRITE])
+        if purpose is Purpose.WRITE:
+            kept = for_reads
+        elif purpose is Purpose.READ:
+            kept = for_writes
+        else:
+            kept = for_reads + for_writes
+        return obtainable > kept
+
+    def take(self, purpose: Purpose) -> None:
+        self.held[purpose] += 1
+
+    def give_back(self, purpose: Purpose) -> None:
+        self.held[purpose] -= 1
+        assert self.held[purpose] >= 0, f"{purpose} slots given back twice"

@@ -1,0 +1,101 @@
+"""The 4096-byte header in front of every payload that leaves this process's memory.
+
+| offset | bytes | field |
+|---|---|---|
+| 0 | 8 | magic `TIERKV\\r\\n` (a transfer that mangles line ends mangles the magic) |
+| 8 | 4 | format version |
+| 12 | 4 | length of the key |
+| 16 | 32 | key, zero-padded |
+| 48 | 16 | layout fingerprint |
+| 64 | 8 | payload length |
+| 72 | 8 | xxh3-64 of the payload |
+| 80 | 8 | xxh3-64 of the 80 bytes before |
+
+The rest is zero: 4096 bytes keep the payload aligned for O_DIRECT.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from tiercache.core.layout import FINGERPRINT_BYTES
+
+HEADER_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+MAGIC = b"TIERKV\r\n"
+VERSION = 1
+
+_FIELDS = struct.Struct("<8sII32s16sQQ")
+_CHECKSUM = struct.Struct("<Q")
+_KEY_FIELD_BYTES = 32
+
+
+class HeaderError(ValueError):
+    """The header does not say what it must. The message names the field, what was expected and what was found."""
+
+
+@dataclass(frozen=True)
+class Header:
+    key: bytes
+    fingerprint: bytes
+    payload_bytes: int
+    payload_checksum: int
+
+    def pack(self) -> bytes:
+        """The 88 bytes of the header that are not padding."""
+        if not 0 < len(self.key) <= _KEY_FIELD_BYTES:
+            raise HeaderError(f"key: expected 1..{_KEY_FIELD_BYTES} bytes, found {len(self.key)}")
+        if len(self.fingerprint) != FINGERPRINT_BYTES:
+            raise HeaderError(f"fingerprint: expected {FINGERPRINT_BYTES} bytes, found {len(self.fingerprint)}")
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, len(self.key), self.key, self.fingerprint, self.payload_bytes, self.payload_checksum
+        )
+        return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
+
+    @classmethod
+    def unpack(cls, raw: Any) -> Header:
+        """Read a header from a buffer of at least 88 bytes; raises HeaderError."""
+        if len(raw) < PACKED_BYTES:
+            raise HeaderError(f"header: expected {PACKED_BYTES} bytes, found {len(raw)}")
+        fields = bytes(raw[: _FIELDS.size])
+        magic, version, key_bytes, key, fingerprint, payload_bytes, payload_checksum = _FIELDS.unpack(fields)
+        if magic != MAGIC:
+            raise HeaderError(f"magic: expected {MAGIC!r}, found {magic!r}")
+        (checksum,) = _CHECKSUM.unpack(bytes(raw[_FIELDS.size : PACKED_BYTES]))
+        computed = xxhash.xxh3_64_intdigest(fields)
+        if checksum != computed:
+            raise HeaderError(f"header checksum: expected {computed:016x}, found {checksum:016x}")
+        if version != VERSION:
+            raise HeaderError(f"version: expected {VERSION}, found {version}")
+        if not 0 < key_bytes <= _KEY_FIELD_BYTES:
+            raise HeaderError(f"key length: expected 1..{_KEY_FIELD_BYTES}, found {key_bytes}")
+        return cls(key[:key_bytes], fingerprint, payload_bytes, payload_checksum)
+
+    def require(self, key: bytes, fingerprint: bytes) -> None:
+        """Raise HeaderError unless this header belongs to `key` in the layout with `fingerprint`."""
+        if self.key != key:
+            raise HeaderError(f"key: expected {key.hex()}, found {self.key.hex()}")
+        if self.fingerprint != fingerprint:
+            raise HeaderError(f"layout: expected {fingerprint.hex()}, found {self.fingerprint.hex()}")
+
+
+PACKED_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+def payload_checksum(payload: Any) -> int:
+    """xxh3-64 of a contiguous buffer. Releases the GIL while it runs."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def aligned(length_bytes: int) -> int:
+    """The next multiple of 4096."""
+    return -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def file_bytes(payload_bytes: int) -> int:
+    """Length of a chunk file: the header and the padded payload."""
+    return HEADER_BYTES + aligned(payload_bytes)

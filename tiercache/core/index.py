@@ -1,0 +1,85 @@
+"""The in-memory index of a capped tier: which chunks lie there and what each really occupies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiercache.core.eviction import EvictionOrder
+from tiercache.core.keys import ChunkKey
+
+
+class CappedIndex:
+    """Keys, occupied bytes and the order of eviction.
+
+    Methods return what the caller has to delete; they never wait and never touch the tier. `used_bytes` counts what
+    is resident. About 150 bytes an entry with LRU (one ordered map; equal sizes share one integer).
+    """
+
+    def __init__(self, order: EvictionOrder[int]) -> None:
+        self.order = order
+        self.used_bytes = 0
+        self._sizes: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.order.entries)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self.order.entries
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of `keys`, from the first on, are resident without a gap."""
+        entries = self.order.entries
+        for position, key in enumerate(keys):
+            if key not in entries:
+                return position
+        return len(keys)
+
+    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
+        """Make `key` resident, or correct its size when it is."""
+        occupied_bytes = self._sizes.setdefault(occupied_bytes, occupied_bytes)
+        entries = self.order.entries
+        before = entries.get(key)
+        if before is not None:
+            entries[key] = occupied_bytes
+            self.used_bytes += occupied_bytes - before
+            if not cold:
+                self.order.touch(key)
+            return
+        if cold:
+            self.order.insert_cold(key, occupied_bytes)
+        else:
+            self.order.insert(key, occupied_bytes)
+        self.used_bytes += occupied_bytes
+        if len(self._sizes) > 4096:
+            self._sizes.clear()
+
+    def touch(self, key: ChunkKey) -> None:
+        if key in self.order.entries:
+            self.order.touch(key)
+
+    def remove(self, key: ChunkKey) -> int | None:
+        """Forget `key`; returns the bytes that it occupied, None when it was not resident."""
+        occupied = self.order.discard(key)
+        if occupied is not None:
+            self.used_bytes -= occupied
+        return occupied
+
+    def age(self, keys: Sequence[ChunkKey]) -> None:
+        """Move resident `keys` behind all others, the last of them to go first."""
+        for key in keys:
+            occupied = self.order.discard(key)
+            if occupied is not None:
+                self.order.insert_cold(key, occupied)
+
+    def evict(self, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
+        """Choose victims of together at least `needed_bytes` (or all there are) and forget them.
+
+        Returns their keys and the bytes that each occupies; the caller deletes them.
+        """
+        victims = []
+        while needed_bytes > 0 and self.order.entries:
+            key, occupied = self.order.pop_victim()
+            self.used_bytes -= occupied
+            needed_bytes -= occupied
+            victims.append((key, occupied))
+        return victims

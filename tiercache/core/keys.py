@@ -1,0 +1,70 @@
+"""Chunk keys: a chained cryptographic hash over token ids.
+
+A key is BLAKE2b-192 of the key before it and the chunk's tokens, so it stands for the whole prefix. BLAKE2b rather than
+a fast hash because a key must not collide and must not be forgeable between tenants; 24 bytes because a Python `bytes`
+of 16 and one of 24 take the same memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+ChunkKey = bytes
+KEY_BYTES = 24
+
+_TOKEN_BYTES = 4
+# Which of C's types has four bytes is the platform's choice; the hashed bytes are little-endian everywhere.
+_TOKEN_TYPECODE = "I" if array("I").itemsize == _TOKEN_BYTES else "L"
+_LITTLE_ENDIAN = np.dtype("<u4")
+
+
+def chunk_keys(
+    namespace: bytes,
+    tokens: Sequence[int] | np.ndarray,
+    chunk_tokens: int,
+    *,
+    partial: bool = False,
+) -> list[ChunkKey]:
+    """Keys of the consecutive chunks of `tokens` (ids in 0 .. 2**32 - 1), in order.
+
+    `namespace` comes from `Layout.namespace`. A tail shorter than `chunk_tokens` gets a key only when `partial`.
+    Raises OverflowError or ValueError for an id that does not fit.
+    """
+    raw = memoryview(_token_bytes(tokens)).cast("B")
+    step = chunk_tokens * _TOKEN_BYTES
+    end = len(raw) if partial else len(raw) - len(raw) % step
+    keys = []
+    key = namespace
+    blake2b = hashlib.blake2b
+    for start in range(0, end, step):
+        digest = blake2b(key, digest_size=KEY_BYTES)
+        digest.update(raw[start : min(start + step, end)])
+        key = digest.digest()
+        keys.append(key)
+    return keys
+
+
+def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes]) -> list[ChunkKey]:
+    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves."""
+    blake2b = hashlib.blake2b
+    return [blake2b(value, digest_size=KEY_BYTES, key=namespace).digest() for value in hashes]
+
+
+def _token_bytes(tokens: Sequence[int] | np.ndarray) -> array[int] | np.ndarray:
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens: expected a vector of integers, found {tokens.dtype} of shape {tokens.shape}")
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >> 32):
+            raise OverflowError("tokens: ids must be within 0 .. 2**32 - 1")
+        return np.ascontiguousarray(tokens, dtype=_LITTLE_ENDIAN)
+    if hasattr(tokens, "numpy"):
+        return _token_bytes(tokens.numpy())
+    packed = array(_TOKEN_TYPECODE, tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed

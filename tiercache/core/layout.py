@@ -1,0 +1,63 @@
+"""What the bytes of a chunk mean, and the fingerprint that keeps unlike bytes apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The meaning of a chunk's bytes. Whatever changes the bytes is a field, and `fingerprint` covers every field.
+
+    `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
+    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names who wrote them, with
+    its version. `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
+    """
+
+    model: str
+    chunk_tokens: int
+    bytes_per_token: int
+    kv_dtype: str = "bfloat16"
+    revision: str = ""
+    layers: int = 0
+    kv_heads: int = 0
+    head_size: int = 0
+    block_tokens: int = 0
+    byte_format: str = "opaque"
+    engine: str = ""
+    rank: int = 0
+    world_size: int = 1
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "bytes_per_token", "world_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"layout: {name} must be at least 1, found {getattr(self, name)}")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"layout: rank must be within 0..{self.world_size - 1}, found {self.rank}")
+        if self.block_tokens and self.chunk_tokens % self.block_tokens:
+            raise ValueError(
+                f"layout: chunk_tokens ({self.chunk_tokens}) must be a multiple of block_tokens ({self.block_tokens})"
+            )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Payload of a full chunk, in bytes."""
+        return self.chunk_tokens * self.bytes_per_token
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ whenever any field differs; the same in every process and on every machine."""
+        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
+
+    def namespace(self, salt: str = "") -> bytes:
+        """The seed of the key chain: layouts and tenants (`salt`) never share a key. 24 bytes."""
+        seed = hashlib.blake2b(self.fingerprint, digest_size=24, person=b"tiercache-space1")
+        seed.update(salt.encode())
+        return seed.digest()

@@ -1,0 +1,65 @@
+"""A queue with a bound in bytes and in items. It decides; who waits, waits elsewhere."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tiercache.core.keys import ChunkKey
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class Offer(Generic[V]):
+    """The answer to `BoundedQueue.offer`: whether the item is in, and what had to leave for it."""
+
+    accepted: bool
+    displaced: tuple[V, ...] = ()
+
+
+class BoundedQueue(Generic[V]):
+    """First in, first out, one item a key. Every operation is O(1)."""
+
+    def __init__(self, max_bytes: int, max_items: int) -> None:
+        self.max_bytes = max_bytes
+        self.max_items = max_items
+        self.queued_bytes = 0
+        self._items: OrderedDict[ChunkKey, tuple[V, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._items
+
+    def has_room(self, item_bytes: int) -> bool:
+        """An item larger than the whole bound is let in when the queue is empty: else it could never be written."""
+        if not self._items:
+            return True
+        return len(self._items) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
+
+    def offer(self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False) -> Offer[V]:
+        """Append `value` if there is room, or make room by displacing the oldest."""
+        displaced = []
+        while not self.has_room(item_bytes):
+            if not replace_oldest:
+                return Offer(False)
+            displaced.append(self.take()[1])
+        self._items[key] = (value, item_bytes)
+        self.queued_bytes += item_bytes
+        return Offer(True, tuple(displaced))
+
+    def take(self) -> tuple[ChunkKey, V]:
+        """Remove and return the oldest; KeyError when empty."""
+        key, (value, item_bytes) = self._items.popitem(last=False)
+        self.queued_bytes -= item_bytes
+        return key, value
+
+    def drain(self) -> list[V]:
+        """Remove and return everything."""
+        values = [value for value, _ in self._items.values()]
+        self._items.clear()
+        self.queued_bytes = 0
+        return values

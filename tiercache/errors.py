@@ -1,0 +1,29 @@
+"""What tiercache raises. A miss is never an exception; these are for callers and operators who must act."""
+
+
+class TierCacheError(Exception):
+    """Base of everything that tiercache raises on purpose."""
+
+
+class ConfigError(TierCacheError):
+    """The configuration cannot be used; the message names key, value and what would be accepted."""
+
+
+class LayoutError(TierCacheError):
+    """Bytes or an engine do not have the layout that was expected."""
+
+
+class CorruptChunk(TierCacheError):
+    """A stored chunk failed verification. Inside the cache this becomes a counted miss and a quarantined file."""
+
+
+class TierFull(TierCacheError):
+    """A tier has no room under its cap or on its device, and nothing to evict."""
+
+
+class TierUnavailable(TierCacheError):
+    """A tier cannot be used: its device, directory or server failed, or its breaker is open."""
+
+
+class CacheClosed(TierCacheError):
+    """The cache was used after `close`."""

@@ -1,0 +1,239 @@
+"""One mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
+
+Taken once and touched page by page at start, so that no put or read pays for a page fault: O_DIRECT into untouched 4 KiB
+pages reads 0.9 GB/s where huge pages read 2.3-2.6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tiercache.errors import ConfigError
+
+logger = logging.getLogger("tiercache.memory")
+
+HUGE_PAGE_BYTES = 2 << 20
+_MAP_HUGETLB = 0x40000
+_MADV_POPULATE_WRITE = 23
+_SHM_DIRECTORY = Path("/dev/shm")
+_SHM_PREFIX = "tiercache."
+_PREFAULT_STEP_BYTES = 64 << 20
+_PROGRESS_FROM_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class ArenaSettings:
+    size_bytes: int
+    hugepages: bool = False
+    shm_name: str | None = None
+    numa_node: int | None = None
+    threads: int = 0
+    """Pre-fault threads; 0 takes the number of usable CPUs, at most 16."""
+
+
+class Arena:
+    """A page-aligned, pre-faulted run of memory. `kind` says what it became: "thp", "hugetlb" or "shm"."""
+
+    def __init__(self, settings: ArenaSettings, on_progress: Callable[[int, int], None] | None = None) -> None:
+        self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self.shm_path: Path | None = None
+        self._shm_file = -1
+        self.pinned = False
+        if settings.hugepages and settings.shm_name:
+            raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
+        if settings.shm_name:
+            self._map_shared(settings.shm_name)
+        elif not (settings.hugepages and self._map_hugetlb()):
+            self._map_anonymous()
+        self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
+        if settings.numa_node is not None:
+            self._prefer_node(settings.numa_node)
+        self._prefault(settings.threads, on_progress)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.ctypes.data)
+
+    def close(self) -> None:
+        """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""
+        self.memory = np.empty(0, dtype=np.uint8)
+        try:
+            self._mapping.close()
+        except BufferError:
+            logger.debug("arena: views are still held; the mapping goes when they do")
+        if self.shm_path is not None:
+            self.shm_path.unlink(missing_ok=True)
+            self.shm_path = None
+        if self._shm_file >= 0:
+            os.close(self._shm_file)
+            self._shm_file = -1
+
+    def _map_anonymous(self) -> None:
+        self.kind = "thp"
+        # One huge page more than asked for: the kernel uses huge pages only where the address is aligned to them.
+        self._mapping = mmap.mmap(-1, self.size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+
+    def _map_hugetlb(self) -> bool:
+        try:
+            self._mapping = mmap.mmap(
+                -1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_HUGETLB
+            )
+        except OSError as error:
+            logger.warning(
+                "local_cpu_use_hugepages: %d huge pages of 2 MiB are not to be had (%s); using normal pages with "
+                "transparent huge pages. Reserve them with: sysctl vm.nr_hugepages=%d",
+                self.size_bytes // HUGE_PAGE_BYTES,
+                error.strerror,
+                self.size_bytes // HUGE_PAGE_BYTES,
+            )
+            return False
+        self.kind = "hugetlb"
+        return True
+
+    def _map_shared(self, name: str) -> None:
+        """A file `/dev/shm/tiercache.<name>` that is locked while we live.
+
+        What crashed processes left behind has no lock: under this name it is emptied, not reused (its bytes mean nothing
+        to us), under other names it is removed. A name that is in use by a living process is an error.
+        """
+        if "/" in name.strip("/") or not name.strip("/"):
+            raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
+        _sweep_dead_arenas()
+        path = _SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"shm_name: {path} cannot be opened: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            free = os.statvfs(_SHM_DIRECTORY)
+            if free.f_bavail * free.f_frsize < self.size_bytes:
+                raise ConfigError(
+                    f"shm_name: {_SHM_DIRECTORY} has {free.f_bavail * free.f_frsize / 2**30:.2f} GB free, the arena needs "
+                    f"{self.size_bytes / 2**30:.2f}; lower max_local_cpu_size or enlarge {_SHM_DIRECTORY}"
+                )
+            os.ftruncate(descriptor, self.size_bytes)
+            self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(f"shm_name: {path} is in use by a living process; choose another name") from None
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
+        self.kind = "shm"
+        self.shm_path = path
+        self._shm_file = descriptor
+
+    def _prefer_node(self, node: int) -> None:
+        """mbind(MPOL_PREFERRED): pages come from `node` while it has any."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        mask = ctypes.c_ulong(1 << node)
+        system_call_mbind = 237
+        failed = libc.syscall(
+            system_call_mbind,
+            ctypes.c_void_p(self.address),
+            ctypes.c_ulong(self.size_bytes),
+            1,
+            ctypes.byref(mask),
+            ctypes.c_ulong(64),
+            0,
+        )
+        if failed:
+            logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
+
+    def _prefault(self, threads: int, on_progress: Callable[[int, int], None] | None) -> None:
+        offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
+        self.memory = self.memory[offset : offset + self.size_bytes]
+        starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
+        threads = threads or min(16, len(os.sched_getaffinity(0)))
+        populate = _populate_call()
+        touched = 0
+        lock = threading.Lock()
+        began_s = last_report_s = time.monotonic()
+
+        def run() -> None:
+            nonlocal touched, last_report_s
+            while True:
+                with lock:
+                    if not starts:
+                        return
+                    start = starts.pop()
+                part = self.memory[start : start + _PREFAULT_STEP_BYTES]
+                if not populate(part):
+                    part[:: mmap.PAGESIZE] = 0
+                with lock:
+                    touched += part.nbytes
+                    if on_progress is not None:
+                        on_progress(touched, self.size_bytes)
+                    elif self.size_bytes >= _PROGRESS_FROM_BYTES and time.monotonic() - last_report_s > 2:
+                        last_report_s = time.monotonic()
+                        logger.info("arena: %.1f of %.1f GB touched", touched / 2**30, self.size_bytes / 2**30)
+
+        helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(starts)) - 1)]
+        for helper in helpers:
+            helper.start()
+        run()
+        for helper in helpers:
+            helper.join()
+        logger.info(
+            "arena: %.2f GB of %s memory in %.1f s", self.size_bytes / 2**30, self.kind, time.monotonic() - began_s
+        )
+
+
+def _sweep_dead_arenas() -> None:
+    """Remove arenas whose process died: nobody holds their lock. Empty files are left: one may be just being made."""
+    for path in _SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes:
+                path.unlink(missing_ok=True)
+                logger.info("arena: removed %s (%.2f GB), left behind by a dead process", path, size_bytes / 2**30)
+        except OSError:
+            pass  # its owner lives
+        finally:
+            os.close(descriptor)
+
+
+def _populate_call() -> Callable[[np.ndarray], bool]:
+    """madvise(MADV_POPULATE_WRITE), Linux 5.14: faults a range in one call that releases the GIL."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def populate(part: np.ndarray) -> bool:
+        return bool(libc.madvise(part.ctypes.data, part.nbytes, _MADV_POPULATE_WRITE) == 0)
+
+    return populate
+
+
+def numa_node_for(mode: str | None, device_node: int | None = None) -> int | None:
+    """The node that `numa_mode` means: none, "auto" (the accelerator's node, else the one we run on) or a number."""
+    if mode is None or mode in ("", "none"):
+        return None
+    if mode == "auto":
+        if device_node is not None:
+            return device_node
+        cpu = min(os.sched_getaffinity(0))
+        nodes = list(Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*"))
+        return int(nodes[0].name.removeprefix("node")) if nodes else None
+    if mode.isdigit() and Path(f"/sys/devices/system/node/node{mode}").exists():
+        return int(mode)
+    raise ConfigError(f"numa_mode: expected 'auto' or the number of a node of this machine, found {mode!r}")

@@ -1,0 +1,49 @@
+"""Slots: the arena cut into equal parts, one chunk each."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tiercache.core.header import aligned
+from tiercache.errors import ConfigError
+from tiercache.memory.arena import Arena
+
+FEWEST_SLOTS = 4
+"""A read, a write, and a floor for each: with fewer the one would wait for the other for ever."""
+
+Slot = int
+
+
+class SlotPool:
+    """Free slots of one size: the last one given back is the next one handed out, since it is warm in the caches."""
+
+    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
+        self.slot_bytes = aligned(chunk_bytes)
+        self.count = arena.size_bytes // self.slot_bytes
+        if self.count < FEWEST_SLOTS:
+            raise ConfigError(
+                f"max_local_cpu_size: {arena.size_bytes / 2**30:.3f} GB hold {self.count} chunks of "
+                f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
+                f"{FEWEST_SLOTS * self.slot_bytes / 2**30:.3f} or more, or lower chunk_size"
+            )
+        self._memory = arena.memory[: self.count * self.slot_bytes].reshape(self.count, self.slot_bytes)
+        self._free: list[Slot] = list(range(self.count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Slot | None:
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.append(slot)
+
+    def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
+        """uint8[length_bytes] of the slot, the whole slot by default. Aligned to 4096 bytes."""
+        return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
+
+    def close(self) -> None:
+        """Let go of the arena's memory. No slot may be used after."""
+        self._free.clear()
+        self._memory = np.empty((0, self.slot_bytes), dtype=np.uint8)

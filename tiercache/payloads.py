@@ -1,0 +1,57 @@
+"""What a caller may hand to `put` and `get_into`, turned into calls that a worker thread runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Source = Callable[[np.ndarray], None]
+"""Fills the uint8 vector that it is given. Runs on a worker thread and should release the GIL for the bulk of it."""
+
+
+def source_of(payload: Any) -> tuple[int, Source]:
+    """Length in bytes of a bytes-like object, numpy array or torch tensor, and the call that copies it into a slot.
+
+    Nothing is copied here: an array that is not contiguous, or a tensor on a device, is gathered by the copying thread.
+    """
+    if _is_tensor(payload):
+        return payload.numel() * payload.element_size(), lambda slot: _tensor_view(slot, payload).copy_(payload)
+    array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
+    if array.dtype == np.uint8 and array.ndim == 1:
+        return array.nbytes, lambda slot: np.copyto(slot, array)
+    return array.nbytes, lambda slot: np.copyto(slot.view(array.dtype).reshape(array.shape), array)
+
+
+def sink_of(buffer: Any) -> Callable[[np.ndarray], None]:
+    """The call that copies a verified chunk into a writable buffer, array or tensor.
+
+    It raises ValueError in the thread when lengths differ, which ends the prefix that the caller gets.
+    """
+    if _is_tensor(buffer):
+        return lambda chunk: buffer.copy_(_tensor_view(_exactly(chunk, buffer.numel() * buffer.element_size()), buffer))
+    array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
+    if not array.flags.writeable:
+        raise ValueError("the buffer is read-only")
+    return lambda chunk: np.copyto(array, _exactly(chunk, array.nbytes).view(array.dtype).reshape(array.shape))
+
+
+def _exactly(chunk: np.ndarray, length_bytes: int) -> np.ndarray:
+    if chunk.nbytes != length_bytes:
+        raise ValueError(f"the buffer has {length_bytes} bytes, the chunk {chunk.nbytes}")
+    return chunk
+
+
+def _is_tensor(value: Any) -> bool:
+    # Asked of the type's module, because importing torch takes seconds and most callers have no tensors.
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _tensor_view(memory: np.ndarray, like: Any) -> Any:
+    import torch
+
+    if not memory.flags.writeable:
+        # torch warns about read-only memory; the caller only reads from this view.
+        memory = np.lib.stride_tricks.as_strided(memory, writeable=True)
+    return torch.from_numpy(memory).view(like.dtype).reshape(like.shape)

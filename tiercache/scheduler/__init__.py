@@ -1,0 +1,1 @@
+"""The asynchronous shell: it moves bytes and waits. What to do is decided in `core`."""

@@ -1,0 +1,380 @@
+"""The cascade: hot cache, then each tier in order; one flight per key however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.budget import Purpose
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CorruptChunk
+from tiercache.memory.slots import Slot
+from tiercache.memory.workers import to_the_end
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import CpuTier, Lease
+
+logger = logging.getLogger("tiercache.reader")
+
+Sink = Callable[[np.ndarray], None]
+
+
+@dataclass(frozen=True)
+class ReaderSettings:
+    deadline_s: float = 10.0
+    """For a caller that names none."""
+    probe_deadline_s: float = 3.0
+    """How long a look-up waits for a shared tier to say what it has."""
+
+
+@dataclass
+class ReaderStatistics:
+    """In chunks. `joined` asked for a key that was in flight already; `late` gave up at their deadline."""
+
+    hits: dict[str, int] = field(default_factory=dict)
+    misses: int = 0
+    joined: int = 0
+    late: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    sink_failures: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """How far a contiguous prefix reaches, and where it lies. `tokens` is 0 where only keys were given."""
+
+    chunks: int
+    tokens: int
+    by_tier: dict[str, int]
+    """Chunks by the first tier of the cascade that has them; together `chunks`."""
+
+
+class _Source:
+    """A tier as the cascade sees it."""
+
+    def __init__(self, tier: Tier, settings: ReaderSettings) -> None:
+        self.tier = tier
+        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
+        self.places = asyncio.Semaphore(tier.traits.read_concurrency)
+
+
+class _Flight:
+    __slots__ = ("deadline_s", "task", "waiters")
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.waiters: list[asyncio.Future[Lease | None]] = []
+        self.task: asyncio.Task[None] | None = None
+
+
+class Reader:
+    """All methods belong to the event loop. Deadlines are loop times (`loop.time()`) in seconds."""
+
+    def __init__(self, cpu: CpuTier, tiers: Sequence[Tier], settings: ReaderSettings | None = None) -> None:
+        self.cpu = cpu
+        self.settings = settings or ReaderSettings()
+        self.counters = ReaderStatistics(hits={"cpu": 0} | {tier.name: 0 for tier in tiers})
+        self._sources = [_Source(tier, self.settings) for tier in tiers]
+        self._flights: dict[ChunkKey, _Flight] = {}
+        self._stuck: set[asyncio.Task[int | None]] = set()
+        self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
+
+    @property
+    def stuck(self) -> int:
+        """Reads that outlived their deadline and still hold a slot."""
+        return len(self._stuck)
+
+    def breakers(self) -> dict[str, str]:
+        return {source.tier.name: source.breaker.state.value for source in self._sources}
+
+    def lease_now(self, key: ChunkKey) -> Lease | None:
+        """The chunk if it is hot. Does not count a miss."""
+        lease = self.cpu.lease(key)
+        if lease is not None:
+            self.counters.hits["cpu"] += 1
+        return lease
+
+    async def fetch(self, key: ChunkKey, deadline_s: float) -> Lease | None:
+        """A lease on the chunk from whichever tier has it; None on a miss or at the deadline.
+
+        Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
+        """
+        lease = self.lease_now(key)
+        if lease is not None:
+            return lease
+        flight = self._flights.get(key)
+        if flight is not None:
+            self.counters.joined += 1
+            flight.deadline_s = max(flight.deadline_s, deadline_s)
+        elif not any(source.tier.contains(key) or source.tier.traits.shared for source in self._sources):
+            self.counters.misses += 1
+            return None
+        else:
+            flight = _Flight(deadline_s)
+            self._flights[key] = flight
+            flight.task = asyncio.create_task(self._fly(key, flight), name="tiercache-read")
+        arrival: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
+        flight.waiters.append(arrival)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                lease = await arrival
+        except TimeoutError:
+            self.counters.late += 1
+            return None
+        except BaseException:
+            if arrival.done() and not arrival.cancelled() and (landed := arrival.result()) is not None:
+                landed.release()
+            raise
+        if lease is None:
+            self.counters.misses += 1
+        return lease
+
+    async def deliver(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], deadline_s: float) -> int:
+        """Hand each chunk to its sink on a worker thread; returns how many of the contiguous prefix were delivered.
+
+        Hot chunks go in one hand-over for each copying thread; the others are read meanwhile. Sinks behind a gap may have
+        run. No sink runs after this has returned or raised. A sink that raises ends the prefix.
+        """
+        delivered = bytearray(len(keys))
+        hot = {position: lease for position, key in enumerate(keys) if (lease := self.lease_now(key)) is not None}
+        work = [
+            asyncio.ensure_future(self._hand_over(part, sinks, delivered))
+            for part in _split(list(hot.items()), self.cpu.copiers.threads)
+        ]
+        if len(hot) < len(keys):
+            cold = iter([position for position in range(len(keys)) if position not in hot])
+            lanes = min(self._lanes, len(keys) - len(hot))
+            gap = [len(keys)]
+            work += [
+                asyncio.ensure_future(self._lane(cold, keys, sinks, delivered, gap, deadline_s)) for _ in range(lanes)
+            ]
+        try:
+            await _all_or_none(work)
+        finally:
+            # A part that was cancelled before its first step never came to its own clean-up.
+            for lease in hot.values():
+                lease.release()
+        return _prefix(delivered)
+
+    async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
+        """Promote chunks into the hot cache; returns how many of the prefix are hot (or were, on arrival)."""
+        nothing: list[Sink] = [_discard] * len(keys)
+        return await self.deliver(keys, nothing, deadline_s)
+
+    def where(self, keys: Sequence[ChunkKey]) -> tuple[int, dict[str, int]]:
+        """What memory knows of the contiguous prefix of `keys`: its length, and its chunks by tier."""
+        by_tier = dict.fromkeys(self.counters.hits, 0)
+        position = self.cpu.prefix(keys)
+        by_tier["cpu"] = position
+        if position < len(keys) and self._sources:
+            now_s = asyncio.get_running_loop().time()
+            tiers = [
+                (self.cpu.name, self.cpu.contains),
+                *((s.tier.name, s.tier.contains) for s in self._sources if s.breaker.would_allow(now_s)),
+            ]
+            for key in keys[position:]:
+                for name, contains in tiers:
+                    if contains(key):
+                        by_tier[name] += 1
+                        break
+                else:
+                    break
+                position += 1
+        return position, by_tier
+
+    async def lookup(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> tuple[int, dict[str, int]]:
+        """As `where`, asking shared tiers about what memory does not know, for as long as the deadline allows."""
+        position, by_tier = self.where(keys)
+        if position == len(keys):
+            return position, by_tier
+        loop = asyncio.get_running_loop()
+        deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
+        for source in self._sources:
+            if not source.tier.traits.shared or not source.breaker.would_allow(loop.time()):
+                continue
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    found = await source.tier.probe(keys[position:])
+            except TimeoutError:
+                source.breaker.failed(loop.time())
+                continue
+            except Exception as error:
+                source.breaker.failed(loop.time())
+                logger.warning("%s: could not be asked what it has: %s", source.tier.name, error)
+                continue
+            if found:
+                position, by_tier = self.where(keys)
+        return position, by_tier
+
+    async def close(self) -> None:
+        """End all flights; whoever waits gets a miss. Does not wait for hung reads."""
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for flight in self._flights.values():
+            for arrival in flight.waiters:
+                if not arrival.done():
+                    arrival.set_result(None)
+        self._flights.clear()
+
+    # Flights
+
+    async def _fly(self, key: ChunkKey, flight: _Flight) -> None:
+        landed: Lease | None = None
+        try:
+            for source in self._sources:
+                landed = await self._read_from(source, key, flight)
+                if landed is not None:
+                    self.counters.hits[source.tier.name] += 1
+                    break
+        except Exception:
+            logger.exception("a read failed in a way that nobody foresaw")
+        finally:
+            del self._flights[key]
+            for arrival in flight.waiters:
+                if not arrival.done():
+                    arrival.set_result(self.cpu.lease(key) if landed is not None else None)
+            if landed is not None:
+                landed.release()
+
+    async def _read_from(self, source: _Source, key: ChunkKey, flight: _Flight) -> Lease | None:
+        loop = asyncio.get_running_loop()
+        if not (source.tier.contains(key) or source.tier.traits.shared):
+            return None
+        if not source.breaker.allows(loop.time()):
+            return None
+        try:
+            async with asyncio.timeout_at(flight.deadline_s):
+                await source.places.acquire()
+        except TimeoutError:
+            return None
+        slot = await self._slot(flight)
+        if slot is None:
+            source.places.release()
+            return None
+        began_s = loop.time()
+        read = asyncio.create_task(source.tier.read(key, self.cpu.pool.view(slot)))
+        try:
+            await asyncio.wait([read], timeout=max(0.0, flight.deadline_s - loop.time()))
+        finally:
+            if not read.done():
+                self._leave_behind(read, slot, source)
+        if not read.done():
+            source.breaker.failed(loop.time())
+            self.counters.failed += 1
+            return None
+        source.places.release()
+        try:
+            length = read.result()
+        except CorruptChunk:
+            self.counters.corrupt += 1
+            length = None
+        except Exception as error:
+            source.breaker.failed(loop.time())
+            self.counters.failed += 1
+            logger.warning("%s: a read failed: %s", source.tier.name, error)
+            length = None
+        else:
+            source.breaker.succeeded(loop.time(), loop.time() - began_s)
+        if length is None:
+            self.cpu.abandon(slot, Purpose.READ)
+            return None
+        return self.cpu.publish(key, slot, length, Purpose.READ)
+
+    async def _slot(self, flight: _Flight) -> Slot | None:
+        slot = self.cpu.try_reserve(Purpose.READ)
+        if slot is not None:
+            return slot
+        return await self.cpu.reserve(Purpose.READ, flight.deadline_s - asyncio.get_running_loop().time())
+
+    def _leave_behind(self, read: asyncio.Task[int | None], slot: Slot, source: _Source) -> None:
+        """The slot, and the place in the tier's concurrency, stay taken until the thread is really done."""
+
+        def ended(task: asyncio.Task[int | None]) -> None:
+            self._stuck.discard(task)
+            if not task.cancelled():
+                task.exception()
+            source.places.release()
+            self.cpu.abandon(slot, Purpose.READ)
+
+        self._stuck.add(read)
+        read.add_done_callback(ended)
+
+    # Batches
+
+    async def _lane(
+        self,
+        positions: Iterator[int],
+        keys: Sequence[ChunkKey],
+        sinks: Sequence[Sink],
+        delivered: bytearray,
+        gap: list[int],
+        deadline_s: float,
+    ) -> None:
+        """Take one position after the other until a gap makes the rest worthless."""
+        for position in positions:
+            if position > gap[0]:
+                return
+            lease = await self.fetch(keys[position], deadline_s)
+            if lease is None:
+                gap[0] = min(gap[0], position)
+                return
+            await self._hand_over([(position, lease)], sinks, delivered)
+            if not delivered[position]:
+                gap[0] = min(gap[0], position)
+
+    async def _hand_over(
+        self, part: Sequence[tuple[int, Lease]], sinks: Sequence[Sink], delivered: bytearray
+    ) -> None:
+        todo = [(position, lease.view, sinks[position]) for position, lease in part if sinks[position] is not _discard]
+        try:
+            if todo:
+                await to_the_end(self.cpu.copiers.submit(_run_sinks, todo, delivered))
+            for position, _ in part:
+                if sinks[position] is _discard:
+                    delivered[position] = 1
+        except Exception as error:
+            self.counters.sink_failures += 1
+            logger.warning("a chunk could not be delivered: %r", error)
+        finally:
+            for _, lease in part:
+                lease.release()
+
+
+def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearray) -> None:
+    for position, view, sink in todo:
+        sink(view)
+        delivered[position] = 1
+
+
+def _discard(view: np.ndarray) -> None:
+    """The sink of a promotion: nobody wants the bytes yet."""
+
+
+def _split(items: list[tuple[int, Lease]], parts: int) -> list[list[tuple[int, Lease]]]:
+    """Consecutive parts of about equal length; small batches are not worth a second thread."""
+    parts = max(1, min(parts, len(items) // 4))
+    size = -(-len(items) // parts) if items else 1
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+def _prefix(delivered: bytearray) -> int:
+    gap = delivered.find(0)
+    return len(delivered) if gap < 0 else gap
+
+
+async def _all_or_none(work: list[asyncio.Future[None]]) -> None:
+    """Wait for all; if this or one of them is cancelled or fails, none is left running."""
+    try:
+        await asyncio.gather(*work)
+    except BaseException:
+        for item in work:
+            item.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+        raise

@@ -1,0 +1,306 @@
+"""Write-behind: each tier has a bounded queue of leases and a few tasks that drain it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.keys import ChunkKey
+from tiercache.core.queue import BoundedQueue
+from tiercache.errors import TierFull
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import Lease
+
+logger = logging.getLogger("tiercache.writer")
+
+LeaseMaker = Callable[[ChunkKey], Lease | None]
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    queue_bytes: int
+    queue_items: int = 65536
+    on_full: str = "wait"
+    """wait: `put` waits up to `wait_s` for room, then skips. skip: the chunk is not written to this tier. replace: the
+    oldest queued chunk is not."""
+    wait_s: float = 1.0
+    attempts: int = 3
+    first_pause_s: float = 0.05
+    """Before the second attempt; doubled for each further one."""
+    deadline_s: float = 30.0
+    """A write that takes longer counts as failed; its memory stays held until it really ends."""
+
+
+@dataclass
+class WriterStatistics:
+    written: int = 0
+    skipped: int = 0
+    replaced: int = 0
+    dropped: int = 0
+    """Given up: the breaker was open, or every attempt failed."""
+    declined: int = 0
+    """The tier did not want it (larger than its cap, not admitted)."""
+    retried: int = 0
+    queued: int = 0
+    queued_bytes: int = 0
+    writing: int = 0
+
+
+class TierWriter:
+    """Owns the leases in its queue. All methods belong to the event loop."""
+
+    def __init__(self, tier: Tier, settings: WriterSettings, breaker: BreakerSettings | None = None) -> None:
+        self.tier = tier
+        self.settings = settings
+        self.breaker = Breaker(breaker or BreakerSettings(slow_s=settings.deadline_s))
+        self.counters = WriterStatistics()
+        self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
+        self._writing: dict[ChunkKey, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stuck: set[asyncio.Task[bool]] = set()
+        self._room = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    @property
+    def pending(self) -> int:
+        """Chunks queued or being written."""
+        return len(self._queue) + len(self._writing)
+
+    def holds(self, key: ChunkKey) -> bool:
+        return key in self._queue or key in self._writing
+
+    def enqueue_nowait(self, lease: Lease) -> bool:
+        """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
+        be it by dropping it; False when the caller may wait for room with `enqueue`."""
+        now_s = asyncio.get_running_loop().time()
+        if self._closed or not self.breaker.would_allow(now_s):
+            self.counters.dropped += 1
+            lease.release()
+            return True
+        if self.holds(lease.key):
+            lease.release()
+            return True
+        offer = self._queue.offer(
+            lease.key, lease, lease.payload_bytes, replace_oldest=self.settings.on_full == "replace"
+        )
+        for displaced in offer.displaced:
+            self.counters.replaced += 1
+            displaced.release()
+        if offer.accepted:
+            self._idle.clear()
+            self._add_task()
+            return True
+        if self.settings.on_full == "wait":
+            return False
+        self.counters.skipped += 1
+        lease.release()
+        return True
+
+    async def enqueue(self, lease: Lease) -> None:
+        """Queue `lease`, waiting for room as configured. Takes care of the lease in any case, cancellation included."""
+        try:
+            async with asyncio.timeout(self.settings.wait_s):
+                while not self.enqueue_nowait(lease):
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError:
+            self.counters.skipped += 1
+            lease.release()
+        except BaseException:
+            lease.release()
+            raise
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> int:
+        """Stop. Chunks still queued are given up; returns how many were not written. Does not wait for hung writes."""
+        self._closed = True
+        unwritten = self.pending
+        self._drop_queue()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return unwritten
+
+    def statistics(self) -> WriterStatistics:
+        counters = WriterStatistics(**vars(self.counters))
+        counters.queued = len(self._queue)
+        counters.queued_bytes = self._queue.queued_bytes
+        counters.writing = len(self._writing)
+        return counters
+
+    def _add_task(self) -> None:
+        """One more task, up to the tier's concurrency. Hung writes count: they still occupy the tier's threads."""
+        running = len(self._tasks) + len(self._stuck)
+        if running < self.tier.traits.write_concurrency and len(self._tasks) < len(self._queue) + len(self._writing):
+            task = asyncio.create_task(self._drain(), name=f"tiercache-write-{self.tier.name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _drain(self) -> None:
+        while len(self._queue):
+            if len(self._stuck) >= self.tier.traits.write_concurrency:
+                self._drop_queue()
+                break
+            key, lease = self._queue.take()
+            self._room.set()
+            self._writing[key] = lease.payload_bytes
+            try:
+                await self._write(key, lease)
+            except Exception:
+                logger.exception("%s: a write failed in a way that nobody foresaw", self.tier.name)
+                self.counters.dropped += 1
+            finally:
+                del self._writing[key]
+                self._settle()
+
+    def _settle(self) -> None:
+        if not self.pending:
+            self._idle.set()
+
+    async def _write(self, key: ChunkKey, lease: Lease) -> None:
+        """One chunk, with retries. The lease ends when no write touches its memory any more."""
+        loop = asyncio.get_running_loop()
+        stuck = False
+        try:
+            for attempt in range(self.settings.attempts):
+                if attempt:
+                    self.counters.retried += 1
+                    await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
+                if not self.breaker.allows(loop.time()):
+                    break
+                began_s = loop.time()
+                work = asyncio.create_task(self.tier.write(key, lease.padded, lease.payload_bytes))
+                done = await self._wait(work)
+                if not done:
+                    stuck = True
+                    self._leave_behind(work, lease)
+                    self.breaker.failed(loop.time())
+                    logger.warning(
+                        "%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s
+                    )
+                    break
+                try:
+                    stored = work.result()
+                except TierFull as error:
+                    if self.breaker.state.value == "closed":
+                        logger.warning("%s: paused: %s", self.tier.name, error)
+                    self.breaker.trip(loop.time())
+                    break
+                except Exception as error:
+                    self.breaker.failed(loop.time())
+                    logger.warning("%s: a write failed: %s", self.tier.name, error)
+                    continue
+                self.breaker.succeeded(loop.time(), loop.time() - began_s)
+                if stored:
+                    self.counters.written += 1
+                else:
+                    self.counters.declined += 1
+                return
+            self.counters.dropped += 1
+            if not self.breaker.would_allow(loop.time()):
+                self._drop_queue()
+        finally:
+            if not stuck:
+                lease.release()
+
+    async def _wait(self, work: asyncio.Task[bool]) -> bool:
+        """Whether `work` ended in time. Cancelled, it leaves nothing behind that still touches the lease's memory."""
+        try:
+            done, _ = await asyncio.wait([work], timeout=self.settings.deadline_s)
+        except asyncio.CancelledError:
+            done, _ = await asyncio.wait([work], timeout=1.0)
+            if not done:
+                # At close, with a hung device: the arena outlives the thread, see TierCache.close.
+                self._stuck.add(work)
+            raise
+        return bool(done)
+
+    def _leave_behind(self, work: asyncio.Task[bool], lease: Lease) -> None:
+        def ended(task: asyncio.Task[bool]) -> None:
+            self._stuck.discard(task)
+            if not task.cancelled():
+                task.exception()
+            lease.release()
+
+        self._stuck.add(work)
+        work.add_done_callback(ended)
+
+    @property
+    def stuck(self) -> int:
+        """Writes that outlived their deadline and still hold memory."""
+        return len(self._stuck)
+
+    def _drop_queue(self) -> None:
+        for lease in self._queue.drain():
+            self.counters.dropped += 1
+            lease.release()
+        self._room.set()
+        self._settle()
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """What a flush or a close achieved, by tier."""
+
+    written: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return not any(self.pending.values())
+
+
+class FanOut:
+    """All writers of a cache."""
+
+    def __init__(self, writers: list[TierWriter]) -> None:
+        self.writers = writers
+
+    async def offer(self, leases: list[Lease], another: LeaseMaker) -> None:
+        """Queue chunks for every tier that lacks them. Uses up `leases`, also when cancelled.
+
+        Each writer gets a lease of its own, made by `another`.
+        """
+        try:
+            for lease in leases:
+                for writer in self.writers:
+                    if writer.tier.contains(lease.key):
+                        continue
+                    own = another(lease.key)
+                    if own is not None and not writer.enqueue_nowait(own):
+                        await writer.enqueue(own)
+                lease.release()
+        finally:
+            for lease in leases:
+                lease.release()
+
+    async def flush(self, timeout_s: float) -> FlushReport:
+        """Drain all queues, each for up to `timeout_s`, side by side."""
+        before = {writer.tier.name: writer.counters.written for writer in self.writers}
+        await asyncio.gather(*(writer.flush(timeout_s) for writer in self.writers))
+        return FlushReport(
+            written={w.tier.name: w.counters.written - before[w.tier.name] for w in self.writers},
+            pending={w.tier.name: w.pending for w in self.writers},
+            dropped={w.tier.name: w.counters.dropped for w in self.writers},
+        )
+
+    async def close(self) -> None:
+        for writer in self.writers:
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer.close()
+

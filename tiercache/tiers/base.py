@@ -1,0 +1,102 @@
+"""The contract between the cache and anything that stores chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a tier is like; the scheduler plans with these and asks nothing else."""
+
+    durable: bool = False
+    """Chunks outlive this process."""
+    shared: bool = False
+    """Other processes may add and remove chunks: an unknown key is worth a `probe`."""
+    read_concurrency: int = 4
+    write_concurrency: int = 4
+
+
+@dataclass
+class TierStatistics:
+    """Counters since `open`, in chunks and payload bytes; `resident_*` is now. `occupied_bytes` is physical."""
+
+    reads: int = 0
+    read_bytes: int = 0
+    read_misses: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    write_failures: int = 0
+    evicted: int = 0
+    corrupt: int = 0
+    strays: int = 0
+    resident: int = 0
+    occupied_bytes: int = 0
+
+
+class Tier(ABC):
+    """A place for chunks.
+
+    All methods are called on one event loop and must not block it: whatever may take longer than a dictionary look-up
+    runs elsewhere. Every payload is a uint8 vector in page-aligned memory whose length is padded to 4096 bytes; a tier
+    may transfer the padding but never shows it to anybody.
+
+    Cancellation: a cancelled `read` or `write` may go on in its thread; it raises CancelledError only when the tier no
+    longer touches the payload's memory. (The scheduler does not cancel; it stops waiting, and keeps the memory.)
+    """
+
+    name: str
+    traits: Traits = Traits()
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Make the tier usable. Raises TierUnavailable or ConfigError with what to do about it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Give back everything that the tier holds. Idempotent; does not wait for hung operations."""
+
+    @abstractmethod
+    def contains(self, key: ChunkKey) -> bool:
+        """Whether the tier knows that it has `key`. From memory, at once; may err in both directions on shared tiers."""
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of `keys`, from the first on without a gap, the tier knows that it has."""
+        for position, key in enumerate(keys):
+            if not self.contains(key):
+                return position
+        return len(keys)
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        """As `prefix`, but asks the storage itself about what memory does not know. Only on shared tiers."""
+        return self.prefix(keys)
+
+    @abstractmethod
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Read and verify the chunk into `into` (uint8, at least the padded payload). Returns the payload's length.
+
+        None is a miss. Raises CorruptChunk when what lies there is not what it should be (it is gone from the tier by
+        then), TierUnavailable or OSError when the tier failed.
+        """
+
+    @abstractmethod
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        """Store `payload[:payload_bytes]`; `payload` itself is padded with zeroes to a multiple of 4096 bytes.
+
+        True when stored or already there, False when the tier declines. Raises TierFull when there is no room and nothing
+        to evict, TierUnavailable or OSError when the tier failed; nothing half-written is ever visible.
+        """
+
+    @abstractmethod
+    async def remove(self, key: ChunkKey) -> bool:
+        """Forget a chunk; whether it was there."""
+
+    @abstractmethod
+    def statistics(self) -> TierStatistics:
+        """A snapshot."""

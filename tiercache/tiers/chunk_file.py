@@ -1,0 +1,143 @@
+"""One chunk in one file: a header of 4096 bytes, the payload, zero padding to 4096 bytes. Synchronous; for worker threads.
+
+One `pwritev` or `preadv` moves header and payload together, around the page cache (O_DIRECT) where the file system can.
+Measured against io_uring and mmap: `docs/architecture.md`, "Threads".
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from tiercache.core.header import (
+    HEADER_BYTES,
+    PACKED_BYTES,
+    Header,
+    HeaderError,
+    aligned,
+    file_bytes,
+    payload_checksum,
+)
+from tiercache.errors import CorruptChunk
+
+_thread = threading.local()
+
+
+def write_chunk_file(
+    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool
+) -> int:
+    """Create `path` (which must not exist) with the chunk, checked for its full length. Returns the bytes it occupies.
+
+    `payload` is uint8, page-aligned, padded with zeroes to a multiple of 4096. `durable` adds fdatasync. On any error the
+    file is removed again and the error raised.
+    """
+    total_bytes = file_bytes(header.payload_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
+    try:
+        # Reserving first makes the extents contiguous, and a full device fails here instead of half-way.
+        try:
+            os.posix_fallocate(descriptor, 0, total_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+        buffers = [_header_buffer(header), payload[: total_bytes - HEADER_BYTES]]
+        written = os.pwritev(descriptor, buffers, 0)
+        while written < total_bytes:
+            if written < HEADER_BYTES or written % 4096:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            more = os.pwritev(descriptor, [payload[written - HEADER_BYTES : total_bytes - HEADER_BYTES]], written)
+            if more <= 0:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            written += more
+        if durable:
+            os.fdatasync(descriptor)
+        return os.fstat(descriptor).st_blocks * 512
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> int:
+    """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns the payload's length.
+
+    Raises FileNotFoundError when it is not there, CorruptChunk with what was expected and found when it is not the chunk.
+    What `into` holds after an exception means nothing.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    try:
+        length_bytes = os.fstat(descriptor).st_size
+        payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
+        buffer = _buffer()
+        got = os.preadv(descriptor, [buffer, into[:payload_room]], 0)
+        while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
+            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room]], got)
+            if more <= 0:
+                break
+            got += more
+    finally:
+        os.close(descriptor)
+    return verify_chunk(path, memoryview(buffer)[: min(got, PACKED_BYTES)], key, fingerprint, into, got, length_bytes)
+
+
+def verify_chunk(
+    path: Path | str, raw_header: memoryview, key: bytes, fingerprint: bytes | None, into: np.ndarray, got: int, length: int
+) -> int:
+    """Check everything that a header promises; `fingerprint` None accepts any layout (for `tiercache verify`)."""
+    try:
+        header = Header.unpack(raw_header)
+        header.require(key, header.fingerprint if fingerprint is None else fingerprint)
+    except HeaderError as error:
+        raise CorruptChunk(f"{path}: {error}") from error
+    if length != file_bytes(header.payload_bytes) or got < length:
+        raise CorruptChunk(
+            f"{path}: length: expected {file_bytes(header.payload_bytes)} bytes, found {length} (read {got})"
+        )
+    found = payload_checksum(into[: header.payload_bytes])
+    if found != header.payload_checksum:
+        raise CorruptChunk(f"{path}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}")
+    return header.payload_bytes
+
+
+def supports_direct_io(directory: Path) -> bool:
+    """Whether O_DIRECT works in `directory`, found out by doing it. Raises OSError when nothing can be written there."""
+    path = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
+    block = mmap.mmap(-1, 4096)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            path.unlink(missing_ok=True)
+            return False
+        raise
+    try:
+        os.pwrite(descriptor, block, 0)
+        return True
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
+def _buffer() -> mmap.mmap:
+    """A page of this thread's own: O_DIRECT wants the header aligned as well."""
+    buffer: mmap.mmap | None = getattr(_thread, "header", None)
+    if buffer is None:
+        buffer = _thread.header = mmap.mmap(-1, HEADER_BYTES)
+    return buffer
+
+
+def _header_buffer(header: Header) -> mmap.mmap:
+    buffer = _buffer()
+    packed = header.pack()
+    buffer[:] = packed + bytes(HEADER_BYTES - len(packed))
+    return buffer

@@ -1,0 +1,380 @@
+"""The CPU tier: the hot cache, and the staging memory of everything that passes through.
+
+Residency is decided synchronously on the loop. A chunk is here while its slot is; a lease keeps the slot from being
+reused, and every chunk that a write queue still has to write is leased by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+
+import numpy as np
+
+from tiercache.core.budget import Purpose, SlotBudget
+from tiercache.core.eviction import EvictionOrder, make_order
+from tiercache.core.header import aligned
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Slot, SlotPool
+from tiercache.memory.workers import Workers, to_the_end
+from tiercache.tiers.base import Tier, TierStatistics, Traits
+
+logger = logging.getLogger("tiercache.cpu")
+
+
+class _Entry:
+    __slots__ = ("hot", "key", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
+
+    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.payload_bytes = payload_bytes
+        self.read_leases = 0
+        self.write_leases = 0
+        self.parked = False
+        self.hot = True
+
+
+class Lease:
+    """A counted hold on a hot chunk: its memory is not reused before `release`.
+
+    `view` is uint8[payload length], read-only, valid until `release`. Release on the event loop; using the lease as a
+    context manager does.
+    """
+
+    __slots__ = ("_entry", "_tier", "_writes")
+
+    def __init__(self, tier: CpuTier, entry: _Entry, writes: bool) -> None:
+        self._tier = tier
+        self._entry: _Entry | None = entry
+        self._writes = writes
+
+    @property
+    def key(self) -> ChunkKey:
+        return self._held().key
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._held().payload_bytes
+
+    @property
+    def view(self) -> np.ndarray:
+        entry = self._held()
+        view = self._tier.pool.view(entry.slot, entry.payload_bytes)
+        view.flags.writeable = False
+        return view
+
+    @property
+    def padded(self) -> np.ndarray:
+        """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
+        entry = self._held()
+        view = self._tier.pool.view(entry.slot, aligned(entry.payload_bytes))
+        view.flags.writeable = False
+        return view
+
+    def release(self) -> None:
+        """Idempotent."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._tier._end_lease(entry, self._writes)
+
+    def _held(self) -> _Entry:
+        if self._entry is None:
+            raise ValueError("the lease was released; its memory may hold another chunk by now")
+        return self._entry
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        entry = self._entry
+        if entry is not None:
+            self._entry = None
+            warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
+            self._tier._end_lease_from_anywhere(entry, self._writes)
+
+
+class CpuTier(Tier):
+    """Slots, residents, leases. `keep` is `local_cpu`: without it a chunk goes when its last lease ends."""
+
+    name = "cpu"
+    traits = Traits()
+
+    def __init__(self, pool: SlotPool, copiers: Workers, *, policy: str = "LRU", keep: bool = True) -> None:
+        self.pool = pool
+        self.copiers = copiers
+        self.keep = keep
+        self.budget = SlotBudget.for_arena(pool.count)
+        self._entries: dict[ChunkKey, _Entry] = {}
+        self._order: EvictionOrder[_Entry] = make_order(policy)
+        self._evictable = 0
+        self._waiting: dict[Purpose, deque[asyncio.Future[None]]] = {purpose: deque() for purpose in Purpose}
+        self._statistics = TierStatistics()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        for waiting in self._waiting.values():
+            while waiting:
+                future = waiting.popleft()
+                if not future.done():
+                    future.cancel()
+
+    # Residency
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self._entries
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        entries = self._entries
+        for position, key in enumerate(keys):
+            if key not in entries:
+                return position
+        return len(keys)
+
+    def lease(self, key: ChunkKey, *, writes: bool = False) -> Lease | None:
+        """Hold a resident chunk; None when it is not here. A reader's lease counts as a use, a writer's does not."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if not writes:
+            self._statistics.reads += 1
+            self._statistics.read_bytes += entry.payload_bytes
+            if not entry.parked:
+                self._order.touch(key)
+        return self._begin_lease(entry, writes)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Note a use of those of `keys` that are resident."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.parked:
+                self._order.touch(key)
+
+    # Slots
+
+    @property
+    def obtainable(self) -> int:
+        """Slots that are free or evictable now."""
+        return self.pool.free + self._evictable
+
+    def try_reserve(self, purpose: Purpose) -> Slot | None:
+        """A slot to fill, evicting the first victim when none is free; None when the budget says wait.
+
+        The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
+        """
+        if not self.budget.allows(purpose, self.obtainable):
+            return None
+        slot = self.pool.take()
+        if slot is None:
+            slot = self._evict()
+        self.budget.take(purpose)
+        return slot
+
+    async def reserve(self, purpose: Purpose, timeout_s: float) -> Slot | None:
+        """As `try_reserve`, waiting up to `timeout_s` for leases to end. First come, first served; reads before writes.
+
+        Cancelled while waiting, it holds nothing.
+        """
+        if not self._waiting[purpose]:
+            slot = self.try_reserve(purpose)
+            if slot is not None:
+                return slot
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while True:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting[purpose].append(turn)
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    await turn
+            except TimeoutError:
+                return None
+            finally:
+                if not turn.done() or turn.cancelled():
+                    if turn in self._waiting[purpose]:
+                        self._waiting[purpose].remove(turn)
+                else:
+                    # Woken: pass the turn on when we cannot use it (cancelled, or somebody was faster).
+                    slot = self.try_reserve(purpose) if not self._cancelling() else None
+                    self._wake()
+            if slot is not None:
+                return slot
+
+    def publish(self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose) -> Lease:
+        """Make a filled slot the chunk `key`, and hold it.
+
+        When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
+        first copy keeps it, and equal keys have equal bytes.
+        """
+        self.budget.give_back(purpose)
+        writes = purpose is Purpose.WRITE
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.pool.give_back(slot)
+            lease = self._begin_lease(entry, writes)
+            self._wake()
+            return lease
+        entry = _Entry(key, slot, payload_bytes)
+        self._entries[key] = entry
+        self._order.insert(key, entry)
+        self._evictable += 1
+        self._statistics.writes += 1
+        self._statistics.written_bytes += payload_bytes
+        return self._begin_lease(entry, writes)
+
+    def abandon(self, slot: Slot, purpose: Purpose) -> None:
+        """Give back a reserved slot that was not filled."""
+        self.budget.give_back(purpose)
+        self.pool.give_back(slot)
+        self._wake()
+
+    def forget(self, key: ChunkKey) -> bool:
+        """Make `key` invisible at once; its slot is free when its leases have ended."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return False
+        entry.hot = False
+        if not entry.parked:
+            self._order.discard(key)
+        if not entry.read_leases and not entry.write_leases:
+            self._evictable -= 1
+            self.pool.give_back(entry.slot)
+            self._wake()
+        return True
+
+    def clear(self) -> int:
+        """Forget every chunk that is not being written; returns how many."""
+        clean = [key for key, entry in self._entries.items() if not entry.write_leases]
+        for key in clean:
+            self.forget(key)
+        return len(clean)
+
+    # The Tier interface, for whoever treats all tiers alike
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        lease = self.lease(key)
+        if lease is None:
+            self._statistics.read_misses += 1
+            return None
+        with lease:
+            view = lease.view
+            await to_the_end(self.copiers.submit(np.copyto, into[: view.nbytes], view))
+            return int(view.nbytes)
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        if key in self._entries:
+            return True
+        slot = self.try_reserve(Purpose.WRITE)
+        if slot is None:
+            return False
+        try:
+            await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload[:payload_bytes]))
+        except BaseException:
+            self.abandon(slot, Purpose.WRITE)
+            raise
+        self.publish(key, slot, payload_bytes, Purpose.WRITE).release()
+        return True
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return self.forget(key)
+
+    def statistics(self) -> TierStatistics:
+        counters = TierStatistics(**vars(self._statistics))
+        counters.resident = len(self._entries)
+        counters.occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
+        return counters
+
+    def count_miss(self, chunks: int = 1) -> None:
+        self._statistics.read_misses += chunks
+
+    # Leases
+
+    def _begin_lease(self, entry: _Entry, writes: bool) -> Lease:
+        if not entry.read_leases and not entry.write_leases:
+            self._evictable -= 1
+            self.budget.take(Purpose.WRITE if writes else Purpose.READ)
+        elif writes and not entry.write_leases:
+            self.budget.give_back(Purpose.READ)
+            self.budget.take(Purpose.WRITE)
+        if writes:
+            entry.write_leases += 1
+        else:
+            entry.read_leases += 1
+        return Lease(self, entry, writes)
+
+    def _end_lease(self, entry: _Entry, writes: bool) -> None:
+        if writes:
+            entry.write_leases -= 1
+            if not entry.write_leases:
+                self.budget.give_back(Purpose.WRITE)
+                if entry.read_leases:
+                    self.budget.take(Purpose.READ)
+        else:
+            entry.read_leases -= 1
+            if not entry.read_leases and not entry.write_leases:
+                self.budget.give_back(Purpose.READ)
+        if entry.read_leases or entry.write_leases:
+            return
+        if not entry.hot:
+            self.pool.give_back(entry.slot)
+        elif not self.keep:
+            del self._entries[entry.key]
+            if not entry.parked:
+                self._order.discard(entry.key)
+            self.pool.give_back(entry.slot)
+        else:
+            self._evictable += 1
+            if entry.parked:
+                entry.parked = False
+                self._order.readmit(entry.key, entry)
+        self._wake()
+
+    def _end_lease_from_anywhere(self, entry: _Entry, writes: bool) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_lease, entry, writes)
+
+    def _evict(self) -> Slot:
+        while True:
+            key, entry = self._order.pop_victim()
+            if entry.read_leases or entry.write_leases:
+                entry.parked = True
+                continue
+            del self._entries[key]
+            self._evictable -= 1
+            self._statistics.evicted += 1
+            return entry.slot
+
+    # Waiting for slots
+
+    def _wake(self) -> None:
+        for purpose in (Purpose.READ, Purpose.WRITE, Purpose.PREFETCH):
+            waiting = self._waiting[purpose]
+            while waiting and waiting[0].done():
+                waiting.popleft()
+            if waiting and self.budget.allows(purpose, self.obtainable):
+                waiting.popleft().set_result(None)
+                return
+
+    @staticmethod
+    def _cancelling() -> bool:
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+
+
+def fill_slot(slot: np.ndarray, payload: np.ndarray) -> None:
+    """Copy a payload into a slot and zero the padding behind it, so that no tier ever stores another chunk's bytes."""
+    length = payload.nbytes
+    np.copyto(slot[:length], payload)
+    slot[length : aligned(length)] = 0

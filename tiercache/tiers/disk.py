@@ -1,0 +1,327 @@
+"""The disk tier: one file per chunk in one or several directories, under a physical cap.
+
+This class is the asynchronous half: it decides (index, victims, when to rescan) and hands whole operations to worker
+threads. `volume.py` is the half that blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+import numpy as np
+
+from tiercache.core.eviction import make_order
+from tiercache.core.header import file_bytes
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
+from tiercache.memory.workers import Workers, to_the_end
+from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.tiers.volume import TOP_LEVELS, Scanned, Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+FORMAT = 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_RESCAN_PAUSE_S = 30.0
+_ATTEMPTS = 4
+_AGING_STEP = 2048
+_REFUSED_KEPT = 4096
+
+
+@dataclass(frozen=True)
+class DiskSettings:
+    directories: tuple[Path, ...]
+    cap_bytes: int
+    """Of all directories together; each gets an equal share."""
+    threads: int = 4
+    """For reads; as many again for writes."""
+    direct: bool | None = None
+    """O_DIRECT: True, False, or None to use it where it works."""
+    durable: bool = True
+    """fdatasync each file before it becomes visible, and its directory after. Without, a chunk survives kill -9 but
+    perhaps not a power cut (then verification makes it a miss)."""
+    policy: str = "LRU"
+
+
+class _Shelf:
+    """A volume and what we know of it."""
+
+    def __init__(self, volume: Volume, policy: str) -> None:
+        self.volume = volume
+        self.policy = policy
+        self.index = CappedIndex(make_order(policy))
+        self.scanned = False
+        self.used_while_scanning: set[ChunkKey] = set()
+        self.next_scan_s = 0.0
+
+
+class DiskTier(Tier):
+    name = "disk"
+
+    def __init__(self, settings: DiskSettings, fingerprint: bytes) -> None:
+        self.settings = settings
+        self.fingerprint = fingerprint
+        self.traits = Traits(
+            durable=True, shared=True, read_concurrency=settings.threads, write_concurrency=settings.threads
+        )
+        self._readers = Workers("disk-read", settings.threads)
+        self._writers = Workers("disk-write", settings.threads)
+        self._metadata = Workers("disk-metadata", 1)
+        self._shelves: list[_Shelf] = []
+        self._scans: set[asyncio.Task[None]] = set()
+        self._refused: dict[ChunkKey, None] = {}
+        self._statistics = TierStatistics()
+
+    async def open(self) -> None:
+        share_bytes = self.settings.cap_bytes // len(self.settings.directories)
+        try:
+            for directory in self.settings.directories:
+                volume = Volume(
+                    directory, share_bytes, self.fingerprint, direct=self.settings.direct, durable=self.settings.durable
+                )
+                await self._open_volume(volume)
+                self._shelves.append(_Shelf(volume, self.settings.policy))
+        except BaseException:
+            await self.close()
+            raise
+        for shelf in self._shelves:
+            self._begin_scan(shelf)
+
+    async def close(self) -> None:
+        for scan in list(self._scans):
+            scan.cancel()
+        await asyncio.gather(*self._scans, return_exceptions=True)
+        for workers in (self._readers, self._writers, self._metadata):
+            workers.close()
+        for shelf in self._shelves:
+            shelf.volume.close()
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self._shelf(key).index
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        if len(self._shelves) == 1:
+            return self._shelves[0].index.prefix(keys)
+        return super().prefix(keys)
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        position = self.prefix(keys)
+        if position == len(keys):
+            return position
+        unknown = [(self._shelf(key), key) for key in keys[position:] if key not in self._refused]
+        found = await self._metadata.submit(_existing, unknown)
+        for (shelf, key), occupied_bytes in zip(unknown, found, strict=False):
+            if key not in shelf.index:
+                shelf.index.add(key, occupied_bytes)
+        return position + self.prefix(keys[position:])
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        shelf = self._shelf(key)
+        try:
+            length = await to_the_end(self._readers.submit(shelf.volume.read, key, into))
+        except CorruptChunk as error:
+            shelf.index.remove(key)
+            self._refuse(key)
+            self._statistics.corrupt += 1
+            logger.warning("a chunk failed verification and was quarantined: %s", error)
+            raise
+        if length is None:
+            shelf.index.remove(key)
+            self._statistics.read_misses += 1
+            return None
+        if key in shelf.index:
+            shelf.index.touch(key)
+        if not shelf.scanned:
+            shelf.used_while_scanning.add(key)
+        self._statistics.reads += 1
+        self._statistics.read_bytes += length
+        return length
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        shelf = self._shelf(key)
+        if key in shelf.index:
+            shelf.index.touch(key)
+            return True
+        needed_bytes = file_bytes(payload_bytes)
+        if needed_bytes > shelf.volume.cap_bytes:
+            return False
+        if not shelf.scanned and not shelf.volume.ledger.trusted:
+            # Files without a count: the cap cannot be kept before they are counted.
+            return False
+        try:
+            occupied_bytes = await self._write_evicting(shelf, key, payload, payload_bytes, needed_bytes)
+        except BaseException:
+            self._statistics.write_failures += 1
+            raise
+        self._refused.pop(key, None)
+        shelf.index.add(key, occupied_bytes)
+        self._statistics.writes += 1
+        self._statistics.written_bytes += payload_bytes
+        return True
+
+    async def remove(self, key: ChunkKey) -> bool:
+        shelf = self._shelf(key)
+        occupied_bytes = shelf.index.remove(key)
+        if occupied_bytes is None:
+            return False
+        return await to_the_end(self._metadata.submit(shelf.volume.delete, key, occupied_bytes))
+
+    def statistics(self) -> TierStatistics:
+        counters = TierStatistics(**vars(self._statistics))
+        counters.resident = sum(len(shelf.index) for shelf in self._shelves)
+        counters.occupied_bytes = sum(shelf.volume.ledger.used_bytes for shelf in self._shelves)
+        return counters
+
+    async def scanned(self) -> None:
+        """Wait until the index is complete (for tests and tools; the tier serves before that)."""
+        await asyncio.gather(*self._scans)
+
+    def _shelf(self, key: ChunkKey) -> _Shelf:
+        if len(self._shelves) == 1:
+            return self._shelves[0]
+        return self._shelves[int.from_bytes(key[:4], "big") % len(self._shelves)]
+
+    def _refuse(self, key: ChunkKey) -> None:
+        """Remember a bad chunk that may still lie there (read-only directory), so that a probe does not find it again."""
+        self._refused[key] = None
+        if len(self._refused) > _REFUSED_KEPT:
+            del self._refused[next(iter(self._refused))]
+
+    async def _open_volume(self, volume: Volume) -> None:
+        root = volume.root
+        try:
+            await self._metadata.submit(volume.open)
+            manifest = root / "tiercache.json"
+            if await asyncio.to_thread(manifest.exists):
+                async with aiofiles.open(manifest) as file:
+                    found = json.loads(await file.read()).get("format")
+                if found != FORMAT:
+                    raise ConfigError(
+                        f"local_disk: {root} has format {found!r}, this version writes {FORMAT}; use another directory"
+                    )
+            else:
+                async with aiofiles.open(manifest, "w") as file:
+                    await file.write(json.dumps({"format": FORMAT, "what": "tiercache chunks"}) + "\n")
+        except (OSError, ValueError, AttributeError) as error:
+            volume.close()
+            raise ConfigError(f"local_disk: {root} cannot be used: {error}") from error
+        except BaseException:
+            volume.close()
+            raise
+
+    async def _write_evicting(
+        self, shelf: _Shelf, key: ChunkKey, payload: np.ndarray, payload_bytes: int, needed_bytes: int
+    ) -> int:
+        volume, index = shelf.volume, shelf.index
+        deficit_bytes = volume.ledger.used_bytes + needed_bytes - volume.cap_bytes
+        for attempt in range(_ATTEMPTS):
+            if deficit_bytes > index.used_bytes:
+                self._rescan_soon(shelf)
+                raise TierFull(
+                    f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
+                    f"{index.used_bytes} of them are known chunks"
+                )
+            victims = index.evict(deficit_bytes)
+            self._statistics.evicted += len(victims)
+            try:
+                return await to_the_end(self._writers.submit(volume.write, key, payload, payload_bytes, victims))
+            except TierFull:
+                deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+            except FileNotFoundError:
+                await self._reopen(shelf)
+                deficit_bytes = 0
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                # The device is fuller than our cap allows for: make room at our own expense, then say so.
+                deficit_bytes = needed_bytes << attempt
+                if not index.used_bytes:
+                    raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
+                deficit_bytes = min(deficit_bytes, index.used_bytes)
+        raise TierFull(f"{volume.root}: no room after {_ATTEMPTS} attempts")
+
+    async def _reopen(self, shelf: _Shelf) -> None:
+        """The directory was emptied or replaced under us: what we knew is gone, begin anew."""
+        old = shelf.volume
+        if not await self._metadata.submit(old.root.is_dir):
+            raise TierUnavailable(f"{old.root} is not there any more")
+        logger.warning("%s was emptied by somebody else; starting it anew", old.root)
+        fresh = Volume(old.root, old.cap_bytes, old.fingerprint, direct=old.wants_direct, durable=old.durable)
+        try:
+            await self._open_volume(fresh)
+        except ConfigError as error:
+            raise TierUnavailable(str(error)) from error
+        shelf.volume = fresh
+        shelf.index = CappedIndex(make_order(shelf.policy))
+        old.close()
+        self._begin_scan(shelf)
+
+    def _rescan_soon(self, shelf: _Shelf) -> None:
+        """Other processes fill the directory too: look again what is there, but not all the time."""
+        now_s = asyncio.get_running_loop().time()
+        if shelf.scanned and now_s >= shelf.next_scan_s:
+            self._begin_scan(shelf)
+
+    def _begin_scan(self, shelf: _Shelf) -> None:
+        first = not shelf.scanned and shelf.next_scan_s == 0.0
+        shelf.next_scan_s = asyncio.get_running_loop().time() + _RESCAN_PAUSE_S
+        scan = asyncio.create_task(self._scan(shelf, first), name=f"tiercache-scan-{shelf.volume.root}")
+        self._scans.add(scan)
+        scan.add_done_callback(self._scans.discard)
+
+    async def _scan(self, shelf: _Shelf, first: bool) -> None:
+        """Rebuild the index while serving; then put the oldest first and, if we are alone, correct the ledger."""
+        volume = shelf.volume
+        found = Scanned()
+        try:
+            for top in TOP_LEVELS:
+                part = await self._metadata.submit(volume.scan, top)
+                for _, key, occupied_bytes in part.chunks:
+                    if key not in shelf.index and key not in self._refused:
+                        shelf.index.add(key, occupied_bytes, cold=True)
+                found.chunks += part.chunks
+                found.counted_bytes += part.counted_bytes
+                found.strays += part.strays
+                found.foreign += part.foreign
+            found.counted_bytes += await self._metadata.submit(volume.scan_quarantine)
+        except OSError as error:
+            logger.warning("%s could not be scanned: %s", volume.root, error)
+            shelf.scanned = True
+            return
+        found.chunks.sort(key=lambda chunk: chunk[0], reverse=True)
+        by_age = [key for _, key, _ in found.chunks if key not in shelf.used_while_scanning]
+        for start in range(0, len(by_age), _AGING_STEP):
+            shelf.index.age(by_age[start : start + _AGING_STEP])
+            await asyncio.sleep(0)
+        if first and volume.alone:
+            await self._metadata.submit(volume.ledger.correct, found.counted_bytes - volume.count_at_open_bytes)
+        self._statistics.strays += found.strays + volume.strays_removed
+        volume.strays_removed = 0
+        shelf.scanned = True
+        shelf.used_while_scanning.clear()
+        logger.info(
+            "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
+            volume.root,
+            len(found.chunks),
+            found.strays,
+            found.foreign,
+        )
+
+
+def _existing(unknown: list[tuple[_Shelf, ChunkKey]]) -> list[int]:
+    """Occupied bytes of the chunks on disk, up to the first that is not there. For a worker thread."""
+    found: list[int] = []
+    for shelf, key in unknown:
+        occupied = shelf.volume.exists([key])
+        if not occupied:
+            break
+        found += occupied
+    return found

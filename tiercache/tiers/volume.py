@@ -1,0 +1,296 @@
+"""A directory of chunk files. Synchronous; everything here may block and runs in worker threads.
+
+```
+<root>/tiercache.json            manifest: the format of this directory
+<root>/<2 hex>/<2 hex>/<key>     chunks
+<root>/quarantine/<key>.<n>      the last few that failed verification
+<root>/.tiercache/ledger         bytes in use, shared by all processes
+<root>/.tiercache/owners         locked (shared) by every living process
+<root>/.tiercache/tmp/<owner>.*  files being written; <owner>.lock is held by their writer
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tiercache.core.header import Header, file_bytes, payload_checksum
+from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.errors import CorruptChunk, TierFull
+from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
+from tiercache.tiers.ledger import Ledger
+
+logger = logging.getLogger("tiercache.disk")
+
+CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
+TOP_LEVELS = [f"{number:02x}" for number in range(256)]
+_QUARANTINE_KEEPS = 8
+
+
+@dataclass
+class Scanned:
+    """What `Volume.scan` found below one top-level directory. Sizes are what the file system really allocates."""
+
+    chunks: list[tuple[float, ChunkKey, int]] = field(default_factory=list)
+    """(modification time in s, key, occupied bytes)"""
+    counted_bytes: int = 0
+    """Of files and directories that were there before this process began to count."""
+    strays: int = 0
+    foreign: int = 0
+
+
+class Volume:
+    def __init__(self, root: Path, cap_bytes: int, fingerprint: bytes, *, direct: bool | None, durable: bool) -> None:
+        self.root = root
+        self.cap_bytes = cap_bytes
+        self.fingerprint = fingerprint
+        self.wants_direct = direct
+        self.direct = False
+        self.durable = durable
+        self._private = root / ".tiercache"
+        self._temporary = self._private / "tmp"
+        self._quarantine = root / "quarantine"
+        self._owner = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._locks: list[int] = []
+
+    def open(self) -> None:
+        """Make the directory ready. Raises OSError when it cannot be written, TierFull when nothing fits below the cap."""
+        self._temporary.mkdir(parents=True, exist_ok=True)
+        owners = os.open(self._private / "owners", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._locks.append(owners)
+        try:
+            fcntl.flock(owners, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.alone = True
+        except BlockingIOError:
+            self.alone = False
+        fcntl.flock(owners, fcntl.LOCK_SH)
+        # Locked before it has its name: nobody may find it unlocked and take us for dead.
+        unnamed = self._temporary / f"{self._owner}.new"
+        mine = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._locks.append(mine)
+        fcntl.flock(mine, fcntl.LOCK_EX)
+        unnamed.rename(self._temporary / f"{self._owner}.lock")
+        self.strays_removed = self._remove_dead_temporaries()
+        self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
+        if self.wants_direct and not self.direct:
+            logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
+        self.ledger = Ledger(self._private / "ledger", self.cap_bytes)
+        if not any((self.root / top).is_dir() for top in TOP_LEVELS):
+            self.ledger.trusted = True  # nothing there that could be uncounted
+        self.opened_at_s = time.time()
+        self.count_at_open_bytes = self.ledger.used_bytes
+
+    def close(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.close()
+        (self._temporary / f"{self._owner}.lock").unlink(missing_ok=True)
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def path(self, key: ChunkKey) -> str:
+        name = key.hex()
+        return f"{self.root}/{name[:2]}/{name[2:4]}/{name}"
+
+    def exists(self, keys: list[ChunkKey]) -> list[int]:
+        """Occupied bytes of `keys`, from the first on, up to the first that is not here."""
+        found = []
+        for key in keys:
+            try:
+                found.append(os.stat(self.path(key)).st_blocks * 512)
+            except OSError:
+                break
+        return found
+
+    def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Verified read; None when the file is not here. A corrupt file is in quarantine when CorruptChunk is raised."""
+        try:
+            return read_chunk_file(self.path(key), key, self.fingerprint, into, direct=self.direct)
+        except FileNotFoundError:
+            if not self.root.is_dir():
+                raise
+            return None
+        except CorruptChunk:
+            self.quarantine(key)
+            raise
+
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> int:
+        """Delete `victims`, then publish the chunk atomically. Returns the bytes it occupies.
+
+        Raises TierFull when it does not fit under the cap, OSError (ENOSPC among others) when the device says no; the
+        victims are gone all the same.
+        """
+        for victim, occupied_bytes in victims:
+            self.delete(victim, occupied_bytes)
+        charged_bytes = file_bytes(payload_bytes)
+        if not self.ledger.charge(charged_bytes):
+            raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
+        temporary = f"{self._temporary}/{self._owner}.{next(self._numbers)}"
+        try:
+            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
+            occupied_bytes = write_chunk_file(temporary, header, payload, direct=self.direct, durable=self.durable)
+        except BaseException:
+            self.ledger.correct(-charged_bytes)
+            raise
+        try:
+            replaced_bytes = self._publish(temporary, self.path(key))
+        except BaseException:
+            self._unlink(temporary)
+            self.ledger.correct(-charged_bytes)
+            raise
+        self.ledger.correct(occupied_bytes - charged_bytes - replaced_bytes)
+        return occupied_bytes
+
+    def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
+        """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
+        path = self.path(key)
+        if not self._unlink(path):
+            return False
+        self.ledger.correct(-occupied_bytes)
+        self._drop_empty(os.path.dirname(path))
+        return True
+
+    def quarantine(self, key: ChunkKey) -> None:
+        """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
+        try:
+            self._quarantine.mkdir(exist_ok=True)
+            os.rename(self.path(key), self._quarantine / f"{key.hex()}.{time.time_ns()}")
+            kept = sorted(self._quarantine.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            for path in kept[:-_QUARANTINE_KEEPS]:
+                occupied_bytes = path.stat().st_blocks * 512
+                if self._unlink(path):
+                    self.ledger.correct(-occupied_bytes)
+        except OSError as error:
+            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+
+    def scan(self, top: str) -> Scanned:
+        """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
+
+        Files that are not of our naming are never touched.
+        """
+        found = Scanned()
+        since_s = self.opened_at_s
+        for directory in _directories(self.root / top):
+            self._count(found, os.stat(directory), since_s)
+            for leaf in _directories(directory):
+                self._count(found, os.stat(leaf), since_s)
+                with os.scandir(leaf) as entries:
+                    for entry in entries:
+                        self._examine(entry, found, since_s)
+        return found
+
+    def scan_quarantine(self) -> int:
+        """Bytes that the quarantine occupies."""
+        if not self._quarantine.is_dir():
+            return 0
+        return sum(path.stat().st_blocks * 512 for path in self._quarantine.iterdir())
+
+    def _examine(self, entry: os.DirEntry[str], found: Scanned, since_s: float) -> None:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if not CHUNK_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+            found.foreign += 1
+            return
+        if status.st_size < file_bytes(1) or status.st_size % 4096:
+            # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
+            if self._unlink(entry.path):
+                found.strays += 1
+            return
+        self._count(found, status, since_s)
+        found.chunks.append((status.st_mtime, bytes.fromhex(entry.name), status.st_blocks * 512))
+
+    @staticmethod
+    def _count(found: Scanned, status: os.stat_result, since_s: float) -> None:
+        if status.st_ctime < since_s:
+            found.counted_bytes += status.st_blocks * 512
+
+    def _publish(self, temporary: str, path: str) -> int:
+        """Rename into place; returns the bytes of a file that this replaced."""
+        for _ in range(8):
+            try:
+                replaced_bytes = os.stat(path).st_blocks * 512
+            except FileNotFoundError:
+                replaced_bytes = 0
+            try:
+                os.rename(temporary, path)
+                break
+            except FileNotFoundError:
+                # The leaf is not there yet, or another process removed it just now because it was empty.
+                self._make_directories(os.path.dirname(path))
+        else:
+            raise OSError(f"{path}: the directory vanishes as often as it is made")
+        if self.durable:
+            self._sync_directory(os.path.dirname(path))
+        return replaced_bytes
+
+    def _make_directories(self, leaf: str) -> None:
+        for directory in (os.path.dirname(leaf), leaf):
+            try:
+                os.mkdir(directory)
+            except FileExistsError:
+                continue
+            self.ledger.correct(os.stat(directory).st_blocks * 512)
+
+    def _drop_empty(self, leaf: str) -> None:
+        try:
+            occupied_bytes = os.stat(leaf).st_blocks * 512
+            os.rmdir(leaf)
+        except OSError:
+            return  # not empty, or gone: both are fine
+        self.ledger.correct(-occupied_bytes)
+
+    def _remove_dead_temporaries(self) -> int:
+        """Remove what writers that no longer live left half-written: nobody holds their lock."""
+        removed = 0
+        for lock in self._temporary.glob("*.lock"):
+            if lock.stem == self._owner:
+                continue
+            try:
+                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(descriptor)
+            for path in self._temporary.glob(f"{lock.stem}.*"):
+                removed += self._unlink(path) and path.suffix != ".lock"
+        return removed
+
+    @staticmethod
+    def _unlink(path: Path | str) -> bool:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    @staticmethod
+    def _sync_directory(path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _directories(path: Path | str) -> list[str]:
+    """`path` when it is a top-level directory of ours that exists, or the leaves below it."""
+    if isinstance(path, Path):
+        return [str(path)] if path.is_dir() else []
+    with os.scandir(path) as entries:
+        return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False) and len(entry.name) == 2]

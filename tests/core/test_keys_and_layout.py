@@ -1,0 +1,102 @@
+"""Keys stand for whole prefixes, in one layout, for one tenant."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.core.keys import KEY_BYTES, chunk_keys, keys_from_hashes
+from tiercache.core.layout import Layout
+
+SPACE = Layout("model", chunk_tokens=4, bytes_per_token=8).namespace()
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@given(TOKENS)
+def test_list_array_and_tensor_like_give_the_same_keys(tokens: list[int]) -> None:
+    keys = chunk_keys(SPACE, tokens, 4)
+    assert keys == chunk_keys(SPACE, np.array(tokens, dtype=np.int64), 4)
+    assert keys == chunk_keys(SPACE, np.array(tokens, dtype=np.uint32), 4)
+    assert len(keys) == len(tokens) // 4
+
+
+@given(TOKENS, st.integers(0, 39), st.integers(1, 2**32 - 1))
+def test_changing_a_token_changes_its_key_and_all_after_it_only(tokens: list[int], at: int, by: int) -> None:
+    if at >= len(tokens):
+        return
+    changed = list(tokens)
+    changed[at] = (changed[at] + by) % 2**32
+    before, after = chunk_keys(SPACE, tokens, 4), chunk_keys(SPACE, changed, 4)
+    first = at // 4
+    assert before[:first] == after[:first]
+    assert all(old != new for old, new in zip(before[first:], after[first:], strict=True))
+
+
+@given(TOKENS)
+def test_longer_prompt_keeps_the_keys_of_its_prefix(tokens: list[int]) -> None:
+    assert chunk_keys(SPACE, [*tokens, 1, 2, 3, 4], 4)[: len(tokens) // 4] == chunk_keys(SPACE, tokens, 4)
+
+
+def test_partial_tail_has_a_key_of_its_own_when_asked_for() -> None:
+    full = chunk_keys(SPACE, [1, 2, 3, 4, 5, 6], 4)
+    partial = chunk_keys(SPACE, [1, 2, 3, 4, 5, 6], 4, partial=True)
+    assert len(full) == 1
+    assert len(partial) == 2
+    assert partial[1] != chunk_keys(SPACE, [1, 2, 3, 4, 5, 6, 0, 0], 4)[1]
+
+
+def test_keys_are_the_same_in_another_process() -> None:
+    program = (
+        "from tiercache.core.keys import chunk_keys; from tiercache.core.layout import Layout;"
+        "print(chunk_keys(Layout('model', chunk_tokens=4, bytes_per_token=8).namespace(), range(8), 4)[1].hex())"
+    )
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env={})
+    assert other.stdout.strip() == chunk_keys(SPACE, range(8), 4)[1].hex()
+
+
+@pytest.mark.parametrize("tokens", [[-1, 0, 0, 0], [2**32, 0, 0, 0], np.array([-1, 0, 0, 0]), np.array([2**40] * 4)])
+def test_token_that_does_not_fit_is_an_error(tokens: list[int]) -> None:
+    with pytest.raises(OverflowError):
+        chunk_keys(SPACE, tokens, 4)
+
+
+def test_tokens_of_the_wrong_kind_are_an_error() -> None:
+    with pytest.raises(ValueError, match="vector of integers"):
+        chunk_keys(SPACE, np.zeros((2, 4), dtype=np.int64), 4)
+    with pytest.raises(ValueError, match="float"):
+        chunk_keys(SPACE, np.zeros(4), 4)
+
+
+def test_engine_hashes_of_two_tenants_never_meet() -> None:
+    layout = Layout("model", chunk_tokens=4, bytes_per_token=8)
+    hashes = [bytes([number]) * 32 for number in range(10)]
+    one, other = (keys_from_hashes(layout.namespace(salt), hashes) for salt in ("a", "b"))
+    assert not set(one) & set(other)
+    assert {len(key) for key in one} == {KEY_BYTES}
+
+
+CHANGES = {
+    "model": "other", "chunk_tokens": 8, "bytes_per_token": 9, "kv_dtype": "fp8", "revision": "r", "layers": 1,
+    "kv_heads": 1, "head_size": 1, "block_tokens": 2, "byte_format": "b", "engine": "e", "rank": 1, "world_size": 3,
+    "extra": (("lora", "x"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", Layout.__dataclass_fields__)
+def test_every_field_of_a_layout_changes_its_fingerprint(field: str) -> None:
+    base = {"model": "m", "chunk_tokens": 4, "bytes_per_token": 8, "world_size": 2}
+    one, other = Layout(**base), Layout(**{**base, field: CHANGES[field]})
+    assert one.fingerprint != other.fingerprint
+    assert one.namespace() != other.namespace()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"chunk_tokens": 0}, "chunk_tokens"), ({"rank": 2}, "rank"), ({"block_tokens": 3}, "multiple of block_tokens")],
+)
+def test_impossible_layout_is_refused(wrong: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Layout(**{"model": "m", "chunk_tokens": 4, "bytes_per_token": 8, **wrong})

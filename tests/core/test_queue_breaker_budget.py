@@ -1,0 +1,116 @@
+"""Bounds, breakers and budgets: all decisions, no loop."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.budget import Purpose, SlotBudget
+from tiercache.core.queue import BoundedQueue
+
+SETTINGS = BreakerSettings(failures_to_open=3, slow_s=5.0, first_pause_s=1.0, longest_pause_s=4.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 60), st.booleans()), max_size=60))
+def test_queue_never_exceeds_its_bounds(offers: list[tuple[int, int, bool]]) -> None:
+    queue: BoundedQueue[int] = BoundedQueue(max_bytes=100, max_items=5)
+    inside: list[int] = []
+    for number, size, replace in offers:
+        if bytes([number]) in queue:
+            continue
+        offer = queue.offer(bytes([number]), number, size, replace_oldest=replace)
+        inside = inside[len(offer.displaced) :]
+        assert offer.accepted or not replace
+        if offer.accepted:
+            inside.append(number)
+        assert len(queue) == len(inside) <= 5
+        assert queue.queued_bytes <= 100
+    assert queue.drain() == inside
+    assert queue.queued_bytes == 0
+
+
+def test_item_larger_than_the_bound_passes_alone() -> None:
+    queue: BoundedQueue[str] = BoundedQueue(max_bytes=10, max_items=5)
+    assert queue.offer(b"a", "a", 50).accepted
+    assert not queue.offer(b"b", "b", 1).accepted
+    assert queue.take() == (b"a", "a")
+    assert queue.offer(b"b", "b", 1).accepted
+
+
+def test_breaker_opens_after_consecutive_failures_only() -> None:
+    breaker = Breaker(SETTINGS)
+    for outcome in ("fail", "fail", "succeed", "fail", "fail"):
+        breaker.failed(0.0) if outcome == "fail" else breaker.succeeded(0.0)
+        assert breaker.allows(0.0)
+    breaker.failed(0.0)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.allows(0.5)
+
+
+def test_slow_success_counts_as_a_failure() -> None:
+    breaker = Breaker(SETTINGS)
+    for _ in range(3):
+        breaker.succeeded(0.0, took_s=6.0)
+    assert breaker.state is BreakerState.OPEN
+
+
+def test_one_probe_at_a_time_then_closed_or_a_longer_pause() -> None:
+    breaker = Breaker(SETTINGS)
+    breaker.trip(0.0)
+    assert not breaker.allows(0.9)
+    assert breaker.allows(1.0)
+    assert not breaker.allows(1.1), "a probe is under way"
+    breaker.failed(1.2)
+    assert not breaker.allows(3.1), "the pause has doubled"
+    assert breaker.allows(3.3)
+    breaker.succeeded(3.4)
+    assert breaker.state is BreakerState.CLOSED
+    assert breaker.opened_count == 1
+
+
+def test_probe_that_never_reports_does_not_block_for_ever() -> None:
+    breaker = Breaker(SETTINGS)
+    breaker.trip(0.0)
+    assert breaker.allows(1.0)
+    assert not breaker.allows(5.9)
+    assert breaker.allows(6.1)
+
+
+def test_pause_has_a_ceiling() -> None:
+    breaker = Breaker(SETTINGS)
+    now_s = 0.0
+    breaker.trip(now_s)
+    for _ in range(10):
+        now_s += 100.0
+        assert breaker.allows(now_s)
+        breaker.failed(now_s)
+    assert breaker.allows(now_s + 4.0)
+
+
+def test_floors_keep_reads_and_writes_from_starving_each_other() -> None:
+    budget = SlotBudget(slots=8, read_floor=2, write_floor=2)
+    free = 8
+    while budget.allows(Purpose.WRITE, free):
+        budget.take(Purpose.WRITE)
+        free -= 1
+    assert free == 2, "writes stop at the floor for reads"
+    while budget.allows(Purpose.READ, free):
+        budget.take(Purpose.READ)
+        free -= 1
+    assert free == 0, "reads get all of their floor: writes have had theirs"
+
+
+def test_prefetch_leaves_both_floors() -> None:
+    budget = SlotBudget(slots=8, read_floor=2, write_floor=2)
+    free = 8
+    while budget.allows(Purpose.PREFETCH, free):
+        budget.take(Purpose.PREFETCH)
+        free -= 1
+    assert free == 2
+    assert budget.allows(Purpose.WRITE, free)
+
+
+def test_giving_back_twice_is_caught() -> None:
+    budget = SlotBudget.for_arena(8)
+    with pytest.raises(AssertionError, match="twice"):
+        budget.give_back(Purpose.READ)

@@ -1,0 +1,57 @@
+"""Every tier of ours against the contract."""
+
+from pathlib import Path
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.layout import Layout
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
+from tiercache.testing import FaultyTier, MemoryTier, TierContract
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.disk import DiskSettings, DiskTier
+
+LAYOUT = Layout("contract", chunk_tokens=64, bytes_per_token=1024)
+
+
+class TestMemoryTier(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        return MemoryTier()
+
+
+class TestFaultyTierWithoutFaults(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        return FaultyTier(MemoryTier())
+
+
+class TestCpuTier(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        pool = SlotPool(Arena(ArenaSettings(size_bytes=4 << 20)), LAYOUT.chunk_bytes)
+        return CpuTier(pool, Workers("copy", 2))
+
+
+class TestDiskTier(TierContract):
+    direct: bool | None = None
+    spread = 1
+
+    async def make_tier(self, place: Path) -> Tier:
+        directories = tuple(place / f"disk{number}" for number in range(self.spread))
+        return DiskTier(DiskSettings(directories, cap_bytes=64 << 20, direct=self.direct), LAYOUT.fingerprint)
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        assert isinstance(tier, DiskTier)
+        with open(tier.path(key), "r+b") as file:
+            file.seek(4096 + 17)
+            byte = file.read(1)
+            file.seek(4096 + 17)
+            file.write(bytes([byte[0] ^ 1]))
+        return True
+
+
+class TestDiskTierThroughThePageCache(TestDiskTier):
+    direct = False
+
+
+class TestDiskTierOverThreeDirectories(TestDiskTier):
+    spread = 3

@@ -1,0 +1,164 @@
+"""What every tier must do. Subclass `TierContract`, say how your tier is made, and run pytest.
+
+```python
+class TestMyTier(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        return MyTier(place)
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache.core.header import aligned
+from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.errors import CorruptChunk
+from tiercache.tiers.base import Tier
+
+CHUNK_BYTES = 64 * 1024
+
+
+def page_aligned(length_bytes: int) -> np.ndarray:
+    """Zeroed uint8 memory, page-aligned and padded to 4096 bytes, as tiers get it."""
+    return np.frombuffer(mmap.mmap(-1, aligned(length_bytes)), dtype=np.uint8)
+
+
+def chunk(number: int, length_bytes: int = CHUNK_BYTES) -> tuple[ChunkKey, np.ndarray]:
+    """A key and its payload (padded), different for each number."""
+    memory = page_aligned(length_bytes)
+    memory[:length_bytes] = np.random.default_rng(number).integers(0, 256, length_bytes, dtype=np.uint8)
+    return number.to_bytes(KEY_BYTES, "big"), memory
+
+
+class TierContract:
+    """Tests that each tier passes. `chunk_bytes` is the largest payload that `make_tier`'s tier takes."""
+
+    chunk_bytes = CHUNK_BYTES
+
+    async def make_tier(self, place: Path) -> Tier:
+        """A tier that is not open yet and keeps its data (if it keeps data) at `place`."""
+        raise NotImplementedError("say how your tier is made")
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        """Change one bit of the stored payload behind the tier's back; False when that cannot be done."""
+        return False
+
+    @pytest.fixture
+    async def tier(self, tmp_path: Path) -> AsyncIterator[Tier]:
+        tier = await self.make_tier(tmp_path)
+        await tier.open()
+        yield tier
+        await tier.close()
+
+    async def test_returns_what_was_written(self, tier: Tier) -> None:
+        for number, length in enumerate((1, 100, 4095, 4096, 4097, self.chunk_bytes), start=1):
+            key, payload = chunk(number, length)
+            assert await tier.write(key, payload, length)
+            into = page_aligned(self.chunk_bytes)
+            assert await tier.read(key, into) == length
+            assert np.array_equal(into[:length], payload[:length])
+
+    async def test_missing_chunk_is_a_miss_and_no_error(self, tier: Tier) -> None:
+        key, _ = chunk(1)
+        assert not tier.contains(key)
+        assert await tier.read(key, page_aligned(self.chunk_bytes)) is None
+        assert await tier.remove(key) is False
+
+    async def test_contains_follows_write_and_remove(self, tier: Tier) -> None:
+        key, payload = chunk(1)
+        await tier.write(key, payload, self.chunk_bytes)
+        assert tier.contains(key)
+        assert await tier.remove(key) is True
+        assert not tier.contains(key)
+        assert await tier.read(key, page_aligned(self.chunk_bytes)) is None
+
+    async def test_prefix_ends_at_the_first_gap(self, tier: Tier) -> None:
+        keys = [chunk(number)[0] for number in range(1, 6)]
+        for number in (1, 2, 4, 5):
+            key, payload = chunk(number)
+            await tier.write(key, payload, self.chunk_bytes)
+        assert tier.prefix(keys) == 2
+        assert tier.prefix(keys[3:]) == 2
+        assert tier.prefix([]) == 0
+        assert await tier.probe(keys) == 2
+
+    async def test_writing_again_is_accepted_and_stores_once(self, tier: Tier) -> None:
+        key, payload = chunk(1)
+        assert await tier.write(key, payload, self.chunk_bytes)
+        occupied = tier.statistics().occupied_bytes
+        assert await tier.write(key, payload, self.chunk_bytes)
+        assert tier.statistics().resident == 1
+        assert tier.statistics().occupied_bytes == occupied
+
+    async def test_concurrent_operations_do_not_mix_chunks(self, tier: Tier) -> None:
+        chunks = [chunk(number) for number in range(1, 17)]
+        await asyncio.gather(*(tier.write(key, payload, self.chunk_bytes) for key, payload in chunks))
+        places = [page_aligned(self.chunk_bytes) for _ in chunks]
+        lengths = await asyncio.gather(*(tier.read(key, into) for (key, _), into in zip(chunks, places, strict=True)))
+        resident = [tier.contains(key) for key, _ in chunks]
+        for (_, payload), into, length, there in zip(chunks, places, lengths, resident, strict=True):
+            assert (length == self.chunk_bytes) is there
+            if there:
+                assert np.array_equal(into, payload)
+
+    async def test_counts_what_it_did(self, tier: Tier) -> None:
+        key, payload = chunk(1)
+        await tier.write(key, payload, 5000)
+        await tier.read(key, page_aligned(self.chunk_bytes))
+        await tier.read(chunk(2)[0], page_aligned(self.chunk_bytes))
+        counted = tier.statistics()
+        assert (counted.writes, counted.written_bytes) == (1, 5000)
+        assert (counted.reads, counted.read_bytes, counted.read_misses) == (1, 5000, 1)
+        assert counted.resident == 1
+        assert counted.occupied_bytes >= 5000
+
+    async def test_close_twice_is_fine(self, tier: Tier) -> None:
+        await tier.close()
+        await tier.close()
+
+    async def test_cancelled_read_leaves_the_tier_usable(self, tier: Tier) -> None:
+        key, payload = chunk(1)
+        await tier.write(key, payload, self.chunk_bytes)
+        into = page_aligned(self.chunk_bytes)
+        read = asyncio.create_task(tier.read(key, into))
+        await asyncio.sleep(0)
+        read.cancel()
+        await asyncio.gather(read, return_exceptions=True)
+        into[:] = 0
+        assert await tier.read(key, page_aligned(self.chunk_bytes)) == self.chunk_bytes
+        assert not into.any(), "a cancelled read went on writing into memory that was given up"
+
+    async def test_durable_tier_finds_its_chunks_after_reopening(self, tier: Tier, tmp_path: Path) -> None:
+        if not tier.traits.durable:
+            pytest.skip("not a durable tier")
+        key, payload = chunk(1)
+        await tier.write(key, payload, self.chunk_bytes)
+        await tier.close()
+        again = await self.make_tier(tmp_path)
+        await again.open()
+        try:
+            assert await again.probe([key]) == 1
+            into = page_aligned(self.chunk_bytes)
+            assert await again.read(key, into) == self.chunk_bytes
+            assert np.array_equal(into, payload)
+        finally:
+            await again.close()
+
+    async def test_damaged_chunk_is_never_returned(self, tier: Tier) -> None:
+        key, payload = chunk(1)
+        await tier.write(key, payload, self.chunk_bytes)
+        if not await self.damage(tier, key):
+            pytest.skip("nobody can reach this tier's bytes")
+        with pytest.raises(CorruptChunk):
+            await tier.read(key, page_aligned(self.chunk_bytes))
+        assert not tier.contains(key)
+        assert tier.statistics().corrupt == 1
+        assert await tier.write(key, payload, self.chunk_bytes), "a damaged chunk can be stored anew"
+        assert await tier.read(key, page_aligned(self.chunk_bytes)) == self.chunk_bytes

@@ -45,12 +45,12 @@ def write_chunk_file(
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
-        buffers = [_header_buffer(header), payload[: total_bytes - HEADER_BYTES]]
+        buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
         written = os.pwritev(descriptor, buffers, 0)
         while written < total_bytes:
             if written < HEADER_BYTES or written % 4096:
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
-            more = os.pwritev(descriptor, [payload[written - HEADER_BYTES : total_bytes - HEADER_BYTES]], written)
+            more = os.pwritev(descriptor, [payload[written - HEADER_BYTES : total_bytes - HEADER_BYTES].data], written)
             if more <= 0:
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
             written += more
@@ -75,9 +75,9 @@ def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.n
         length_bytes = os.fstat(descriptor).st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
         buffer = _buffer()
-        got = os.preadv(descriptor, [buffer, into[:payload_room]], 0)
+        got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)
         while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
-            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room]], got)
+            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room].data], got)
             if more <= 0:
                 break
             got += more

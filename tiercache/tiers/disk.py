@@ -184,6 +184,10 @@ class DiskTier(Tier):
         """Wait until the index is complete (for tests and tools; the tier serves before that)."""
         await asyncio.gather(*self._scans)
 
+    def path(self, key: ChunkKey) -> str:
+        """The file that holds `key`, or would."""
+        return self._shelf(key).volume.path(key)
+
     def _shelf(self, key: ChunkKey) -> _Shelf:
         if len(self._shelves) == 1:
             return self._shelves[0]
@@ -220,9 +224,9 @@ class DiskTier(Tier):
     async def _write_evicting(
         self, shelf: _Shelf, key: ChunkKey, payload: np.ndarray, payload_bytes: int, needed_bytes: int
     ) -> int:
-        volume, index = shelf.volume, shelf.index
-        deficit_bytes = volume.ledger.used_bytes + needed_bytes - volume.cap_bytes
+        deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
         for attempt in range(_ATTEMPTS):
+            volume, index = shelf.volume, shelf.index
             if deficit_bytes > index.used_bytes:
                 self._rescan_soon(shelf)
                 raise TierFull(
@@ -246,7 +250,7 @@ class DiskTier(Tier):
                 if not index.used_bytes:
                     raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
                 deficit_bytes = min(deficit_bytes, index.used_bytes)
-        raise TierFull(f"{volume.root}: no room after {_ATTEMPTS} attempts")
+        raise TierFull(f"{shelf.volume.root}: no room after {_ATTEMPTS} attempts")
 
     async def _reopen(self, shelf: _Shelf) -> None:
         """The directory was emptied or replaced under us: what we knew is gone, begin anew."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +55,15 @@ class Ledger:
         if difference_bytes:
             with self._locked():
                 self._store(max(0, self.used_bytes + difference_bytes))
+
+    @contextmanager
+    def changing(self) -> Iterator[Callable[[int], None]]:
+        """Hold the lock around a change of the directory that must agree with the count; yields what adds to the count.
+
+        No other process publishes meanwhile, so what the block sees in the directory stays true until it ends.
+        """
+        with self._locked():
+            yield lambda difference_bytes: self._store(max(0, self.used_bytes + difference_bytes))
 
     def close(self) -> None:
         with self._lock:

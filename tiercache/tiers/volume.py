@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import logging
@@ -94,7 +95,8 @@ class Volume:
     def close(self) -> None:
         if hasattr(self, "ledger"):
             self.ledger.close()
-        (self._temporary / f"{self._owner}.lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory may be gone, or never have been one
+            (self._temporary / f"{self._owner}.lock").unlink()
         while self._locks:
             os.close(self._locks.pop())
 
@@ -143,12 +145,11 @@ class Volume:
             self.ledger.correct(-charged_bytes)
             raise
         try:
-            replaced_bytes = self._publish(temporary, self.path(key))
+            self._publish(temporary, self.path(key), occupied_bytes - charged_bytes)
         except BaseException:
             self._unlink(temporary)
             self.ledger.correct(-charged_bytes)
             raise
-        self.ledger.correct(occupied_bytes - charged_bytes - replaced_bytes)
         return occupied_bytes
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
@@ -190,10 +191,12 @@ class Volume:
         return found
 
     def scan_quarantine(self) -> int:
-        """Bytes that the quarantine occupies."""
-        if not self._quarantine.is_dir():
-            return 0
-        return sum(path.stat().st_blocks * 512 for path in self._quarantine.iterdir())
+        """Bytes that lay in quarantine before this process began to count."""
+        found = Scanned()
+        if self._quarantine.is_dir():
+            for path in self._quarantine.iterdir():
+                self._count(found, path.stat(), self.opened_at_s)
+        return found.counted_bytes
 
     def _examine(self, entry: os.DirEntry[str], found: Scanned, since_s: float) -> None:
         try:
@@ -216,15 +219,18 @@ class Volume:
         if status.st_ctime < since_s:
             found.counted_bytes += status.st_blocks * 512
 
-    def _publish(self, temporary: str, path: str) -> int:
-        """Rename into place; returns the bytes of a file that this replaced."""
+    def _publish(self, temporary: str, path: str, correction_bytes: int) -> None:
+        """Rename into place and settle the count, less the bytes of a file that this replaced (another process may have
+        published the same chunk meanwhile)."""
         for _ in range(8):
             try:
-                replaced_bytes = os.stat(path).st_blocks * 512
-            except FileNotFoundError:
-                replaced_bytes = 0
-            try:
-                os.rename(temporary, path)
+                with self.ledger.changing() as count:
+                    try:
+                        replaced_bytes = os.stat(path).st_blocks * 512
+                    except FileNotFoundError:
+                        replaced_bytes = 0
+                    os.rename(temporary, path)
+                    count(correction_bytes - replaced_bytes)
                 break
             except FileNotFoundError:
                 # The leaf is not there yet, or another process removed it just now because it was empty.
@@ -233,7 +239,6 @@ class Volume:
             raise OSError(f"{path}: the directory vanishes as often as it is made")
         if self.durable:
             self._sync_directory(os.path.dirname(path))
-        return replaced_bytes
 
     def _make_directories(self, leaf: str) -> None:
         for directory in (os.path.dirname(leaf), leaf):

@@ -1,0 +1,438 @@
+"""The disk tier under bad luck: what is damaged, full, gone or shared costs hits and nothing else."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache.core.header import Header, file_bytes, payload_checksum
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.volume import Volume
+
+FINGERPRINT = b"f" * 16
+FILE_BYTES = file_bytes(CHUNK_BYTES)
+
+
+@asynccontextmanager
+async def opened(directory: Path, cap_chunks: float = 64, **settings: object) -> AsyncIterator[DiskTier]:
+    """A tier whose cap leaves room for `cap_chunks` chunks and the directories that they need."""
+    cap_bytes = int(cap_chunks * (FILE_BYTES + 8192))
+    tier = DiskTier(DiskSettings((directory,), cap_bytes, **settings), FINGERPRINT)  # type: ignore[arg-type]
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def fill(tier: DiskTier, numbers: range) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        assert await tier.write(key, payload, CHUNK_BYTES)
+
+
+async def is_hit(tier: DiskTier, number: int) -> bool:
+    """Read a chunk; a hit must be right."""
+    key, payload = chunk(number)
+    into = page_aligned(CHUNK_BYTES)
+    try:
+        length = await tier.read(key, into)
+    except CorruptChunk:
+        return False
+    if length is None:
+        return False
+    assert length == CHUNK_BYTES
+    assert np.array_equal(into, payload), "wrong bytes were served as a hit"
+    return True
+
+
+def allocated_bytes(directory: Path) -> int:
+    """What the file system really allocates for chunks, directories of chunks and quarantine."""
+    total = 0
+    for path in directory.rglob("*"):
+        if ".tiercache" not in path.parts and path.name != "tiercache.json" and path.name != "quarantine":
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated by a page": lambda path: os.truncate(path, FILE_BYTES - 4096),
+    "truncated to its header": lambda path: os.truncate(path, 4096),
+    "truncated inside its header": lambda path: os.truncate(path, 50),
+    "empty": lambda path: os.truncate(path, 0),
+    "longer": lambda path: os.truncate(path, FILE_BYTES + 4096),
+    "bit flipped in the payload": lambda path: flip(path, 4096 + CHUNK_BYTES - 1),
+    "bit flipped in the header": lambda path: flip(path, 30),
+    "foreign": lambda path: path.write_bytes(b"not ours" * (FILE_BYTES // 8)),
+    "zeroes": lambda path: path.write_bytes(bytes(FILE_BYTES)),
+    "another chunk's": lambda path: path.write_bytes(whole_file(99, FINGERPRINT)),
+    "another layout's": lambda path: path.write_bytes(whole_file(1, b"g" * 16)),
+}
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def whole_file(number: int, fingerprint: bytes) -> bytes:
+    key, payload = chunk(number)
+    packed = Header(key, fingerprint, CHUNK_BYTES, payload_checksum(payload)).pack()
+    return packed + bytes(4096 - len(packed)) + payload.tobytes()
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_damaged_file_is_a_miss_and_quarantined(tmp_path: Path, damage: str, direct: bool) -> None:
+    async with opened(tmp_path, direct=direct) as tier:
+        await fill(tier, range(1, 3))
+        key, payload = chunk(1)
+        path = Path(tier.path(key))
+        DAMAGES[damage](path)
+        assert not await is_hit(tier, 1)
+        assert not path.exists()
+        assert [found.name.split(".")[0] for found in (tmp_path / "quarantine").iterdir()] == [key.hex()]
+        assert tier.statistics().corrupt == 1
+        assert await is_hit(tier, 2), "its neighbour is not affected"
+        assert await tier.write(key, payload, CHUNK_BYTES), "the chunk can be stored again"
+        assert await is_hit(tier, 1)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_file_damaged_between_two_lives_is_never_a_hit(tmp_path: Path, damage: str) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 3))
+        path = Path(tier.path(chunk(1)[0]))
+    DAMAGES[damage](path)
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        assert not await is_hit(tier, 1)
+        assert await is_hit(tier, 2)
+
+
+async def test_quarantine_is_bounded_and_counted(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 21))
+        for number in range(1, 21):
+            flip(Path(tier.path(chunk(number)[0])), 5000)
+            assert not await is_hit(tier, number)
+        assert len(list((tmp_path / "quarantine").iterdir())) == 8
+        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+
+
+async def test_restart_finds_everything_and_the_same_accounting(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 31))
+        before = tier.statistics()
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        after = tier.statistics()
+        assert (after.resident, after.occupied_bytes) == (30, before.occupied_bytes)
+        assert after.occupied_bytes == allocated_bytes(tmp_path)
+        for number in range(1, 31):
+            assert await is_hit(tier, number)
+
+
+async def test_cap_is_physical_and_holds_while_everything_is_replaced(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        for number in range(1, 60):
+            await fill(tier, range(number, number + 1))
+            assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+            assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+        assert tier.statistics().evicted >= 51
+        assert await is_hit(tier, 59)
+        assert not await is_hit(tier, 1)
+
+
+async def test_concurrent_writers_keep_the_cap(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+
+        async def write(number: int) -> None:
+            key, payload = chunk(number)
+            try:
+                await tier.write(key, payload, CHUNK_BYTES)
+            except TierFull:
+                pass  # everything known is being replaced at this moment
+
+        for start in range(0, 64, 8):
+            await asyncio.gather(*(write(number) for number in range(start, start + 8)))
+            assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+            assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+
+
+async def test_smaller_cap_after_a_restart_is_reached_by_evicting(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=20) as tier:
+        await fill(tier, range(1, 19))
+    async with opened(tmp_path, cap_chunks=5) as tier:
+        await tier.scanned()
+        await fill(tier, range(100, 101))
+        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+
+
+async def test_oldest_on_disk_goes_first_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=10) as tier:
+        await fill(tier, range(1, 9))
+        for number in range(1, 9):
+            os.utime(tier.path(chunk(number)[0]), (1000 + number, 1000 + number))
+    async with opened(tmp_path, cap_chunks=10) as tier:
+        await tier.scanned()
+        await fill(tier, range(100, 105))
+        gone = [number for number in range(1, 9) if not tier.contains(chunk(number)[0])]
+        assert gone == list(range(1, len(gone) + 1))
+        assert gone
+
+
+async def test_reading_keeps_a_chunk_from_eviction(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        for number in range(1, 40):
+            await fill(tier, range(number, number + 1))
+            assert await is_hit(tier, 1)
+
+
+async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=0.5) as tier:
+        key, payload = chunk(1)
+        assert await tier.write(key, payload, CHUNK_BYTES) is False
+
+
+async def test_missing_ledger_is_counted_anew_before_anything_is_written(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 11))
+    (tmp_path / ".tiercache" / "ledger").unlink()
+    async with opened(tmp_path) as tier:
+        key, payload = chunk(50)
+        assert await tier.write(key, payload, CHUNK_BYTES) is False, "the cap cannot be kept before the scan"
+        await tier.scanned()
+        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+        assert await tier.write(key, payload, CHUNK_BYTES)
+
+
+async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 3))
+        torn = Path(tier.path(chunk(1)[0]))
+    os.truncate(torn, 5000)
+    stray = tmp_path / ".tiercache" / "tmp" / "0123456789abcdef.7"
+    stray.write_bytes(b"half a chunk")
+    stray.with_name("0123456789abcdef.lock").touch()
+    precious = [tmp_path / "thesis.txt", torn.with_name("notes.txt"), torn.parent.parent / "zz.txt"]
+    for path in precious:
+        path.write_text("mine")
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        assert not torn.exists()
+        assert not stray.exists()
+        assert tier.statistics().strays == 2
+        assert all(path.read_text() == "mine" for path in precious)
+        assert await is_hit(tier, 2)
+
+
+async def test_half_written_files_of_a_living_process_are_left_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        (lock,) = (tmp_path / ".tiercache" / "tmp").glob("*.lock")
+        writing = lock.with_suffix(".3")
+        writing.write_bytes(b"being written")
+        async with opened(tmp_path):
+            assert writing.exists()
+
+
+async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
+        await asyncio.gather(fill(one, range(1, 31)), fill(other, range(1, 31)))
+        assert tier_total(one) == tier_total(other) == allocated_bytes(tmp_path)
+        for number in range(1, 31):
+            assert await is_hit(one, number)
+            assert await is_hit(other, number)
+
+
+def tier_total(tier: DiskTier) -> int:
+    return tier.statistics().occupied_bytes
+
+
+async def test_other_instance_finds_a_chunk_without_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await one.scanned()
+        await other.scanned()
+        await fill(one, range(1, 5))
+        keys = [chunk(number)[0] for number in range(1, 7)]
+        assert other.prefix(keys) == 0
+        assert await other.probe(keys) == 4
+        assert other.prefix(keys) == 4
+        assert await is_hit(other, 3)
+
+
+async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await fill(one, range(1, 3))
+        assert await other.probe([chunk(1)[0]]) == 1
+        await one.remove(chunk(1)[0])
+        assert not await is_hit(other, 1)
+        assert not other.contains(chunk(1)[0])
+        assert tier_total(other) == allocated_bytes(tmp_path)
+
+
+async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_full(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as other:
+        await other.scanned()
+        async with opened(tmp_path, cap_chunks=8) as one:
+            await fill(one, range(1, 9))
+        other._shelves[0].next_scan_s = 0.5
+        key, payload = chunk(100)
+        with pytest.raises(TierFull, match="are known chunks"):
+            for number in range(100, 110):
+                await other.write(chunk(number)[0], payload, CHUNK_BYTES)
+        await other.scanned()
+        assert await other.write(key, chunk(100)[1], CHUNK_BYTES)
+        assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
+
+
+async def test_directory_that_vanishes_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
+    directory = tmp_path / "disk"
+    async with opened(directory) as tier:
+        await fill(tier, range(1, 4))
+        directory.rename(tmp_path / "elsewhere")
+        with pytest.raises(FileNotFoundError):
+            await is_hit(tier, 1)
+        with pytest.raises(TierUnavailable, match="not there any more"):
+            await fill(tier, range(4, 5))
+        directory.mkdir()
+        await fill(tier, range(5, 6))
+        await tier.scanned()
+        assert await is_hit(tier, 5)
+        assert not await is_hit(tier, 1)
+        assert tier_total(tier) == allocated_bytes(directory)
+
+
+@pytest.mark.parametrize("wrong", ["a file", "below a file", "newer format"])
+async def test_path_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path, wrong: str) -> None:
+    directory = tmp_path / "place"
+    if wrong == "newer format":
+        directory.mkdir()
+        (directory / "tiercache.json").write_text('{"format": 99}')
+    else:
+        directory.write_text("I am a file")
+        directory = directory / "below" if wrong == "below a file" else directory
+    with pytest.raises(ConfigError, match=f"local_disk: {directory}"):
+        async with opened(directory):
+            pass
+
+
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting needs privileges that this user lacks")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) -> None:
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await fill(tier, range(1, 200))
+        assert tier.statistics().evicted > 100, "no room on the device is a reason to evict"
+        assert await is_hit(tier, 199)
+        assert tier_total(tier) == allocated_bytes(small_device)
+        for number in range(1, 200):
+            await tier.remove(chunk(number)[0])
+        ballast = small_device / "ballast"
+        with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        key, payload = chunk(1)
+        with pytest.raises(TierFull):
+            await tier.write(key, payload, CHUNK_BYTES)
+        assert tier_total(tier) == allocated_bytes(small_device) - ballast.stat().st_blocks * 512
+        assert not list((small_device / ".tiercache" / "tmp").glob("*.[0-9]*")), "nothing half-written is left"
+        ballast.unlink()
+        assert await tier.write(key, payload, CHUNK_BYTES), "the key that failed can be stored again"
+        assert await is_hit(tier, 1)
+
+
+async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 4))
+        temporary = tmp_path / ".tiercache" / "tmp"
+        # Root may write where others may not, but not even root into an immutable directory.
+        forbid, allow = (["chmod", "0555"], ["chmod", "0755"]) if os.getuid() else (["chattr", "+i"], ["chattr", "-i"])
+        if subprocess.run([*forbid, temporary], capture_output=True, check=False).returncode:
+            pytest.skip("this file system cannot forbid writing")
+        try:
+            assert await is_hit(tier, 1)
+            with pytest.raises(OSError, match="not permitted|denied"):
+                await fill(tier, range(4, 5))
+            assert await is_hit(tier, 2)
+        finally:
+            subprocess.run([*allow, temporary], check=True)
+        await fill(tier, range(4, 5))
+        assert await is_hit(tier, 4)
+
+
+KILLED_WRITER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tests.tiers.test_disk import opened, fill
+
+async def main():
+    async with opened(Path({place!r}), cap_chunks=100) as tier:
+        await tier.scanned()
+        print("ready", flush=True)
+        for start in range({start}, 10**6, 4):
+            await asyncio.gather(*(fill(tier, range(number, number + 1)) for number in range(start, start + 4)))
+            print(start + 3, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path: Path) -> None:
+    repository = str(Path(__file__).parents[2])
+    random = np.random.default_rng(5)
+    next_number = 1
+    for _ in range(8):
+        program = KILLED_WRITER.format(tests=repository, place=str(tmp_path), start=next_number)
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=repository)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        durable = [int(child.stdout.readline()) for _ in range(int(random.integers(1, 12)))]
+        child.kill()
+        durable += [int(line) for line in child.stdout.read().split("\n") if line.strip().isdigit()]
+        child.wait()
+        child.stdout.close()
+        async with opened(tmp_path, cap_chunks=100) as tier:
+            await tier.scanned()
+            assert tier_total(tier) == allocated_bytes(tmp_path)
+            assert not list((tmp_path / ".tiercache" / "tmp").glob("*.[0-9]*"))
+            for number in range(max(next_number, durable[-1] - 40), durable[-1] + 1):
+                assert await is_hit(tier, number), "what was durable before the kill is found after it"
+            for number in range(durable[-1] + 1, durable[-1] + 9):
+                await is_hit(tier, number)
+            assert tier.statistics().corrupt == 0
+        next_number = durable[-1] + 9
+
+
+def test_volume_survives_leaves_that_vanish_while_it_publishes(tmp_path: Path) -> None:
+    volume = Volume(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    volume.open()
+    key, payload = chunk(1)
+    for _ in range(20):
+        occupied = volume.write(key, payload, CHUNK_BYTES, [])
+        assert volume.delete(key, occupied)
+        assert not (tmp_path / key.hex()[:2] / key.hex()[2:4]).exists()
+    volume.close()
+

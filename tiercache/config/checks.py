@@ -1,0 +1,97 @@
+"""What single values cannot show: keys that need, or exclude, one another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from tiercache.config.remotes import PLUGIN_PREFIX, PLUGIN_TYPES, SCHEMES, plugin_type, split_paths
+from tiercache.config.secrets import hidden
+
+Problem = tuple[tuple[str, ...], str]
+"""The keys that a problem is about, and a sentence for the operator."""
+
+
+def combination_problems(
+    values: Mapping[str, Any], plugins: Mapping[str, str], foreign: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Problems of parsed `values` (absent means default), plugin settings, and LMCache keys that are not ours."""
+    yield from _memory(values, foreign)
+    yield from _gds(values)
+    yield from _remote_url(values)
+    yield from _plugins(values, plugins)
+    yield from _under_the_mount(values, plugins)
+
+
+def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[Problem]:
+    if values.get("local_cpu_use_hugepages"):
+        if values.get("shm_name"):
+            names = ("local_cpu_use_hugepages", "shm_name")
+            yield names, "local_cpu_use_hugepages and shm_name exclude each other: reserved pages are not shared memory"
+        if str(foreign.get("enable_p2p", "")).lower() in ("true", "1"):
+            yield ("local_cpu_use_hugepages",), "local_cpu_use_hugepages and enable_p2p exclude each other"
+    mode = values.get("numa_mode")
+    if mode is not None and mode not in ("auto", "manual") and not mode.isdigit():
+        yield ("numa_mode",), f"numa_mode: expected auto or the number of a NUMA node, found {mode!r}"
+    name = values.get("shm_name")
+    if name is not None and "/" in name.removeprefix("/"):
+        yield ("shm_name",), f"shm_name: expected a name without / inside, found {name!r}"
+
+
+def _gds(values: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in ("gds_path", "weka_path"):
+        if values.get(key) and values.get("gds_buffer_size") is None:
+            yield (key, "gds_buffer_size"), f"{key} needs gds_buffer_size (or cufile_buffer_size): MiB of device memory"
+
+
+def _remote_url(values: Mapping[str, Any]) -> Iterator[Problem]:
+    url = values.get("remote_url")
+    if url is None:
+        return
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SCHEMES:
+        expected = ", ".join(f"{known}://" for known in SCHEMES)
+        yield ("remote_url",), f"remote_url: expected one of {expected}, found {hidden('remote_url', url)!r}"
+    elif not rest:
+        yield ("remote_url",), f"remote_url: expected a host or a path after the scheme, found {url!r}"
+
+
+def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Problem]:
+    listed = values.get("remote_storage_plugins", ())
+    for plugin in listed:
+        kind = plugin_type(plugin)
+        own_class = {f"{plugin}.module_path", f"{plugin}.class_name"} <= set(plugins)
+        if kind not in PLUGIN_TYPES and not own_class:
+            near = difflib.get_close_matches(kind, PLUGIN_TYPES, n=1)
+            hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(PLUGIN_TYPES)}"
+            yield ("remote_storage_plugins",), f"remote_storage_plugins: there is no type {kind!r} ({plugin}){hint}"
+        if kind == "hf3fs" and f"{plugin}.base_path" not in plugins and not values.get("hf3fs_base_path"):
+            yield (
+                ("remote_storage_plugins", "hf3fs_base_path"),
+                f"remote_storage_plugins: {plugin} needs {PLUGIN_PREFIX}{plugin}.base_path or hf3fs_base_path",
+            )
+    for name in plugins:
+        plugin = name.rpartition(".")[0]
+        if plugin not in listed:
+            yield (
+                ("remote_storage_plugins",),
+                f"{PLUGIN_PREFIX}{name}: remote_storage_plugins does not list {plugin!r}",
+            )
+
+
+def _under_the_mount(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Problem]:
+    mount = values.get("hf3fs_mount_point")
+    url = values.get("remote_url") or ""
+    paths = [("hf3fs_base_path", path) for path in values.get("hf3fs_base_path", ())]
+    if url.startswith("hf3fs://"):
+        paths += [("remote_url", path) for path in split_paths(url.removeprefix("hf3fs://"))]
+    for name, text in plugins.items():
+        if plugin_type(name) == "hf3fs" and name.endswith(".base_path"):
+            paths += [(PLUGIN_PREFIX + name, path) for path in split_paths(text)]
+    for key, path in paths:
+        if ".." in PurePosixPath(path).parts or not path.startswith("/"):
+            yield (key,), f"{key}: expected absolute paths without .., found {path!r}"
+        elif mount is not None and not PurePosixPath(path).is_relative_to(mount):
+            yield (key, "hf3fs_mount_point"), f"{key}: {path!r} does not lie under hf3fs_mount_point {mount!r}"

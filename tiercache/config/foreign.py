@@ -1,0 +1,65 @@
+"""LMCache's keys that tiercache does not have: accepted, so that an operator's file works, and named in one warning.
+
+From the table of lmcache 0.5.6 (lmcache/v1/config.py), its aliases, and the keys that its code reads from extra_config.
+"""
+
+from __future__ import annotations
+
+_FOREIGN = """
+    enable_p2p p2p_host p2p_init_ports p2p_lookup_ports p2p_max_retry_count transfer_channel mp_host mp_port
+    enable_controller lmcache_instance_id controller_pull_url controller_reply_url controller_url controller_packages
+    disabled_controllers heartbeat_url full_sync_batch_size kv_msg_batch_size kv_msg_batch_timeout
+    lmcache_worker_ports lmcache_worker_port lmcache_worker_ids lmcache_worker_heartbeat_delay_time
+    lmcache_worker_heartbeat_time
+    enable_pd enable_xpyd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port
+    pd_peer_query_port pd_proxy_host pd_proxy_port pd_allocation_timeout_sec pd_shutdown_timeout_sec
+    pd_condition_poll_interval_sec pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional
+    nixl_backends nixl_buffer_size nixl_buffer_device nixl_peer_host nixl_peer_port nixl_peer_init_port
+    nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port nixl_role nixl_receiver_port
+    enable_nixl_storage nixl_async_put nixl_backend nixl_backend_params nixl_enable_prog_thread nixl_endpoint_list
+    nixl_path nixl_path_sharding nixl_pool_size nixl_presence_cache nixl_presence_cache_only nixl_sync_mode
+    nixl_use_hugepages
+    enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens blend_special_str
+    enable_sparse use_layerwise pre_caching_hash_algorithm
+    maru_path maru_pool_size dax.device_path dax.max_dax_size dax.retrieve_staging_slab_bytes
+    rust_raw_block.block_align rust_raw_block.device_path rust_raw_block.io_engine rust_raw_block.use_iouring
+    rust_raw_block.use_uring
+    audit_actual_remote_url audit_calc_checksum audit_exclude_cmds audit_verify_checksum
+    internal_api_server_host internal_api_server_enabled internal_api_server_port_start
+    internal_api_server_include_index_list internal_api_server_socket_path_prefix
+    runtime_plugin_locations plugin_locations storage_plugins external_backends
+    external_lookup_client hit_miss_ratio lookup_server_worker_ids enable_scheduler_bypass_lookup lookup_backoff_time
+    script_allowed_imports run_script_api_enabled py_enable_gc use_gpu_connector_v3 lmcache_rpc_port
+    enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio
+    lazy_memory_safe_size local_cpu.pinned_align_bytes gpu_to_numa_mapping
+    enable_chunk_statistics chunk_statistics_auto_start_statistics chunk_statistics_auto_exit_timeout_hours
+    chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy enable_kv_events
+    remote_config_url app_id
+    enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode
+    save_chunk_meta save_only_first_rank force_store_wait mp.lazy_offload lmcache.mp.lazy_offload
+    fs_base_path fs_connector_read_ahead_size fs_connector_relative_tmp_dir fs_connector_use_odirect
+    connection_timeout transfer_timeout storage_root_dir mooncake_prefer_local_alloc resp_num_threads redis_url username
+    password tls_enable disable_tls valkey_database valkey_enable_ttl valkey_mode valkey_password
+    valkey_sync_num_workers valkey_ttl_sec valkey_username
+    s3_enable_s3express s3_num_io_threads s3_prefer_http2 s3_region aws_access_key_id aws_secret_access_key
+    azure_account_key azure_account_url azure_connection_string azure_sas_token
+    sagemaker_hyperpod_bucket sagemaker_hyperpod_use_https
+"""
+
+FOREIGN = frozenset(_FOREIGN.split())
+
+IGNORED: frozenset[str] = frozenset({"use_experimental"})
+"""Accepted without a word: LMCache's documentation still asks for it, and it never meant anything here."""
+
+_PROCESS_VARIABLES = """
+    aerospike_hosts aerospike_namespace aerospike_password aerospike_set aerospike_username device_backend
+    disable_banner force_skip_save gpu_staging_buffer_bytes log_level mq_timeout offload_rpc_port server_url
+    track_usage usage_track_interval usage_track_url
+"""
+PROCESS_VARIABLES = frozenset(_PROCESS_VARIABLES.split())
+"""LMCACHE_* variables that LMCache reads elsewhere than in its configuration."""
+
+PROCESS_PREFIXES: tuple[str, ...] = (
+    "controller_", "coordinator_", "ec_", "mp_", "musa_", "plugin_", "request_telemetry_", "resp_", "runtime_plugin_",
+)
+"""Starts of more such variables."""

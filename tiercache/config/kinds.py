@@ -1,0 +1,199 @@
+"""What a configured value may be: parsing and range of one value, without knowing which key it belongs to.
+
+Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with what
+it expected. Parsing a parsed value gives the same value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {"GB": 2**30, "MiB": 2**20, "bytes": 1}
+_WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+class Kind(Protocol):
+    """The kind of a key's value."""
+
+    @property
+    def expected(self) -> str:
+        """What is accepted, as a noun phrase."""
+
+    def parse(self, raw: Any) -> Any:
+        """The value that `raw` means; ValueError when it means none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """true or false, in any of the spellings that YAML and LMCache's environment know."""
+
+    @property
+    def expected(self) -> str:
+        return "true or false"
+
+    def parse(self, raw: Any) -> bool:
+        word = str(raw).strip().lower()
+        if isinstance(raw, (bool, str)) or (isinstance(raw, int) and raw in (0, 1)):
+            if word in _TRUE:
+                return True
+            if word in _FALSE:
+                return False
+        raise ValueError(f"expected {self.expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number in a closed range."""
+
+    low: int | None = None
+    high: int | None = None
+    unit: str = ""
+
+    @property
+    def expected(self) -> str:
+        return _noun("a whole number", self.unit) + _range(self.low, self.high)
+
+    def parse(self, raw: Any) -> int:
+        number = _number(raw, self.expected, self.unit)
+        if not number.is_integer():
+            raise ValueError(f"expected {self.expected}")
+        # Through float only where the text is not an integer already: 2**53 and more must stay exact.
+        value = raw if isinstance(raw, int) else int(raw) if _is_integer_text(raw) else int(number)
+        if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
+            raise ValueError(f"expected {self.expected}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number, `low` or more; with `above`, more than `low`."""
+
+    low: float = 0.0
+    above: bool = False
+    unit: str = ""
+
+    @property
+    def expected(self) -> str:
+        return f"{_noun('a number', self.unit)} {'>' if self.above else '>='} {self.low:g}"
+
+    def parse(self, raw: Any) -> float:
+        value = _number(raw, self.expected, self.unit)
+        if value < self.low or (self.above and value == self.low):
+            raise ValueError(f"expected {self.expected}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text on one line, spaces around it dropped."""
+
+    meaning: str = "text"
+
+    @property
+    def expected(self) -> str:
+        return self.meaning
+
+    def parse(self, raw: Any) -> str:
+        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
+            raise ValueError(f"expected {self.expected}")
+        return str(raw).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words, in any case."""
+
+    words: tuple[str, ...]
+
+    @property
+    def expected(self) -> str:
+        return " or ".join(self.words) if len(self.words) < 3 else "one of " + ", ".join(self.words)
+
+    def parse(self, raw: Any) -> str:
+        for word in self.words:
+            if isinstance(raw, str) and raw.strip().lower() == word.lower():
+                return word
+        raise ValueError(f"expected {self.expected}")
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A list, in YAML or with commas; `paths` drops `file://` and expands `~`."""
+
+    paths: bool = False
+
+    @property
+    def expected(self) -> str:
+        return "a path, or a list of paths" if self.paths else "a word, or a list of words"
+
+    def parse(self, raw: Any) -> tuple[str, ...]:
+        parts = raw.split(",") if isinstance(raw, str) else raw
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(part, str) for part in parts):
+            raise ValueError(f"expected {self.expected}")
+        words = [part.strip() for part in parts]
+        return tuple(_path(word) if self.paths else word for word in words if word)
+
+
+@dataclass(frozen=True, slots=True)
+class Optional:
+    """Another kind, or nothing: an empty text."""
+
+    kind: Kind
+
+    @property
+    def expected(self) -> str:
+        return self.kind.expected
+
+    def parse(self, raw: Any) -> Any:
+        return None if raw is None or (isinstance(raw, str) and not raw.strip()) else self.kind.parse(raw)
+
+
+def _path(text: str) -> str:
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif re.match(r"[a-z0-9+-]+://", text):
+        raise ValueError("expected a path or file:// (other schemes are for remote_url)")
+    if "\0" in text:
+        raise ValueError("expected a path without NUL characters")
+    return os.path.expanduser(text)
+
+
+def _number(raw: Any, expected: str, unit: str) -> float:
+    if isinstance(raw, (int, float, str)) and not isinstance(raw, bool):
+        try:
+            value = float(raw)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if math.isfinite(value):
+            return value
+    raise ValueError(f"expected {expected}{_without_unit(raw, unit)}")
+
+
+def _without_unit(raw: Any, unit: str) -> str:
+    """The hint for `5GB`, where the number alone was wanted."""
+    match = _WITH_UNIT.fullmatch(raw) if isinstance(raw, str) else None
+    if match is None or unit not in _UNITS:
+        return ""
+    number = float(match[1]) * _BYTES_OF_UNIT[match[2].upper()] / _UNITS[unit]
+    return f" without a unit (write {number:.10g})"
+
+
+def _is_integer_text(raw: Any) -> bool:
+    return isinstance(raw, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", raw) is not None
+
+
+def _noun(noun: str, unit: str) -> str:
+    return f"{noun} of {unit}" if unit else noun
+
+
+def _range(low: int | None, high: int | None) -> str:
+    if high is None:
+        return "" if low is None else f" >= {low}"
+    return f" in {low} .. {high}"

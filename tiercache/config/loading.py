@@ -1,0 +1,209 @@
+"""From settings to a checked Config: names resolved, precedence applied, every problem collected."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tiercache.config.checks import combination_problems
+from tiercache.config.foreign import FOREIGN, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
+from tiercache.config.remotes import PLUGIN_PREFIX, PLUGIN_SETTINGS
+from tiercache.config.schema import ALIASES, GB, KEYS, Config, Key, available_memory_bytes
+from tiercache.config.sources import (
+    PREFIXES,
+    Origin,
+    Setting,
+    config_file,
+    environment_settings,
+    file_settings,
+    is_foreign_variable,
+    override_settings,
+)
+from tiercache.config.tiers import AVAILABLE
+from tiercache.errors import ConfigError
+
+logger = logging.getLogger("tiercache.config")
+
+
+def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Config:
+    """What `Config.load` does."""
+    problems: list[str] = []
+    layers = []
+    file = config_file(path, environ)
+    if file is not None:
+        layers.append(_read(problems, partial(file_settings, file)))
+    for prefix in PREFIXES:
+        layers.append(_read(problems, partial(environment_settings, environ, prefix)))
+    layers.append(_read(problems, partial(override_settings, overrides)))
+
+    resolved = _Resolution(problems)
+    for layer in layers:
+        resolved.add_layer(layer)
+    return resolved.config()
+
+
+def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Setting]:
+    try:
+        return source()
+    except ConfigError as error:
+        problems.append(str(error))
+        return []
+
+
+class _Resolution:
+    """Layers of settings, laid over one another; the last one wins."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+        self.plugins: dict[str, str] = {}
+        self.foreign: dict[str, Any] = {}
+        self.bad: set[str] = set()
+
+    def add_layer(self, settings: Iterable[Setting]) -> None:
+        seen: dict[str, tuple[Any, Origin, str]] = {}
+        for setting in settings:
+            key = KEYS.get(ALIASES.get(setting.name, setting.name))
+            if key is None:
+                self._other(setting)
+                continue
+            if setting.origin.source == "environment" and setting.value == "" and not _may_be_empty(key):
+                continue
+            try:
+                value = key.parse(setting.value)
+            except ValueError as error:
+                self._problem(key.name, f"{setting.name}: {error}, found {key.shown(setting.value)!r} ({setting.origin})")
+                continue
+            if key.name in seen and seen[key.name][0] != value:
+                first, first_origin, first_name = seen[key.name]
+                self._problem(
+                    key.name,
+                    f"{first_name} and {setting.name} are the same key with different values: {key.shown(first)!r}"
+                    f" ({first_origin}) and {key.shown(value)!r} ({setting.origin}); keep {key.name}",
+                )
+                continue
+            seen[key.name] = value, setting.origin, setting.name
+            self.values[key.name] = value
+            alias = setting.name if setting.name != key.name else ""
+            self.origins[key.name] = replace(setting.origin, alias=alias)
+
+    def config(self) -> Config:
+        """The checked result; raises ConfigError with every problem, logs every warning."""
+        for names, problem in combination_problems(self.values, self.plugins, self.foreign):
+            if not self.bad.intersection(names):
+                self.problems.append(problem)
+        if self.problems:
+            raise error_of(self.problems)
+        warnings = self._warnings()
+        for warning in warnings:
+            logger.warning("%s", warning)
+        return Config(
+            **self.values,
+            remote_storage_plugin_settings=self.plugins,
+            origins=self.origins,
+            warnings=tuple(warnings),
+        )
+
+    def _problem(self, key: str, sentence: str) -> None:
+        self.bad.add(key)
+        self.problems.append(sentence)
+
+    def _other(self, setting: Setting) -> None:
+        name, origin = setting.name, setting.origin
+        if name in IGNORED:
+            return
+        if name.startswith(PLUGIN_PREFIX) and name.rpartition(".")[2] in PLUGIN_SETTINGS:
+            if isinstance(setting.value, str):
+                self.plugins[name.removeprefix(PLUGIN_PREFIX)] = setting.value
+            else:
+                self.problems.append(f"{name}: expected text, found {setting.value!r} ({origin})")
+            return
+        if name in FOREIGN:
+            self.foreign[name] = setting.value
+            return
+        if origin.source == "environment" and _is_process_variable(origin.name):
+            return
+        self.problems.append(f"{name}: there is no such key{_nearest(name)} ({origin})")
+
+    def _warnings(self) -> list[str]:
+        warnings = []
+        if self.foreign:
+            names = ", ".join(sorted(self.foreign))
+            warnings.append(f"accepted but not honoured, tiercache does not have what these LMCache keys ask for: {names}")
+        absent = sorted(name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True))
+        absent += sorted(PLUGIN_PREFIX + name for name in self.plugins)
+        if absent:
+            warnings.append(f"accepted, without effect until this version of tiercache has the tier: {', '.join(absent)}")
+        unused = sorted(name for name in self.values if not KEYS[name].honoured)
+        if unused:
+            warnings.append(f"accepted, not honoured in this version of tiercache: {', '.join(unused)}")
+        if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
+            warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
+        if self.values.get("numa_mode") == "manual":
+            self.values["numa_mode"] = None
+            warnings.append("numa_mode: manual is not honoured (use auto, or the number of a node): memory is not placed")
+        return warnings + self._leave_memory_free()
+
+    def _leave_memory_free(self) -> list[str]:
+        """Lower the arena as LMCache does, once, so that the configuration says what will be taken."""
+        reserve = self.values.get("reserve_local_cpu_size", 0.0)
+        available = available_memory_bytes() if reserve else None
+        if available is None:
+            return []
+        wanted = self.values.get("max_local_cpu_size", KEYS["max_local_cpu_size"].default)
+        room = available / GB - reserve
+        if room <= 0:
+            raise ConfigError(
+                f"reserve_local_cpu_size: {reserve:g} GB are to stay free, but only {available / GB:.1f} GB are available"
+            )
+        if room >= wanted:
+            return []
+        self.values["max_local_cpu_size"] = room
+        lowered = f"max_local_cpu_size lowered from {wanted:g} to {room:.2f} GB"
+        return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size keeps {reserve:g} of them free"]
+
+
+def check_fields(config: Config) -> None:
+    """Check a Config that was built directly, and bring each field to its own type. Raises ConfigError."""
+    problems, values = [], {}
+    for name, key in KEYS.items():
+        given = getattr(config, name)
+        try:
+            values[name] = key.parse(given)
+        except ValueError as error:
+            problems.append(f"{name}: {error}, found {key.shown(given)!r}")
+        else:
+            object.__setattr__(config, name, values[name])
+    if not problems:
+        problems = [sentence for _, sentence in combination_problems(values, config.remote_storage_plugin_settings, {})]
+    if problems:
+        raise error_of(problems)
+
+
+def error_of(problems: list[str]) -> ConfigError:
+    """One error for all problems, one line each."""
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    return ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {line}" for line in problems))
+
+
+def _may_be_empty(key: Key) -> bool:
+    """An empty variable switches a path off, and means nothing for a number."""
+    return key.default is None or key.default in ("", ())
+
+
+def _is_process_variable(variable: str) -> bool:
+    bare = variable.partition("_")[2].lower()
+    return bare in PROCESS_VARIABLES or bare.startswith(PROCESS_PREFIXES) or is_foreign_variable(variable)
+
+
+def _nearest(name: str) -> str:
+    candidates = [*KEYS, *ALIASES, *FOREIGN, "extra_config"]
+    close = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
+    return f"; the nearest is {close[0]}" if close else ""

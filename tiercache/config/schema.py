@@ -1,0 +1,232 @@
+"""The table of keys: what tiercache understands, and what each key means.
+
+A field of `Config` is a row: its type, default and range, the names it also goes by, the tier it belongs to. Validation,
+`explain` and docs/configuration.md are all made from these rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.secrets import hidden
+
+if TYPE_CHECKING:
+    from tiercache.config.sources import Origin
+
+GB = 1024**3
+"""LMCache's sizes in "GB" are multiples of this, so ours are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of the table."""
+
+    name: str
+    kind: Kind
+    default: Any
+    meaning: str
+    aliases: tuple[str, ...] = ()
+    tier: str = ""
+    """The tier that the key belongs to, a name of `tiercache.config.tiers.AVAILABLE`; empty: the cache as a whole."""
+    honoured: bool = True
+    """False while nothing acts on it yet: it is checked, kept, and named in a warning."""
+    secret: bool = False
+    extra: bool = False
+    """LMCache wants it inside `extra_config`; we take it there and at the top level."""
+    ours: bool = False
+    """LMCache has no such key."""
+
+    def parse(self, raw: Any) -> Any:
+        return self.default if raw is None else self.kind.parse(raw)
+
+    def shown(self, value: Any) -> Any:
+        """`value` as it may be shown to people."""
+        return hidden(self.name, value, secret=self.secret)
+
+
+def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "meaning": meaning, **rest})
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
+
+    Raises ConfigError that names every problem it found.
+    """
+
+    chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
+    save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
+    enable_async_loading: bool = _key(Switch(), False, "loads run between engine steps")
+    save_decode_cache: bool = _key(Switch(), False, "store the KV of generated tokens too")
+    priority_limit: int | None = _key(
+        Optional(Whole()), None, "requests of a lower priority (a larger number) are not stored"
+    )
+    min_retrieve_tokens: int = _key(Whole(0, unit="tokens"), 0, "hits shorter than this are not loaded")
+    store_location: str | None = _key(Optional(Text("a tier")), None, "store in this tier only", honoured=False)
+    retrieve_locations: tuple[str, ...] = _key(Words(), (), "load from these tiers only", honoured=False)
+    blocking_timeout_secs: int = _key(Whole(1, unit="seconds"), 10, "longest wait for a load or for room")
+    lookup_timeout_ms: int = _key(Whole(1, unit="milliseconds"), 3000, "longest wait for a lookup")
+    close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)
+    pin_timeout_sec: int = _key(
+        Whole(1, unit="seconds"), 300, "leases held longer are released, loudly", honoured=False
+    )
+    pin_check_interval_sec: int = _key(
+        Whole(1, unit="seconds"), 30, "how often leases are checked for that", honoured=False
+    )
+    tenant_salt: str = _key(
+        Text("a secret text"), "", "part of every key: tenants with different salts share nothing", secret=True, ours=True
+    )
+
+    local_cpu: bool = _key(Switch(), True, "keep chunks hot in RAM; false: the arena is for staging only", tier="cpu")
+    max_local_cpu_size: float = _key(Number(above=True, unit="GB"), 5.0, "RAM for chunks, per worker", tier="cpu")
+    reserve_local_cpu_size: float = _key(
+        Number(unit="GB"), 0.0, "RAM of the machine to leave free: lowers max_local_cpu_size where it must", tier="cpu"
+    )
+    local_cpu_use_hugepages: bool = _key(
+        Switch(), False, "2 MiB pages that the system has reserved; not with shm_name nor enable_p2p", tier="cpu"
+    )
+    shm_name: str | None = _key(
+        Optional(Text("a name for POSIX shared memory")), None, "the arena lies in shared memory of this name",
+        tier="cpu", extra=True,
+    )
+    numa_mode: str | None = _key(
+        Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
+    )
+    cache_policy: str = _key(Choice(("LRU", "LFU", "FIFO", "MRU")), "LRU", "what is evicted first", tier="cpu")
+
+    local_disk: tuple[str, ...] = _key(
+        Words(paths=True), (), "directories of the disk tier, made when missing; file:// allowed", tier="disk"
+    )
+    max_local_disk_size: float = _key(Number(unit="GB"), 0.0, "cap of the disk tier; 0 switches it off", tier="disk")
+    local_disk_path_sharding: str = _key(
+        Choice(("by_gpu", "by_chunk")), "by_gpu", "by_gpu: one directory per worker; by_chunk: every worker uses all",
+        tier="disk",
+    )
+    use_odirect: bool | None = _key(
+        Optional(Switch()), None, "read and write past the page cache; unset: where the file system can", tier="disk",
+        extra=True,
+    )
+    disk_io_threads: int = _key(Whole(1, 256, "threads"), 4, "threads that read and write", tier="disk", extra=True)
+    disk_durability: str = _key(
+        Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
+    )
+    write_queue_bytes: int = _key(
+        Whole(0, unit="bytes"), 0, "chunks waiting to be written, per tier; 0: half the arena", tier="disk", ours=True
+    )
+    on_queue_full: str = _key(
+        Choice(("wait", "skip", "replace")), "wait",
+        "a full write queue: wait for queue_wait_s, skip the new chunk, or replace the oldest", tier="disk", ours=True,
+    )
+    queue_wait_s: float = _key(Number(unit="seconds"), 1.0, "longest wait for a full write queue", tier="disk", ours=True)
+
+    gds_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the GDS tier", tier="gds")
+    gds_path_sharding: str = _key(Choice(("by_gpu",)), "by_gpu", "one directory per worker", tier="gds")
+    gds_buffer_size: int | None = _key(
+        Optional(Whole(1, unit="MiB")), None, "device memory registered for transfers; needed with gds_path and weka_path",
+        aliases=("cufile_buffer_size",), tier="gds",
+    )
+    use_gds: bool = _key(
+        Switch(), True, "false: POSIX reads and writes through registered device memory", aliases=("use_cufile",), tier="gds"
+    )
+    gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
+    use_direct_io: bool = _key(Switch(), False, "O_DIRECT for GDS files", tier="gds", extra=True)
+    max_alloc_attempts: int = _key(Whole(1), 10, "tries for room in the device buffer", tier="gds", extra=True)
+    allocation_attempt_delay_secs: float = _key(
+        Number(unit="seconds"), 0.1, "wait between those tries", tier="gds", extra=True
+    )
+    weka_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the Weka tier", tier="weka")
+
+    hf3fs_base_path: tuple[str, ...] = _key(
+        Words(paths=True), (), "directories of the 3FS tier, under hf3fs_mount_point", tier="hf3fs", extra=True
+    )
+    hf3fs_mount_point: str | None = _key(
+        Optional(Text("a path")), None, "where 3FS is mounted", tier="hf3fs", extra=True
+    )
+    hf3fs_iov_size: int = _key(
+        Whole(104857600, 2147483648, "bytes"), 209715200, "shared memory for transfers", tier="hf3fs", extra=True
+    )
+    hf3fs_ior_entries: int = _key(Whole(128, 1024), 256, "requests in one ring", tier="hf3fs", extra=True)
+    hf3fs_io_depth: int = _key(Whole(-128, 128), 0, "requests sent together", tier="hf3fs", extra=True)
+    hf3fs_numa_id: int = _key(Whole(-1), -1, "NUMA node of the transfer memory; -1: any", tier="hf3fs", extra=True)
+    hf3fs_io_thread_num: int = _key(Whole(2, 16, "threads"), 4, "threads that read and write", tier="hf3fs", extra=True)
+
+    remote_url: str | None = _key(
+        Optional(Text("a URL")), None, "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b", tier="remote"
+    )
+    remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
+    remote_storage_plugins: tuple[str, ...] = _key(
+        Words(), (), "remote tiers as type[.instance], such as hf3fs, hf3fs.primary, fs.a", tier="remote"
+    )
+
+    remote_storage_plugin_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """NAME.base_path, NAME.module_path and NAME.class_name of the remote plugins."""
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    """Where the values came from that are not defaults, by key."""
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """What was accepted and will not have its effect, one sentence each."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Config:
+        """Read the YAML file, then the environment, then `overrides`; later ones win.
+
+        Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
+        environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
+        `tiercache.` or `lmcache.`. Logs each of `warnings`. Raises ConfigError that names every problem.
+        """
+        from tiercache.config.loading import load
+
+        return load(path, os.environ if environ is None else environ, overrides or {})
+
+    def __post_init__(self) -> None:
+        from tiercache.config.loading import check_fields
+
+        check_fields(self)
+
+    def __repr__(self) -> str:
+        changed = {
+            name: key.shown(value)
+            for name, key in KEYS.items()
+            if (value := getattr(self, name)) != key.default
+        }
+        return f"Config({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    @property
+    def arena_bytes(self) -> int:
+        return int(self.max_local_cpu_size * GB)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Cap of the disk tier; 0 when there is none."""
+        return int(self.max_local_disk_size * GB) if self.local_disk else 0
+
+
+KEYS: dict[str, Key] = {
+    row.name: Key(row.name, default=row.default, **row.metadata) for row in fields(Config) if row.metadata
+}
+
+ALIASES: dict[str, str] = {alias: key.name for key in KEYS.values() for alias in key.aliases}
+
+
+@cache
+def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """What the system could give without swapping, once per process; None where it does not say."""
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

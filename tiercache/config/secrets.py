@@ -1,0 +1,30 @@
+"""What must never be shown: passwords, tokens, salts, and the credentials inside a URL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+_SECRET_NAME = re.compile(
+    r"password|passwd|token(?!s)|secret|salt|credential|access_key|account_key|connection_string", re.IGNORECASE
+)
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*(?:/[^@\s,]*)?@")
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
+
+
+def hidden(name: str, value: Any, *, secret: bool = False) -> Any:
+    """`value` of the key `name` as it may be shown: secrets and what is secret inside URLs replaced by ***."""
+    if value is None or value == "":
+        return value
+    if secret or _SECRET_NAME.search(name):
+        return HIDDEN
+    if isinstance(value, str):
+        return _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", value))
+    if isinstance(value, Mapping):
+        return {key: hidden(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(hidden(name, item) for item in value)
+    return value

@@ -1,0 +1,181 @@
+"""Where settings come from: a YAML file, the environment, and what an embedder hands over.
+
+Everything here collects settings with their origin and says nothing about their meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiercache.errors import ConfigError
+
+PREFIXES = ("LMCACHE_", "TIERCACHE_")
+"""Prefixes of environment variables, the later one wins."""
+
+_FILE_VARIABLES = ("TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
+_KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value came from."""
+
+    source: str
+    """file, environment or override."""
+    name: str
+    """The file's path, the variable's name, or the override's key."""
+    line: int | None = None
+    alias: str = ""
+    """The name that was used, where it is not the key's own."""
+
+    def __str__(self) -> str:
+        where = {"file": self.name, "environment": f"environment variable {self.name}"}.get(
+            self.source, f"override {self.name}"
+        )
+        where += f", line {self.line}" if self.line else ""
+        return where + (f", as {self.alias}" if self.alias else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value under the name that was used for it."""
+
+    name: str
+    value: Any
+    origin: Origin
+
+
+def config_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
+    """The file to read: `path`, else the one that the environment names."""
+    if path is not None:
+        return Path(path)
+    return next((Path(environ[name]) for name in _FILE_VARIABLES if environ.get(name)), None)
+
+
+def file_settings(path: Path) -> list[Setting]:
+    """The settings of a YAML file. Raises ConfigError: one sentence with the file, and the line where it is known."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: expected UTF-8 text, found byte 0x{raw[error.start]:02x}") from None
+    return list(_yaml_settings(path, text))
+
+
+def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
+    # Imported here because a configuration without a file needs no YAML.
+    import yaml
+
+    loader = yaml.SafeLoader("")
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}, line {root.start_mark.line + 1}: expected a mapping of keys to values")
+        _refuse_duplicates(path, root)
+        loader.flatten_mapping(root)
+        for key_node, value_node in root.value:
+            name = loader.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if name == "extra_config" and isinstance(value_node, yaml.MappingNode):
+                loader.flatten_mapping(value_node)
+                for extra_key, extra_value in value_node.value:
+                    extra_line = extra_key.start_mark.line + 1
+                    yield Setting(
+                        str(loader.construct_object(extra_key, deep=True)),
+                        loader.construct_object(extra_value, deep=True),
+                        Origin("file", str(path), extra_line),
+                    )
+            else:
+                value = loader.construct_object(value_node, deep=True)
+                yield from _unfolded(Setting(str(name), value, Origin("file", str(path), line)))
+    except yaml.MarkedYAMLError as error:
+        # Not the whole message: it quotes the line, which may hold a password.
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = getattr(error, "reason", "") or type(error).__name__
+        raise ConfigError(f"{path}: not valid YAML: {reason}") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_duplicates(path: Path, node: Any) -> None:
+    """YAML forbids a key twice; PyYAML silently keeps the last."""
+    import yaml
+
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        if isinstance(key_node, yaml.ScalarNode):
+            line = key_node.start_mark.line + 1
+            if key_node.value in seen:
+                raise ConfigError(f"{path}, line {line}: {key_node.value} is already given in line {seen[key_node.value]}")
+            seen[key_node.value] = line
+        if isinstance(value_node, yaml.MappingNode):
+            _refuse_duplicates(path, value_node)
+
+
+def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Setting]:
+    """The variables with `prefix`, as keys in lower case. Raises ConfigError for an EXTRA_CONFIG that is no JSON object."""
+    settings: list[Setting] = []
+    for variable in sorted(environ):
+        if variable.startswith(prefix) and variable not in _FILE_VARIABLES:
+            name = variable.removeprefix(prefix).lower()
+            value = _without_quotes(environ[variable])
+            settings += _unfolded(Setting(name, value, Origin("environment", variable)))
+    return settings
+
+
+def override_settings(overrides: Mapping[str, Any]) -> list[Setting]:
+    """What an embedder hands over; a prefix `tiercache.` or `lmcache.` is dropped, None means not given."""
+    settings: list[Setting] = []
+    for name, value in overrides.items():
+        if value is not None:
+            bare = re.sub(r"^(tiercache|lmcache)\.", "", str(name))
+            settings += _unfolded(Setting(bare, value, Origin("override", str(name))))
+    return settings
+
+
+def is_foreign_variable(name: str) -> bool:
+    """Variables that Kubernetes sets for a service called tiercache or lmcache are nobody's configuration."""
+    return _KUBERNETES.fullmatch(name) is not None
+
+
+def _unfolded(setting: Setting) -> list[Setting]:
+    """`extra_config` opened up into its keys, anything else as it is."""
+    if setting.name != "extra_config":
+        return [setting]
+    value = setting.value
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            reason = getattr(error, "msg", "")
+            raise ConfigError(f"extra_config: expected a JSON object: {reason} ({setting.origin})") from None
+    if value is None or value == "":
+        return []
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"extra_config: expected a mapping of keys to values, found {value!r} ({setting.origin})")
+    return [Setting(str(name), item, setting.origin) for name, item in value.items()]
+
+
+def _without_quotes(value: str) -> str:
+    """Quotes around a value, which env files of containers keep, as LMCache drops them."""
+    value = value.strip()
+    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"" else value

@@ -1,0 +1,79 @@
+"""Which tiers a configuration makes, in the order of the cascade."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tiercache.config.remotes import remotes_of
+from tiercache.config.secrets import hidden
+
+if TYPE_CHECKING:
+    from tiercache.config.schema import Config
+
+AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": False, "weka": False, "hf3fs": False, "remote": False}
+"""Kinds of tiers, and whether this version has them. A new tier begins by becoming True."""
+
+NOT_AVAILABLE = "not available in this version"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """A tier that the configuration asks for."""
+
+    name: str
+    kind: str
+    place: str
+    """Directories, a URL without credentials, or what kind of memory."""
+    cap_bytes: int | None
+    """None: no cap of its own."""
+    state: str
+    """on, off, or not available in this version."""
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "place": self.place,
+            "cap_bytes": self.cap_bytes,
+            "state": self.state,
+            "note": self.note,
+        }
+
+
+def tiers_of(config: Config) -> list[PlannedTier]:
+    """The tiers that `config` makes, the fastest first: a get asks them in this order."""
+    return [_cpu(config), *_disk(config), *_gds(config), *_remotes(config)]
+
+
+def _cpu(config: Config) -> PlannedTier:
+    place = f"POSIX shared memory {config.shm_name}" if config.shm_name else "memory"
+    if config.local_cpu_use_hugepages:
+        place = "2 MiB huge pages"
+    note = "" if config.local_cpu else "local_cpu is false: the arena stages chunks for the other tiers and keeps none"
+    return PlannedTier("cpu", "cpu", place, config.arena_bytes, "on" if config.local_cpu else "off", note)
+
+
+def _disk(config: Config) -> Iterator[PlannedTier]:
+    if config.local_disk:
+        on = config.disk_bytes > 0
+        note = "" if on else "max_local_disk_size is 0, which switches the disk tier off"
+        yield PlannedTier("disk", "disk", ", ".join(config.local_disk), config.disk_bytes, "on" if on else "off", note)
+
+
+def _gds(config: Config) -> Iterator[PlannedTier]:
+    for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
+        if paths:
+            yield PlannedTier(kind, kind, ", ".join(paths), None, _state(kind))
+
+
+def _remotes(config: Config) -> Iterator[PlannedTier]:
+    for remote in remotes_of(config):
+        place = str(hidden("remote_url", remote.place))
+        yield PlannedTier(remote.name, remote.kind, place, None, _state(remote.kind))
+
+
+def _state(kind: str) -> str:
+    return "on" if AVAILABLE[kind] else NOT_AVAILABLE

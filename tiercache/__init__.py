@@ -14,15 +14,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.bridge import CacheThread
-    from tiercache.cache import Statistics, TierCache
-    from tiercache.config import Config
-    from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes
-    from tiercache.core.layout import Layout
-    from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
-    from tiercache.scheduler.reader import Hit
-    from tiercache.scheduler.writer import FlushReport
-    from tiercache.tiers.cpu import Lease
+    from tiercache.bridge import CacheThread  # noqa: F401
+    from tiercache.cache import Statistics, TierCache  # noqa: F401
+    from tiercache.config import Config  # noqa: F401
+    from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes  # noqa: F401
+    from tiercache.core.layout import Layout  # noqa: F401
+    from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError  # noqa: F401
+    from tiercache.scheduler.reader import Hit  # noqa: F401
+    from tiercache.scheduler.writer import FlushReport  # noqa: F401
+    from tiercache.tiers.cpu import Lease  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _HOME = {
     "keys_from_hashes": "core.keys",
 }
 
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

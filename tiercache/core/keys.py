@@ -35,7 +35,7 @@ def chunk_keys(
     `namespace` comes from `Layout.namespace`. A tail shorter than `chunk_tokens` gets a key only when `partial`.
     Raises OverflowError or ValueError for an id that does not fit.
     """
-    raw = memoryview(_token_bytes(tokens)).cast("B")
+    raw = _token_bytes(tokens)
     step = chunk_tokens * _TOKEN_BYTES
     end = len(raw) if partial else len(raw) - len(raw) % step
     keys = []
@@ -55,16 +55,17 @@ def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes]) -> list[ChunkKey
     return [blake2b(value, digest_size=KEY_BYTES, key=namespace).digest() for value in hashes]
 
 
-def _token_bytes(tokens: Sequence[int] | np.ndarray) -> array[int] | np.ndarray:
+def _token_bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
+    """The ids as little-endian 32-bit integers, as bytes."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens: expected a vector of integers, found {tokens.dtype} of shape {tokens.shape}")
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >> 32):
             raise OverflowError("tokens: ids must be within 0 .. 2**32 - 1")
-        return np.ascontiguousarray(tokens, dtype=_LITTLE_ENDIAN)
+        return np.ascontiguousarray(tokens, dtype=_LITTLE_ENDIAN).data.cast("B")
     if hasattr(tokens, "numpy"):
         return _token_bytes(tokens.numpy())
     packed = array(_TOKEN_TYPECODE, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed
+    return memoryview(packed).cast("B")

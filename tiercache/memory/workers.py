@@ -7,6 +7,7 @@ of the engine; and its hand-over to the loop costs about a third more (62-80 us 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -103,10 +104,18 @@ class Workers:
                 future.set_result(result)
 
 
-async def to_the_end(work: asyncio.Future[T]) -> T:
-    """Wait for work that touches the caller's memory: cancellation is passed on only after it has ended."""
+async def to_the_end(work: asyncio.Future[T], give_up_s: float = 30.0) -> T:
+    """Wait for work that touches the caller's memory: cancellation, however often, is passed on only after it has ended.
+
+    A call that hangs in a device is left after `give_up_s`: a loop that shuts down must not hang with it. Its memory is the
+    arena's then, which stays mapped (`TierCache.close`).
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait([work])
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + give_up_s
+        while not work.done() and loop.time() < until_s:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work], timeout=until_s - loop.time())
         raise

@@ -253,6 +253,8 @@ class Reader:
             async with asyncio.timeout_at(flight.deadline_s):
                 await source.places.acquire()
         except TimeoutError:
+            # All places taken for a whole deadline: the tier hangs, though this read never reached it.
+            source.breaker.failed(loop.time())
             return None
         slot = await self._slot(flight)
         if slot is None:
@@ -369,7 +371,7 @@ def _prefix(delivered: bytearray) -> int:
     return len(delivered) if gap < 0 else gap
 
 
-async def _all_or_none(work: list[asyncio.Future[None]]) -> None:
+async def _all_or_none(work: Sequence[asyncio.Future[None]]) -> None:
     """Wait for all; if this or one of them is cancelled or fails, none is left running."""
     try:
         await asyncio.gather(*work)

@@ -79,7 +79,7 @@ class TierWriter:
         """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
         be it by dropping it; False when the caller may wait for room with `enqueue`."""
         now_s = asyncio.get_running_loop().time()
-        if self._closed or not self.breaker.would_allow(now_s):
+        if self._closed or not self.breaker.would_allow(now_s) or self._hangs:
             self.counters.dropped += 1
             lease.release()
             return True
@@ -145,16 +145,15 @@ class TierWriter:
     def _add_task(self) -> None:
         """One more task, up to the tier's concurrency. Hung writes count: they still occupy the tier's threads."""
         running = len(self._tasks) + len(self._stuck)
-        if running < self.tier.traits.write_concurrency and len(self._tasks) < len(self._queue) + len(self._writing):
+        if running < self.tier.traits.write_concurrency and len(self._tasks) < self.pending:
             task = asyncio.create_task(self._drain(), name=f"tiercache-write-{self.tier.name}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _drain(self) -> None:
         while len(self._queue):
-            if len(self._stuck) >= self.tier.traits.write_concurrency:
-                self._drop_queue()
-                break
+            if len(self._tasks) + len(self._stuck) > self.tier.traits.write_concurrency:
+                break  # a hung write has taken this task's place in the tier
             key, lease = self._queue.take()
             self._room.set()
             self._writing[key] = lease.payload_bytes
@@ -235,9 +234,19 @@ class TierWriter:
             if not task.cancelled():
                 task.exception()
             lease.release()
+            if len(self._queue):
+                self._add_task()
 
         self._stuck.add(work)
         work.add_done_callback(ended)
+        if self._hangs:
+            self.breaker.trip(asyncio.get_running_loop().time())
+            self._drop_queue()
+
+    @property
+    def _hangs(self) -> bool:
+        """Every place in the tier is taken by a write that outlived its deadline."""
+        return len(self._stuck) >= self.tier.traits.write_concurrency
 
     @property
     def stuck(self) -> int:

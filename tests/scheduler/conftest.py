@@ -1,0 +1,78 @@
+"""A hot cache of eight slots over tiers that misbehave on command, on a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tiercache.core.budget import Purpose
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
+from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Traits
+from tiercache.tiers.cpu import CpuTier, Lease
+
+SLOTS = 32
+SMALL_BYTES = CHUNK_BYTES
+
+
+class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return JumpingClockLoop()
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    return JumpingPolicy()
+
+
+@dataclass
+class Bench:
+    """The parts under test, and short ways to use them."""
+
+    cpu: CpuTier
+    tier: FaultyTier
+    memory: MemoryTier
+
+    def keep_on_tier(self, numbers: range) -> list[ChunkKey]:
+        for number in numbers:
+            key, payload = chunk(number)
+            self.memory.chunks[key] = payload[:CHUNK_BYTES].tobytes()
+        return [chunk(number)[0] for number in numbers]
+
+    def make_hot(self, number: int) -> Lease:
+        key, payload = chunk(number)
+        slot = self.cpu.try_reserve(Purpose.WRITE)
+        assert slot is not None
+        self.cpu.pool.view(slot, CHUNK_BYTES)[:] = payload
+        return self.cpu.publish(key, slot, CHUNK_BYTES, Purpose.WRITE)
+
+    def is_whole(self) -> bool:
+        """Nobody holds anything: every slot can be had again, and no budget counts one."""
+        return self.cpu.obtainable == self.cpu.pool.count and not any(self.cpu.budget.held.values())
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    arena = Arena(ArenaSettings(size_bytes=SLOTS * SMALL_BYTES))
+    pool = SlotPool(arena, SMALL_BYTES)
+    copiers = Workers("copy", 2)
+    memory = MemoryTier("disk", Traits(durable=True, read_concurrency=2, write_concurrency=2))
+    yield Bench(CpuTier(pool, copiers), FaultyTier(memory), memory)
+    copiers.close()
+
+
+def expect(number: int) -> Callable[[np.ndarray], None]:
+    """A sink that insists on the right bytes."""
+
+    def sink(view: np.ndarray) -> None:
+        assert np.array_equal(view, chunk(number)[1])
+
+    return sink

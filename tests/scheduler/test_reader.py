@@ -1,0 +1,231 @@
+"""The cascade: one flight a key, deadlines that hold, and nothing lost when things hang, fail or are cancelled."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import Bench, expect
+from tiercache.scheduler.reader import Reader, ReaderSettings
+from tiercache.testing import chunk
+
+SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)
+
+
+def reader_of(bench: Bench) -> Reader:
+    return Reader(bench.cpu, [bench.tier], SETTINGS)
+
+
+def soon(seconds: float = 5.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def test_cold_chunk_is_read_once_and_hot_after(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    for _ in range(2):
+        lease = await reader.fetch(key, soon())
+        assert lease is not None
+        assert np.array_equal(lease.view, chunk(1)[1])
+        lease.release()
+    assert bench.memory.counters.reads == 1
+    assert reader.counters.hits == {"cpu": 1, "disk": 1}
+    assert bench.is_whole()
+
+
+async def test_many_askers_share_one_flight(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    askers = [asyncio.create_task(reader.fetch(key, soon())) for _ in range(50)]
+    await bench.tier.until_entered(1)
+    bench.tier.gate.set()
+    leases = await asyncio.gather(*askers)
+    assert bench.memory.counters.reads == 1
+    assert reader.counters.joined == 49
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    assert bench.is_whole()
+
+
+async def test_cancelled_asker_leaves_the_flight_to_the_others(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    first, second = (asyncio.create_task(reader.fetch(key, soon())) for _ in range(2))
+    await bench.tier.until_entered(1)
+    first.cancel()
+    bench.tier.gate.set()
+    lease = await second
+    assert lease is not None
+    lease.release()
+    assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+    assert bench.is_whole()
+
+
+async def test_asker_cancelled_in_the_moment_of_arrival_leaks_nothing(bench: Bench) -> None:
+    for delay in range(12):
+        key = bench.keep_on_tier(range(delay + 1, delay + 2))[0]
+        reader = reader_of(bench)
+        asker = asyncio.create_task(reader.fetch(key, soon()))
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        asker.cancel()
+        outcome = (await asyncio.gather(asker, return_exceptions=True))[0]
+        if not isinstance(outcome, asyncio.CancelledError):
+            assert outcome is not None
+            outcome.release()
+        while reader._flights:
+            await asyncio.sleep(0)
+        assert bench.is_whole()
+
+
+async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_ends(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    began = asyncio.get_running_loop().time()
+    assert await reader.fetch(key, soon(2.0)) is None
+    assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.2)
+    while reader._flights:
+        await asyncio.sleep(0)
+    assert reader.stuck == 1
+    assert not bench.is_whole(), "the slot belongs to the read that still runs"
+    bench.tier.gate.set()
+    while reader.stuck:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+async def test_hung_tier_opens_its_breaker_and_holds_no_more_than_its_concurrency(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 21))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    for start in range(0, 20, 4):
+        leases = await asyncio.gather(*(reader.fetch(key, soon(1.0)) for key in keys[start : start + 4]))
+        assert leases == [None] * 4
+    assert reader.breakers() == {"disk": "open"}
+    assert bench.tier.entered <= 2
+    assert bench.cpu.pool.count - bench.cpu.obtainable <= 2
+    hot = bench.make_hot(99)
+    hot.release()
+    lease = await reader.fetch(chunk(99)[0], soon(0.1))
+    assert lease is not None, "the hot cache does not suffer"
+    lease.release()
+    bench.tier.gate.set()
+
+
+async def test_tier_comes_back_by_itself(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 10))
+    reader = reader_of(bench)
+    bench.tier.fail_reads = [OSError("device lost")] * 3
+    for key in keys[:3]:
+        assert await reader.fetch(key, soon()) is None
+    assert reader.breakers() == {"disk": "open"}
+    assert await reader.fetch(keys[3], soon()) is None
+    assert bench.tier.entered == 3, "an open breaker asks nothing of the tier"
+    await asyncio.sleep(1.5)
+    lease = await reader.fetch(keys[4], soon())
+    assert lease is not None
+    lease.release()
+    assert reader.breakers() == {"disk": "closed"}
+    assert bench.is_whole()
+
+
+async def test_batch_delivers_hot_and_cold_in_place(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 21))
+    for number in (2, 5, 6, 7, 19):
+        bench.make_hot(number).release()
+    reader = reader_of(bench)
+    assert await reader.deliver(keys, [expect(number) for number in range(1, 21)], soon()) == 20
+    assert bench.memory.counters.reads == 15
+    assert reader.counters.sink_failures == 0
+    assert bench.is_whole()
+
+
+async def test_batch_larger_than_the_arena_streams_through_it(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 101))
+    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 101)], soon(60.0)) == 100
+    assert bench.is_whole()
+
+
+async def test_batch_ends_at_the_first_gap_and_reads_little_beyond(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 31))
+    del bench.memory.chunks[keys[4]]
+    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 31)], soon()) == 4
+    assert bench.memory.counters.reads <= 4 + 6
+    assert bench.is_whole()
+
+
+async def test_failing_sink_ends_the_prefix_and_leaks_nothing(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 9))
+    sinks = [expect(number) for number in range(1, 9)]
+    sinks[3] = expect(77)
+    reader = reader_of(bench)
+    assert await reader.deliver(keys, sinks, soon()) == 3
+    assert reader.counters.sink_failures == 1
+    assert bench.is_whole()
+
+
+async def test_batch_gives_at_the_deadline_what_has_arrived(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 9))
+    for number in (1, 2, 3):
+        bench.make_hot(number).release()
+    bench.tier.gate.clear()
+    assert await reader_of(bench).deliver(keys, [expect(number) for number in range(1, 9)], soon(1.0)) == 3
+    bench.tier.gate.set()
+
+
+async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 31))
+    for number in range(1, 9):
+        bench.make_hot(number).release()
+    reader = reader_of(bench)
+    for steps in range(0, 30, 3):
+        over = False
+        late = 0
+
+        def sink(view: np.ndarray) -> None:
+            nonlocal late
+            late += over
+
+        batch = asyncio.create_task(reader.deliver(keys, [sink] * 30, soon()))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)
+        over = True
+        while reader._flights or bench.cpu.copiers.unfinished:
+            await asyncio.sleep(0)
+        assert late == 0
+        assert bench.is_whole()
+
+
+async def test_lookup_counts_each_chunk_where_it_is_found_first(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 9))
+    for number in (1, 2, 5):
+        bench.make_hot(number).release()
+    chunks, by_tier = await reader_of(bench).lookup([*keys, chunk(99)[0]])
+    assert (chunks, by_tier) == (8, {"cpu": 3, "disk": 5})
+
+
+async def test_lookup_of_a_hung_shared_tier_answers_at_its_deadline_with_what_is_known(bench: Bench) -> None:
+    bench.tier.traits = bench.tier.traits.__class__(shared=True)
+    bench.make_hot(1).release()
+    bench.tier.gate.clear()
+    began = asyncio.get_running_loop().time()
+    assert await reader_of(bench).lookup([chunk(1)[0], chunk(2)[0]]) == (1, {"cpu": 1, "disk": 0})
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
+    bench.tier.gate.set()
+
+
+async def test_closing_answers_whoever_waits(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    asker = asyncio.create_task(reader.fetch(key, soon(100.0)))
+    await bench.tier.until_entered(1)
+    await reader.close()
+    assert await asker is None
+    bench.tier.gate.set()

@@ -1,0 +1,186 @@
+"""Write-behind: bounds hold, policies do what they say, and a bad tier keeps no memory."""
+
+import asyncio
+
+import pytest
+
+from tests.scheduler.conftest import Bench
+from tiercache.errors import TierFull
+from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.cpu import Lease
+
+
+def writer_of(bench: Bench, **settings: object) -> TierWriter:
+    defaults = {"queue_bytes": 4 * CHUNK_BYTES, "deadline_s": 5.0}
+    return TierWriter(bench.tier, WriterSettings(**{**defaults, **settings}))  # type: ignore[arg-type]
+
+
+async def occupy(bench: Bench, writer: TierWriter) -> None:
+    """Two writes hang in the tier and four chunks fill the queue."""
+    bench.tier.gate.clear()
+    for number in range(1, 3):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    await bench.tier.until_entered(2)
+    for number in range(3, 7):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+
+
+async def test_everything_queued_is_written_and_let_go(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    for number in range(1, 21):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    assert await writer.flush(5.0)
+    assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 21)}
+    assert writer.statistics().written == 20
+    assert bench.is_whole()
+
+
+async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
+    writer = writer_of(bench)
+    await occupy(bench, writer)
+    for number in range(100, 160):
+        lease = bench.make_hot(number)
+        lease.release()
+    assert all(bench.cpu.contains(chunk(number)[0]) for number in range(1, 7))
+    bench.tier.gate.set()
+    assert await writer.flush(5.0)
+    assert bench.is_whole()
+
+
+async def test_full_queue_with_skip_drops_the_new_one(bench: Bench) -> None:
+    writer = writer_of(bench, on_full="skip")
+    await occupy(bench, writer)
+    assert writer.enqueue_nowait(bench.make_hot(7))
+    assert writer.statistics().skipped == 1
+    bench.tier.gate.set()
+    await writer.flush(5.0)
+    assert chunk(7)[0] not in bench.memory.chunks
+    assert bench.is_whole()
+
+
+async def test_full_queue_with_replace_drops_the_oldest_queued(bench: Bench) -> None:
+    writer = writer_of(bench, on_full="replace")
+    await occupy(bench, writer)
+    assert writer.enqueue_nowait(bench.make_hot(7))
+    bench.tier.gate.set()
+    await writer.flush(5.0)
+    assert writer.statistics().replaced == 1
+    assert chunk(3)[0] not in bench.memory.chunks
+    assert chunk(7)[0] in bench.memory.chunks
+    assert bench.is_whole()
+
+
+async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench) -> None:
+    writer = writer_of(bench, on_full="wait", wait_s=1.0)
+    await occupy(bench, writer)
+    began = asyncio.get_running_loop().time()
+    await writer.enqueue(bench.make_hot(7))
+    assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
+    assert writer.statistics().skipped == 1
+    waiting = asyncio.create_task(writer.enqueue(bench.make_hot(8)))
+    await asyncio.sleep(0)
+    bench.tier.gate.set()
+    await waiting
+    await writer.flush(5.0)
+    assert chunk(8)[0] in bench.memory.chunks
+    assert bench.is_whole()
+
+
+async def test_cancelled_wait_for_room_leaks_nothing(bench: Bench) -> None:
+    writer = writer_of(bench, on_full="wait")
+    await occupy(bench, writer)
+    waiting = asyncio.create_task(writer.enqueue(bench.make_hot(7)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    bench.tier.gate.set()
+    await writer.flush(5.0)
+    assert bench.is_whole()
+
+
+async def test_passing_failure_is_retried(bench: Bench) -> None:
+    writer = writer_of(bench)
+    bench.tier.fail_writes = [OSError("hiccup"), OSError("hiccup")]
+    writer.enqueue_nowait(bench.make_hot(1))
+    assert await writer.flush(5.0)
+    assert chunk(1)[0] in bench.memory.chunks
+    assert writer.statistics().retried == 2
+    assert bench.is_whole()
+
+
+async def test_lasting_failure_opens_the_breaker_drops_the_queue_and_heals(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    bench.tier.fail_writes = [OSError("device lost")] * 6
+    for number in range(1, 11):
+        writer.enqueue_nowait(bench.make_hot(number))
+    assert await writer.flush(20.0)
+    assert writer.breaker.opened_count == 1
+    assert bench.is_whole(), "a tier that is down holds no memory"
+    writer.enqueue_nowait(bench.make_hot(50))
+    assert writer.statistics().dropped >= 9
+    await asyncio.sleep(130.0)
+    bench.tier.fail_writes = []
+    writer.enqueue_nowait(bench.make_hot(51))
+    assert await writer.flush(5.0)
+    assert chunk(51)[0] in bench.memory.chunks
+
+
+async def test_full_tier_is_paused_at_once(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    bench.tier.fail_writes = [TierFull("no room"), TierFull("no room")]
+    for number in range(1, 11):
+        writer.enqueue_nowait(bench.make_hot(number))
+    assert await writer.flush(5.0)
+    assert writer.breaker.state.value == "open"
+    assert bench.is_whole()
+
+
+async def test_hung_write_is_given_up_and_its_memory_kept_until_it_ends(bench: Bench) -> None:
+    writer = writer_of(bench)
+    await occupy(bench, writer)
+    assert await writer.flush(60.0), "a hung tier does not hang a flush"
+    assert writer.stuck == 2
+    assert bench.cpu.pool.count - bench.cpu.obtainable == 2
+    bench.tier.gate.set()
+    while writer.stuck:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+async def test_flush_reports_what_it_could_not_write(bench: Bench) -> None:
+    writer = writer_of(bench, deadline_s=100.0)
+    await occupy(bench, writer)
+    report = await FanOut([writer]).flush(1.0)
+    assert not report.complete
+    assert report.pending == {"disk": 6}
+    bench.tier.gate.set()
+    assert (await FanOut([writer]).flush(5.0)).complete
+
+
+async def test_close_with_a_hung_tier_returns(bench: Bench) -> None:
+    writer = writer_of(bench, deadline_s=1000.0)
+    await occupy(bench, writer)
+    assert await writer.close() == 6
+    bench.tier.gate.set()
+
+
+async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Bench) -> None:
+    from tiercache.testing import FaultyTier, MemoryTier
+
+    good = TierWriter(FaultyTier(MemoryTier("good")), WriterSettings(queue_bytes=100 * CHUNK_BYTES))
+    bad = writer_of(bench, on_full="skip")
+    fan_out = FanOut([bad, good])
+    bench.tier.gate.clear()
+
+    def another(key: bytes) -> Lease | None:
+        return bench.cpu.lease(key, writes=True)
+
+    for number in range(1, 15):
+        await fan_out.offer([bench.make_hot(number)], another)
+    assert await good.flush(5.0)
+    assert good.statistics().written == 14
+    bench.tier.gate.set()
+    await bad.flush(5.0)
+    assert bench.is_whole()

@@ -3,6 +3,22 @@
 `Config.load` reads and checks; `explain` says what the result means and where each value came from.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from tiercache.config.schema import Config
 
-__all__ = ["Config"]
+if TYPE_CHECKING:
+    from tiercache.config.explanation import Explanation, explain
+
+__all__ = ["Config", "Explanation", "explain"]
+
+
+def __getattr__(name: str) -> Any:
+    """Explaining is for people: who only loads does not pay for importing it."""
+    if name not in ("Explanation", "explain"):
+        raise AttributeError(f"module 'tiercache.config' has no attribute {name!r}")
+    from tiercache.config import explanation
+
+    return getattr(explanation, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tiercache.config.remotes import PLUGIN_PREFIX, PLUGIN_TYPES, SCHEMES, plugin_type, split_paths
@@ -22,7 +22,7 @@ def combination_problems(
     yield from _gds(values)
     yield from _remote_url(values)
     yield from _plugins(values, plugins)
-    yield from _under_the_mount(values, plugins)
+    yield from _hf3fs(values, plugins)
 
 
 def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[Problem]:
@@ -81,7 +81,7 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
             )
 
 
-def _under_the_mount(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Problem]:
+def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Problem]:
     mount = values.get("hf3fs_mount_point")
     url = values.get("remote_url") or ""
     paths = [("hf3fs_base_path", path) for path in values.get("hf3fs_base_path", ())]
@@ -90,8 +90,16 @@ def _under_the_mount(values: Mapping[str, Any], plugins: Mapping[str, str]) -> I
     for name, text in plugins.items():
         if plugin_type(name) == "hf3fs" and name.endswith(".base_path"):
             paths += [(PLUGIN_PREFIX + name, path) for path in split_paths(text)]
+    node = values.get("hf3fs_numa_id", -1)
+    if node > (last := _last_numa_node()):
+        yield ("hf3fs_numa_id",), f"hf3fs_numa_id: expected a NUMA node of this machine in -1 .. {last}, found {node}"
     for key, path in paths:
         if ".." in PurePosixPath(path).parts or not path.startswith("/"):
             yield (key,), f"{key}: expected absolute paths without .., found {path!r}"
         elif mount is not None and not PurePosixPath(path).is_relative_to(mount):
             yield (key, "hf3fs_mount_point"), f"{key}: {path!r} does not lie under hf3fs_mount_point {mount!r}"
+
+
+def _last_numa_node() -> int:
+    nodes = [path.name.removeprefix("node") for path in Path("/sys/devices/system/node").glob("node[0-9]*")]
+    return max((int(node) for node in nodes if node.isdigit()), default=0)

@@ -21,9 +21,7 @@ _FOREIGN = """
     nixl_use_hugepages
     enable_blending blend_recompute_ratios blend_thresholds blend_check_layers blend_min_tokens blend_special_str
     enable_sparse use_layerwise pre_caching_hash_algorithm
-    maru_path maru_pool_size dax.device_path dax.max_dax_size dax.retrieve_staging_slab_bytes
-    rust_raw_block.block_align rust_raw_block.device_path rust_raw_block.io_engine rust_raw_block.use_iouring
-    rust_raw_block.use_uring
+    maru_path maru_pool_size
     audit_actual_remote_url audit_calc_checksum audit_exclude_cmds audit_verify_checksum
     internal_api_server_host internal_api_server_enabled internal_api_server_port_start
     internal_api_server_include_index_list internal_api_server_socket_path_prefix
@@ -36,7 +34,11 @@ _FOREIGN = """
     chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy enable_kv_events
     remote_config_url app_id
     enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode
-    save_chunk_meta save_only_first_rank force_store_wait mp.lazy_offload lmcache.mp.lazy_offload
+    first_rank_max_local_cpu_size audit_backend_enabled instrumented_connector_batched_get_time use_exists_sync
+    remote_backend_batched_get_blocking_time bigtable_instance_id infinistore_link_type request_timeout
+    shared_memory_name max_lease_size_mb sagemaker_hyperpod_max_lease_size_mb sagemaker_hyperpod_shared_memory_name
+    valkey_num_workers max_offload_tokens discard_partial_chunks ec
+    save_chunk_meta save_only_first_rank force_store_wait
     fs_base_path fs_connector_read_ahead_size fs_connector_relative_tmp_dir fs_connector_use_odirect
     connection_timeout transfer_timeout storage_root_dir mooncake_prefer_local_alloc resp_num_threads redis_url username
     password tls_enable disable_tls valkey_database valkey_enable_ttl valkey_mode valkey_password
@@ -48,7 +50,10 @@ _FOREIGN = """
 
 FOREIGN = frozenset(_FOREIGN.split())
 
-IGNORED: frozenset[str] = frozenset({"use_experimental"})
+FOREIGN_PREFIXES = ("ec_", "dax.", "rust_raw_block.", "storage_plugin.", "external_backend.", "mp.", "lmcache.mp.")
+"""Starts of keys that LMCache's plugins and side cars name themselves."""
+
+IGNORED = frozenset({"use_experimental"})
 """Accepted without a word: LMCache's documentation still asks for it, and it never meant anything here."""
 
 _PROCESS_VARIABLES = """
@@ -59,7 +64,15 @@ _PROCESS_VARIABLES = """
 PROCESS_VARIABLES = frozenset(_PROCESS_VARIABLES.split())
 """LMCACHE_* variables that LMCache reads elsewhere than in its configuration."""
 
-PROCESS_PREFIXES: tuple[str, ...] = (
-    "controller_", "coordinator_", "ec_", "mp_", "musa_", "plugin_", "request_telemetry_", "resp_", "runtime_plugin_",
+PROCESS_PREFIXES = (
+    "controller_",
+    "coordinator_",
+    "ec_",
+    "mp_",
+    "musa_",
+    "plugin_",
+    "request_telemetry_",
+    "resp_",
+    "runtime_plugin_",
 )
 """Starts of more such variables."""

@@ -1,7 +1,7 @@
 """What a configured value may be: parsing and range of one value, without knowing which key it belongs to.
 
-Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with what
-it expected. Parsing a parsed value gives the same value.
+Each kind turns what YAML, JSON or an environment variable holds into the value of a field, and raises ValueError with
+what it expected. Parsing a parsed value gives the same value.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 from tiercache.config.checks import combination_problems
-from tiercache.config.foreign import FOREIGN, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
-from tiercache.config.remotes import PLUGIN_PREFIX, PLUGIN_SETTINGS
+from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
+from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import ALIASES, GB, KEYS, Config, Key, available_memory_bytes
 from tiercache.config.sources import (
     PREFIXES,
@@ -24,14 +24,22 @@ from tiercache.config.sources import (
     is_foreign_variable,
     override_settings,
 )
-from tiercache.config.tiers import AVAILABLE
+from tiercache.config.tiers import AVAILABLE, NOT_AVAILABLE
 from tiercache.errors import ConfigError
 
 logger = logging.getLogger("tiercache.config")
 
 
 def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Config:
-    """What `Config.load` does."""
+    """What `Config.load` does: `read`, and each warning in the log."""
+    config = read(path, environ, overrides)
+    for warning in config.warnings:
+        logger.warning("%s", warning)
+    return config
+
+
+def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Config:
+    """Read and check without a word in the log."""
     problems: list[str] = []
     layers = []
     file = config_file(path, environ)
@@ -78,7 +86,8 @@ class _Resolution:
             try:
                 value = key.parse(setting.value)
             except ValueError as error:
-                self._problem(key.name, f"{setting.name}: {error}, found {key.shown(setting.value)!r} ({setting.origin})")
+                found = key.shown(setting.value)
+                self._problem(key.name, f"{setting.name}: {error}, found {found!r} ({setting.origin})")
                 continue
             if key.name in seen and seen[key.name][0] != value:
                 first, first_origin, first_name = seen[key.name]
@@ -94,15 +103,13 @@ class _Resolution:
             self.origins[key.name] = replace(setting.origin, alias=alias)
 
     def config(self) -> Config:
-        """The checked result; raises ConfigError with every problem, logs every warning."""
+        """The checked result; raises ConfigError with every problem."""
         for names, problem in combination_problems(self.values, self.plugins, self.foreign):
             if not self.bad.intersection(names):
                 self.problems.append(problem)
         if self.problems:
             raise error_of(self.problems)
         warnings = self._warnings()
-        for warning in warnings:
-            logger.warning("%s", warning)
         return Config(
             **self.values,
             remote_storage_plugin_settings=self.plugins,
@@ -118,13 +125,14 @@ class _Resolution:
         name, origin = setting.name, setting.origin
         if name in IGNORED:
             return
-        if name.startswith(PLUGIN_PREFIX) and name.rpartition(".")[2] in PLUGIN_SETTINGS:
-            if isinstance(setting.value, str):
-                self.plugins[name.removeprefix(PLUGIN_PREFIX)] = setting.value
+        if name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX):
+            if isinstance(setting.value, (str, int, float)):
+                self.plugins[name.removeprefix(PLUGIN_PREFIX)] = str(setting.value)
+                self.origins[name] = origin
             else:
-                self.problems.append(f"{name}: expected text, found {setting.value!r} ({origin})")
+                self.problems.append(f"{name}: expected text, found {type(setting.value).__name__} ({origin})")
             return
-        if name in FOREIGN:
+        if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
             self.foreign[name] = setting.value
             return
         if origin.source == "environment" and _is_process_variable(origin.name):
@@ -135,11 +143,11 @@ class _Resolution:
         warnings = []
         if self.foreign:
             names = ", ".join(sorted(self.foreign))
-            warnings.append(f"accepted but not honoured, tiercache does not have what these LMCache keys ask for: {names}")
+            warnings.append(f"accepted, not honoured (LMCache features that tiercache does not have): {names}")
         absent = sorted(name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True))
         absent += sorted(PLUGIN_PREFIX + name for name in self.plugins)
         if absent:
-            warnings.append(f"accepted, without effect until this version of tiercache has the tier: {', '.join(absent)}")
+            warnings.append(f"accepted, for tiers that are {NOT_AVAILABLE}: {', '.join(absent)}")
         unused = sorted(name for name in self.values if not KEYS[name].honoured)
         if unused:
             warnings.append(f"accepted, not honoured in this version of tiercache: {', '.join(unused)}")
@@ -147,7 +155,7 @@ class _Resolution:
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
         if self.values.get("numa_mode") == "manual":
             self.values["numa_mode"] = None
-            warnings.append("numa_mode: manual is not honoured (use auto, or the number of a node): memory is not placed")
+            warnings.append("numa_mode: manual is not honoured, memory is not placed: use auto or the number of a node")
         return warnings + self._leave_memory_free()
 
     def _leave_memory_free(self) -> list[str]:
@@ -160,13 +168,13 @@ class _Resolution:
         room = available / GB - reserve
         if room <= 0:
             raise ConfigError(
-                f"reserve_local_cpu_size: {reserve:g} GB are to stay free, but only {available / GB:.1f} GB are available"
+                f"reserve_local_cpu_size: expected less than the {available / GB:.1f} GB available, found {reserve:g}"
             )
         if room >= wanted:
             return []
         self.values["max_local_cpu_size"] = room
         lowered = f"max_local_cpu_size lowered from {wanted:g} to {room:.2f} GB"
-        return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size keeps {reserve:g} of them free"]
+        return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size is {reserve:g}"]
 
 
 def check_fields(config: Config) -> None:
@@ -190,7 +198,9 @@ def error_of(problems: list[str]) -> ConfigError:
     """One error for all problems, one line each."""
     if len(problems) == 1:
         return ConfigError(problems[0])
-    return ConfigError(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {line}" for line in problems))
+    return ConfigError(
+        f"{len(problems)} problems in the configuration:\n" + "\n".join(f"- {line}" for line in problems)
+    )
 
 
 def _may_be_empty(key: Key) -> bool:

@@ -10,10 +10,23 @@ if TYPE_CHECKING:
     from tiercache.config.schema import Config
 
 SCHEMES = (
-    "redis", "rediss", "redis-sentinel", "valkey", "valkeys", "mooncakestore", "infinistore", "lm", "fs", "s3", "hf3fs",
-)  # fmt: skip
-PLUGIN_TYPES = (*SCHEMES, "azure", "eic", "resp", "sagemaker_hyperpod")
-PLUGIN_SETTINGS = ("base_path", "module_path", "class_name")
+    "redis",
+    "rediss",
+    "redis-sentinel",
+    "redis-cluster",
+    "valkey",
+    "mooncakestore",
+    "infinistore",
+    "lm",
+    "fs",
+    "s3",
+    "hf3fs",
+    "azure",
+    "eic",
+    "resp",
+    "sagemaker-hyperpod",
+)
+PLUGIN_TYPES = (*SCHEMES, "sagemaker_hyperpod", "bigtable", "aerospike")
 PLUGIN_PREFIX = "remote_storage_plugin."
 
 

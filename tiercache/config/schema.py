@@ -1,7 +1,7 @@
 """The table of keys: what tiercache understands, and what each key means.
 
-A field of `Config` is a row: its type, default and range, the names it also goes by, the tier it belongs to. Validation,
-`explain` and docs/configuration.md are all made from these rows.
+A field of `Config` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
+Validation, `explain` and docs/configuration.md are all made from these rows.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Config:
         Whole(1, unit="seconds"), 30, "how often leases are checked for that", honoured=False
     )
     tenant_salt: str = _key(
-        Text("a secret text"), "", "part of every key: tenants with different salts share nothing", secret=True, ours=True
+        Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
 
     local_cpu: bool = _key(Switch(), True, "keep chunks hot in RAM; false: the arena is for staging only", tier="cpu")
@@ -93,8 +93,11 @@ class Config:
         Switch(), False, "2 MiB pages that the system has reserved; not with shm_name nor enable_p2p", tier="cpu"
     )
     shm_name: str | None = _key(
-        Optional(Text("a name for POSIX shared memory")), None, "the arena lies in shared memory of this name",
-        tier="cpu", extra=True,
+        Optional(Text("a name for POSIX shared memory")),
+        None,
+        "the arena lies in shared memory of this name",
+        tier="cpu",
+        extra=True,
     )
     numa_mode: str | None = _key(
         Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
@@ -106,11 +109,16 @@ class Config:
     )
     max_local_disk_size: float = _key(Number(unit="GB"), 0.0, "cap of the disk tier; 0 switches it off", tier="disk")
     local_disk_path_sharding: str = _key(
-        Choice(("by_gpu", "by_chunk")), "by_gpu", "by_gpu: one directory per worker; by_chunk: every worker uses all",
+        Choice(("by_gpu", "by_chunk")),
+        "by_gpu",
+        "by_gpu: one directory per worker; by_chunk: every worker uses all",
         tier="disk",
     )
     use_odirect: bool | None = _key(
-        Optional(Switch()), None, "read and write past the page cache; unset: where the file system can", tier="disk",
+        Optional(Switch()),
+        None,
+        "read and write past the page cache; unset: where the file system can",
+        tier="disk",
         extra=True,
     )
     disk_io_threads: int = _key(Whole(1, 256, "threads"), 4, "threads that read and write", tier="disk", extra=True)
@@ -121,19 +129,31 @@ class Config:
         Whole(0, unit="bytes"), 0, "chunks waiting to be written, per tier; 0: half the arena", tier="disk", ours=True
     )
     on_queue_full: str = _key(
-        Choice(("wait", "skip", "replace")), "wait",
-        "a full write queue: wait for queue_wait_s, skip the new chunk, or replace the oldest", tier="disk", ours=True,
+        Choice(("wait", "skip", "replace")),
+        "wait",
+        "a full write queue: wait for queue_wait_s, skip the new chunk, or replace the oldest",
+        tier="disk",
+        ours=True,
     )
-    queue_wait_s: float = _key(Number(unit="seconds"), 1.0, "longest wait for a full write queue", tier="disk", ours=True)
+    queue_wait_s: float = _key(
+        Number(unit="seconds"), 1.0, "longest wait for a full write queue", tier="disk", ours=True
+    )
 
     gds_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the GDS tier", tier="gds")
     gds_path_sharding: str = _key(Choice(("by_gpu",)), "by_gpu", "one directory per worker", tier="gds")
     gds_buffer_size: int | None = _key(
-        Optional(Whole(1, unit="MiB")), None, "device memory registered for transfers; needed with gds_path and weka_path",
-        aliases=("cufile_buffer_size",), tier="gds",
+        Optional(Whole(1, unit="MiB")),
+        None,
+        "device memory registered for transfers; needed with gds_path and weka_path",
+        aliases=("cufile_buffer_size",),
+        tier="gds",
     )
     use_gds: bool = _key(
-        Switch(), True, "false: POSIX reads and writes through registered device memory", aliases=("use_cufile",), tier="gds"
+        Switch(),
+        True,
+        "false: POSIX reads and writes through registered device memory",
+        aliases=("use_cufile",),
+        tier="gds",
     )
     gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
     use_direct_io: bool = _key(Switch(), False, "O_DIRECT for GDS files", tier="gds", extra=True)
@@ -158,7 +178,10 @@ class Config:
     hf3fs_io_thread_num: int = _key(Whole(2, 16, "threads"), 4, "threads that read and write", tier="hf3fs", extra=True)
 
     remote_url: str | None = _key(
-        Optional(Text("a URL")), None, "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b", tier="remote"
+        Optional(Text("a URL")),
+        None,
+        "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b",
+        tier="remote",
     )
     remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
@@ -197,9 +220,7 @@ class Config:
 
     def __repr__(self) -> str:
         changed = {
-            name: key.shown(value)
-            for name, key in KEYS.items()
-            if (value := getattr(self, name)) != key.default
+            name: key.shown(value) for name, key in KEYS.items() if (value := getattr(self, name)) != key.default
         }
         return f"Config({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 

@@ -11,7 +11,9 @@ HIDDEN = "***"
 _SECRET_NAME = re.compile(
     r"password|passwd|token(?!s)|secret|salt|credential|access_key|account_key|connection_string", re.IGNORECASE
 )
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*(?:/[^@\s,]*)?@")
+_CREDENTIALS = re.compile(r"(?<=://)\S*@")
+_CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?\S*@")
+"""A mistyped URL must not give away more than a right one."""
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
@@ -22,6 +24,8 @@ def hidden(name: str, value: Any, *, secret: bool = False) -> Any:
     if secret or _SECRET_NAME.search(name):
         return HIDDEN
     if isinstance(value, str):
+        if name.endswith("url"):
+            value = _CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", value)
         return _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", value))
     if isinstance(value, Mapping):
         return {key: hidden(str(key), item) for key, item in value.items()}

@@ -125,14 +125,16 @@ def _refuse_duplicates(path: Path, node: Any) -> None:
         if isinstance(key_node, yaml.ScalarNode):
             line = key_node.start_mark.line + 1
             if key_node.value in seen:
-                raise ConfigError(f"{path}, line {line}: {key_node.value} is already given in line {seen[key_node.value]}")
+                raise ConfigError(
+                    f"{path}, line {line}: {key_node.value} is already given in line {seen[key_node.value]}"
+                )
             seen[key_node.value] = line
         if isinstance(value_node, yaml.MappingNode):
             _refuse_duplicates(path, value_node)
 
 
 def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Setting]:
-    """The variables with `prefix`, as keys in lower case. Raises ConfigError for an EXTRA_CONFIG that is no JSON object."""
+    """The variables with `prefix`, as keys in lower case. Raises ConfigError for a bad EXTRA_CONFIG."""
     settings: list[Setting] = []
     for variable in sorted(environ):
         if variable.startswith(prefix) and variable not in _FILE_VARIABLES:
@@ -166,12 +168,14 @@ def _unfolded(setting: Setting) -> list[Setting]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            reason = getattr(error, "msg", "")
-            raise ConfigError(f"extra_config: expected a JSON object: {reason} ({setting.origin})") from None
+            reason = getattr(error, "msg", str(error))
+            raise ConfigError(f"extra_config: expected a JSON object, but: {reason} ({setting.origin})") from None
     if value is None or value == "":
         return []
     if not isinstance(value, Mapping):
-        raise ConfigError(f"extra_config: expected a mapping of keys to values, found {value!r} ({setting.origin})")
+        # The value itself is not shown: it may be a password that slipped.
+        found = type(value).__name__
+        raise ConfigError(f"extra_config: expected a mapping of keys to values, found {found} ({setting.origin})")
     return [Setting(str(name), item, setting.origin) for name, item in value.items()]
 
 

@@ -1,0 +1,78 @@
+"""What a configuration means: its values, where each came from, and the tiers it makes. Secrets are not in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.config.remotes import PLUGIN_PREFIX
+from tiercache.config.schema import KEYS, Config
+from tiercache.config.secrets import hidden
+from tiercache.config.sources import Origin
+from tiercache.config.tiers import PlannedTier, tiers_of
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedValue:
+    """One key: what it is, and why."""
+
+    key: str
+    value: Any
+    """As it may be shown."""
+    origin: Origin | None
+    """None: the default."""
+    meaning: str
+    tier: str
+
+    def to_dict(self) -> dict[str, Any]:
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        origin = self.origin
+        if origin is None:
+            return {"value": value, "source": "default"}
+        found: dict[str, Any] = {"value": value, "source": origin.source, "name": origin.name}
+        if origin.line is not None:
+            found["line"] = origin.line
+        if origin.alias:
+            found["alias"] = origin.alias
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The effective configuration, for people (`tiercache.config.rendering`) and for programs (`to_dict`)."""
+
+    values: tuple[ExplainedValue, ...]
+    tiers: tuple[PlannedTier, ...]
+    warnings: tuple[str, ...]
+    arena_bytes: int
+    disk_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "values": {value.key: value.to_dict() for value in self.values},
+            "tiers": [tier.to_dict() for tier in self.tiers],
+            "arena_bytes": self.arena_bytes,
+            "disk_bytes": self.disk_bytes,
+            "warnings": list(self.warnings),
+        }
+
+
+def explain(config: Config) -> Explanation:
+    """What `config` means. Pure: touches neither disk nor network."""
+    values = [
+        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
+        for name, key in KEYS.items()
+    ]
+    for setting, value in sorted(config.remote_storage_plugin_settings.items()):
+        name = PLUGIN_PREFIX + setting
+        values.append(
+            ExplainedValue(name, hidden(name, value), config.origins.get(name), "a setting of that plugin", "remote")
+        )
+    return Explanation(
+        values=tuple(values),
+        tiers=tuple(tiers_of(config)),
+        warnings=config.warnings,
+        arena_bytes=config.arena_bytes,
+        disk_bytes=config.disk_bytes,
+    )

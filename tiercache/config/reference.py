@@ -1,0 +1,88 @@
+"""docs/configuration.md, made from the table of keys.
+
+Run `python -m tiercache.config.reference > docs/configuration.md` after a change of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tiercache.config.foreign import FOREIGN
+from tiercache.config.schema import KEYS, Key
+from tiercache.config.tiers import AVAILABLE, NOT_AVAILABLE
+
+_INTRODUCTION = """\
+# Configuration
+
+This page is generated from the table in `tiercache/config/schema.py`; change it there, then run
+`python -m tiercache.config.reference > docs/configuration.md`.
+
+tiercache reads LMCache's files and variables unchanged. Sources, the later one wins:
+
+1. the YAML file: the one given, else the one that `TIERCACHE_CONFIG_FILE` names, else `LMCACHE_CONFIG_FILE`;
+2. `LMCACHE_<KEY>` in the environment, and `LMCACHE_EXTRA_CONFIG`, a JSON object of keys;
+3. `TIERCACHE_<KEY>` and `TIERCACHE_EXTRA_CONFIG`;
+4. overrides: `Config.load(overrides=...)`, or vLLM's `kv_connector_extra_config`, where a key may begin with
+   `tiercache.` or `lmcache.`.
+
+Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes every key there and at the top level.
+`extra_config` of several sources is merged key by key. A GB is 1024**3 bytes, as it is in LMCache. Keys marked *ours*
+are not LMCache's. An unknown key, a wrong type or a value out of range stops the start, and all problems are reported
+together.
+
+`tiercache config explain FILE` shows the effective values, where each came from, and the tiers they make.
+"""
+
+_HEADINGS = {
+    "": "The cache as a whole",
+    "cpu": "CPU tier",
+    "disk": "Disk tier",
+    "gds": "GDS tier",
+    "weka": "Weka tier",
+    "hf3fs": "3FS tier",
+    "remote": "Remote tiers",
+}
+
+
+def reference() -> str:
+    """The page, in Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield _INTRODUCTION
+    for tier, heading in _HEADINGS.items():
+        yield f"## {heading}\n"
+        if not AVAILABLE.get(tier, True):
+            yield f"The keys are checked; the tier itself is {NOT_AVAILABLE}.\n"
+        yield "| key | value | default | meaning |"
+        yield "|---|---|---|---|"
+        yield from (_row(key) for key in KEYS.values() if key.tier == tier)
+        yield ""
+    yield "`remote_storage_plugin.NAME.base_path`, `.module_path`, `.class_name` set up the remote tier NAME.\n"
+    yield "## Accepted and not honoured\n"
+    yield "LMCache keys that ask for what tiercache does not have. All that are given are named in one warning.\n"
+    yield ", ".join(f"`{name}`" for name in sorted(FOREIGN))
+    yield "\n`LMCACHE_USE_EXPERIMENTAL` is accepted and ignored.\n"
+
+
+def _row(key: Key) -> str:
+    marks = [word for word, present in (("extra", key.extra), ("ours", key.ours)) if present]
+    name = f"`{key.name}`" + "".join(f" *{mark}*" for mark in marks)
+    meaning = key.meaning
+    if key.aliases:
+        meaning += "; also " + ", ".join(f"`{alias}`" for alias in key.aliases)
+    if not key.honoured:
+        meaning += "; not honoured in this version"
+    return f"| {name} | {key.kind.expected} | {_default(key.default)} | {meaning} |"
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

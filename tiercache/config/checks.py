@@ -33,7 +33,7 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
         if str(foreign.get("enable_p2p", "")).lower() in ("true", "1"):
             yield ("local_cpu_use_hugepages",), "local_cpu_use_hugepages and enable_p2p exclude each other"
     mode = values.get("numa_mode")
-    if mode is not None and mode not in ("auto", "manual") and not mode.isdigit():
+    if mode is not None and mode not in ("auto", "manual") and not mode.isdecimal():
         yield ("numa_mode",), f"numa_mode: expected auto or the number of a NUMA node, found {mode!r}"
     name = values.get("shm_name")
     if name is not None and "/" in name.removeprefix("/"):

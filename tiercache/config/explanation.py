@@ -9,7 +9,7 @@ from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import KEYS, Config
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
-from tiercache.config.tiers import PlannedTier, tiers_of
+from tiercache.config.tiers import AVAILABLE, PlannedTier, tiers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,16 @@ class ExplainedValue:
     """None: the default."""
     meaning: str
     tier: str
+    effective: bool
+    """False when this version accepts the key and does nothing with it."""
 
     def to_dict(self) -> dict[str, Any]:
         value = list(self.value) if isinstance(self.value, tuple) else self.value
         origin = self.origin
         if origin is None:
-            return {"value": value, "source": "default"}
-        found: dict[str, Any] = {"value": value, "source": origin.source, "name": origin.name}
+            return {"value": value, "effective": self.effective, "source": "default"}
+        found: dict[str, Any] = {"value": value, "effective": self.effective}
+        found |= {"source": origin.source, "name": origin.name}
         if origin.line is not None:
             found["line"] = origin.line
         if origin.alias:
@@ -61,14 +64,16 @@ class Explanation:
 def explain(config: Config) -> Explanation:
     """What `config` means. Pure: touches neither disk nor network."""
     values = [
-        ExplainedValue(name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier)
+        ExplainedValue(
+            name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier, key.effective
+        )
         for name, key in KEYS.items()
     ]
     for setting, value in sorted(config.remote_storage_plugin_settings.items()):
         name = PLUGIN_PREFIX + setting
-        values.append(
-            ExplainedValue(name, hidden(name, value), config.origins.get(name), "a setting of that plugin", "remote")
-        )
+        origin, effective = config.origins.get(name), AVAILABLE["remote"]
+        meaning = "a setting of that remote tier"
+        values.append(ExplainedValue(name, hidden(name, value), origin, meaning, "remote", effective))
     return Explanation(
         values=tuple(values),
         tiers=tuple(tiers_of(config)),

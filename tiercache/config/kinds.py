@@ -39,8 +39,8 @@ class Switch:
         return "true or false"
 
     def parse(self, raw: Any) -> bool:
-        word = str(raw).strip().lower()
         if isinstance(raw, (bool, str)) or (isinstance(raw, int) and raw in (0, 1)):
+            word = str(raw).strip().lower()
             if word in _TRUE:
                 return True
             if word in _FALSE:

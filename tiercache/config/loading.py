@@ -86,15 +86,15 @@ class _Resolution:
             try:
                 value = key.parse(setting.value)
             except ValueError as error:
-                found = key.shown(setting.value)
-                self._problem(key.name, f"{setting.name}: {error}, found {found!r} ({setting.origin})")
+                found = key.found(setting.value)
+                self._problem(key.name, f"{setting.name}: {error}, found {found} ({setting.origin})")
                 continue
             if key.name in seen and seen[key.name][0] != value:
                 first, first_origin, first_name = seen[key.name]
                 self._problem(
                     key.name,
-                    f"{first_name} and {setting.name} are the same key with different values: {key.shown(first)!r}"
-                    f" ({first_origin}) and {key.shown(value)!r} ({setting.origin}); keep {key.name}",
+                    f"{first_name} and {setting.name} are the same key with different values: {key.found(first)}"
+                    f" ({first_origin}) and {key.found(value)} ({setting.origin}); keep {key.name}",
                 )
                 continue
             seen[key.name] = value, setting.origin, setting.name
@@ -140,17 +140,7 @@ class _Resolution:
         self.problems.append(f"{name}: there is no such key{_nearest(name)} ({origin})")
 
     def _warnings(self) -> list[str]:
-        warnings = []
-        if self.foreign:
-            names = ", ".join(sorted(self.foreign))
-            warnings.append(f"accepted, not honoured (LMCache features that tiercache does not have): {names}")
-        absent = sorted(name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True))
-        absent += sorted(PLUGIN_PREFIX + name for name in self.plugins)
-        if absent:
-            warnings.append(f"accepted, for tiers that are {NOT_AVAILABLE}: {', '.join(absent)}")
-        unused = sorted(name for name in self.values if not KEYS[name].honoured)
-        if unused:
-            warnings.append(f"accepted, not honoured in this version of tiercache: {', '.join(unused)}")
+        warnings = self._without_effect()
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
         if self.values.get("numa_mode") == "manual":
@@ -158,8 +148,19 @@ class _Resolution:
             warnings.append("numa_mode: manual is not honoured, memory is not placed: use auto or the number of a node")
         return warnings + self._leave_memory_free()
 
+    def _without_effect(self) -> list[str]:
+        """One line that names every key that was accepted and does nothing, and why."""
+        absent = [name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True)]
+        reasons = {
+            "LMCache features that tiercache does not have": self.foreign,
+            f"of tiers {NOT_AVAILABLE}": [*absent, *(PLUGIN_PREFIX + name for name in self.plugins)],
+            "not in this version": [name for name in self.values if not KEYS[name].honoured],
+        }
+        parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
+        return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
+
     def _leave_memory_free(self) -> list[str]:
-        """Lower the arena as LMCache does, once, so that the configuration says what will be taken."""
+        """Lower the arena, here and once, so that the configuration says what will be taken."""
         reserve = self.values.get("reserve_local_cpu_size", 0.0)
         available = available_memory_bytes() if reserve else None
         if available is None:
@@ -185,7 +186,7 @@ def check_fields(config: Config) -> None:
         try:
             values[name] = key.parse(given)
         except ValueError as error:
-            problems.append(f"{name}: {error}, found {key.shown(given)!r}")
+            problems.append(f"{name}: {error}, found {key.found(given)}")
         else:
             object.__setattr__(config, name, values[name])
     if not problems:

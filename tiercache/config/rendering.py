@@ -48,7 +48,8 @@ def _values(title: str, values: list[ExplainedValue]) -> Table:
         table.add_column(heading, overflow="fold")
     for value in values:
         origin = "default" if value.origin is None else str(value.origin)
-        table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(value.meaning, style="dim"))
+        meaning = value.meaning if value.effective else f"{value.meaning} (no effect in this version)"
+        table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(meaning, style="dim"))
     return table
 
 

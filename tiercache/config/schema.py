@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
+from tiercache.config.tiers import AVAILABLE
 
 if TYPE_CHECKING:
     from tiercache.config.sources import Origin
@@ -48,6 +49,20 @@ class Key:
     def shown(self, value: Any) -> Any:
         """`value` as it may be shown to people."""
         return hidden(self.name, value, secret=self.secret)
+
+    def found(self, value: Any) -> str:
+        """`value` in an error message: quoted, shortened, and no secret."""
+        try:
+            text = repr(self.shown(value))
+        except ValueError:
+            # An integer of thousands of digits, which Python does not print.
+            text = type(value).__name__
+        return text if len(text) <= 100 else f"{text[:97]}..."
+
+    @property
+    def effective(self) -> bool:
+        """False when this version accepts the key and does nothing with it."""
+        return self.honoured and AVAILABLE.get(self.tier, True)
 
 
 def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:

@@ -17,8 +17,11 @@ _CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?\S*@")
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
-def hidden(name: str, value: Any, *, secret: bool = False) -> Any:
-    """`value` of the key `name` as it may be shown: secrets and what is secret inside URLs replaced by ***."""
+def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> Any:
+    """`value` of the key `name` as it may be shown: secrets and what is secret inside URLs replaced by ***.
+
+    Below `depth` levels nothing is shown: a YAML alias can make a list that holds itself.
+    """
     if value is None or value == "":
         return value
     if secret or _SECRET_NAME.search(name):
@@ -27,8 +30,10 @@ def hidden(name: str, value: Any, *, secret: bool = False) -> Any:
         if name.endswith("url"):
             value = _CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", value)
         return _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", value))
+    if depth == 0:
+        return "..."
     if isinstance(value, Mapping):
-        return {key: hidden(str(key), item) for key, item in value.items()}
+        return {key: hidden(str(key), item, depth=depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(hidden(name, item) for item in value)
+        return type(value)(hidden(name, item, depth=depth - 1) for item in value)
     return value

@@ -79,41 +79,42 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
     # Imported here because a configuration without a file needs no YAML.
     import yaml
 
-    loader = yaml.SafeLoader("")
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
-        if root is None:
+        if root is None or root.tag == "tag:yaml.org,2002:null":
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}, line {root.start_mark.line + 1}: expected a mapping of keys to values")
         _refuse_duplicates(path, root)
         loader.flatten_mapping(root)
         for key_node, value_node in root.value:
-            name = loader.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
-            if name == "extra_config" and isinstance(value_node, yaml.MappingNode):
+            if key_node.value == "extra_config" and isinstance(value_node, yaml.MappingNode):
                 loader.flatten_mapping(value_node)
                 for extra_key, extra_value in value_node.value:
-                    extra_line = extra_key.start_mark.line + 1
-                    yield Setting(
-                        str(loader.construct_object(extra_key, deep=True)),
-                        loader.construct_object(extra_value, deep=True),
-                        Origin("file", str(path), extra_line),
-                    )
+                    yield _yaml_setting(path, loader, extra_key, extra_value)
             else:
-                value = loader.construct_object(value_node, deep=True)
-                yield from _unfolded(Setting(str(name), value, Origin("file", str(path), line)))
+                yield from _unfolded(_yaml_setting(path, loader, key_node, value_node))
     except yaml.MarkedYAMLError as error:
-        # Not the whole message: it quotes the line, which may hold a password.
+        # Not the whole message: it quotes the line, or an alias, which may be a password.
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = re.sub(r"'(?!<)[^']{2,}'", "'...'", error.problem or error.context or "")
+        raise ConfigError(f"{path}{where}: not valid YAML: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
         reason = getattr(error, "reason", "") or type(error).__name__
         raise ConfigError(f"{path}: not valid YAML: {reason}") from None
-    finally:
-        loader.dispose()
+
+
+def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Setting:
+    line = key_node.start_mark.line + 1
+    # The text of the key and not its YAML value, for which `on` and `2020-01-01` are no words.
+    name = str(key_node.value)
+    try:
+        return Setting(name, loader.construct_object(value_node, deep=True), Origin("file", str(path), line))
+    except ValueError:
+        # YAML has types of its own: something like a date that is none, or an integer of thousands of digits.
+        raise ConfigError(f"{path}, line {line}: the value of {name} cannot be read") from None
 
 
 def _refuse_duplicates(path: Path, node: Any) -> None:
@@ -167,8 +168,8 @@ def _unfolded(setting: Setting) -> list[Setting]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
-            reason = getattr(error, "msg", str(error))
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", type(error).__name__)
             raise ConfigError(f"extra_config: expected a JSON object, but: {reason} ({setting.origin})") from None
     if value is None or value == "":
         return []

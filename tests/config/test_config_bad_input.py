@@ -1,0 +1,230 @@
+"""Bad configuration fails at load: the key, the value, what is accepted, and where it was written."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.config import Config
+from tiercache.config.schema import ALIASES, KEYS
+from tiercache.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("written", "nearest"),
+    [
+        ("chunk_sizee", "chunk_size"),
+        ("max_local_cpu_sise", "max_local_cpu_size"),
+        ("CHUNK_SIZE", "chunk_size"),
+        ("hf3fs_iovsize", "hf3fs_iov_size"),
+        ("cufile_bufer_size", "cufile_buffer_size"),
+    ],
+)
+def test_an_unknown_key_fails_with_the_nearest(problem_of, written: str, nearest: str) -> None:
+    assert f"{written}: there is no such key; the nearest is {nearest} (" in problem_of(f"{written}: 1")
+
+
+def test_an_unknown_key_with_no_neighbour_fails_without_a_guess(problem_of) -> None:
+    assert "zzzzqqqq: there is no such key (" in problem_of("zzzzqqqq: 1")
+
+
+@pytest.mark.parametrize("variable", ["LMCACHE_CHUNK_SIZEE", "TIERCACHE_CHUNK_SIZEE"])
+def test_an_unknown_variable_fails_with_its_name(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"the nearest is chunk_size .environment variable {variable}"):
+        Config.load(environ={variable: "1"})
+
+
+def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
+    assert "the nearest is use_odirect" in problem_of("extra_config: {use_odirekt: true}")
+    assert "(override lmcache.chunk_sizee)" in problem_of(overrides={"lmcache.chunk_sizee": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("chunk_size: 0", "chunk_size: expected a whole number of tokens in 1 .. 65536, found 0"),
+        ("max_local_cpu_size: 0", "max_local_cpu_size: expected a number of GB > 0, found 0"),
+        ("max_local_cpu_size: .nan", "max_local_cpu_size: expected a number of GB > 0, found nan"),
+        ("max_local_cpu_size: .inf", "max_local_cpu_size: expected a number of GB > 0, found inf"),
+        ("max_local_disk_size: -1", "max_local_disk_size: expected a number of GB >= 0, found -1"),
+        ("hf3fs_iov_size: 104857599", "hf3fs_iov_size: expected a whole number of bytes in 104857600 .. 2147483648"),
+        ("hf3fs_iov_size: 2147483649", "found 2147483649"),
+        ("hf3fs_ior_entries: 127", "hf3fs_ior_entries: expected a whole number in 128 .. 1024, found 127"),
+        ("hf3fs_ior_entries: 1025", "found 1025"),
+        ("hf3fs_io_depth: -129", "hf3fs_io_depth: expected a whole number in -128 .. 128, found -129"),
+        ("hf3fs_io_depth: 129", "found 129"),
+        ("hf3fs_numa_id: -2", "hf3fs_numa_id: expected a whole number >= -1, found -2"),
+        ("hf3fs_numa_id: 9999", "hf3fs_numa_id: expected a NUMA node of this machine in -1 .. "),
+        ("hf3fs_io_thread_num: 1", "hf3fs_io_thread_num: expected a whole number of threads in 2 .. 16, found 1"),
+        ("hf3fs_io_thread_num: 17", "found 17"),
+        ("cache_policy: ARC", "cache_policy: expected one of LRU, LFU, FIFO, MRU, found 'ARC'"),
+        ("on_queue_full: drop", "on_queue_full: expected one of wait, skip, replace, found 'drop'"),
+        ("disk_durability: sometimes", "disk_durability: expected fdatasync or none, found 'sometimes'"),
+        ("remote_serde: cachegen", "remote_serde: expected naive, found 'cachegen'"),
+        ("numa_mode: near", "numa_mode: expected auto or the number of a NUMA node, found 'near'"),
+        ("shm_name: a/b", "shm_name: expected a name without / inside, found 'a/b'"),
+        ("min_retrieve_tokens: -1", "min_retrieve_tokens: expected a whole number of tokens >= 0, found -1"),
+    ],
+)
+def test_out_of_range_names_key_value_and_range(problem_of, text: str, expected: str) -> None:
+    assert expected in problem_of(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max_local_cpu_size: 5GB", "expected a number of GB > 0 without a unit (write 5), found '5GB'"),
+        ("max_local_cpu_size: 512 MiB", "without a unit (write 0.5), found '512 MiB'"),
+        ("max_local_disk_size: 1T", "without a unit (write 1024), found '1T'"),
+        ("gds_buffer_size: 8GiB", "expected a whole number of MiB >= 1 without a unit (write 8192), found '8GiB'"),
+        ("hf3fs_iov_size: 200M", "without a unit (write 209715200), found '200M'"),
+        ("max_local_cpu_size: a lot", "expected a number of GB > 0, found 'a lot'"),
+        ("max_local_cpu_size: true", "expected a number of GB > 0, found True"),
+        ("chunk_size: 1.5", "expected a whole number of tokens in 1 .. 65536, found 1.5"),
+        ("chunk_size: [256]", "found [256]"),
+        ("local_cpu: maybe", "local_cpu: expected true or false, found 'maybe'"),
+        ("local_cpu: 2", "local_cpu: expected true or false, found 2"),
+        ("local_disk: true", "local_disk: expected a path, or a list of paths, found True"),
+        ("local_disk: [1]", "local_disk: expected a path, or a list of paths, found [1]"),
+        ("chunk_size: " + "9" * 200, "9999..."),
+        ("local_disk: s3://bucket", "local_disk: expected a path or file://"),
+        ("remote_url: redishost:6379", "remote_url: expected one of redis://"),
+        ("remote_url: 'redis://'", "remote_url: expected a host or a path after the scheme"),
+        ("remote_storage_plugins: [hf3f.a]", "there is no type 'hf3f' (hf3f.a); the nearest is hf3fs"),
+        ("extra_config: [1]", "extra_config: expected a mapping of keys to values, found list"),
+        ("extra_config: '{'", "extra_config: expected a JSON object"),
+    ],
+)
+def test_a_wrong_type_or_unit_is_one_clear_sentence(problem_of, text: str, expected: str) -> None:
+    problem = problem_of(text)
+    assert expected in problem
+    assert len(problem.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("local_cpu_use_hugepages: true\nshm_name: a", "local_cpu_use_hugepages and shm_name exclude each other"),
+        (
+            "local_cpu_use_hugepages: true\nenable_p2p: true",
+            "local_cpu_use_hugepages and enable_p2p exclude each other",
+        ),
+        ("gds_path: /g", "gds_path needs gds_buffer_size"),
+        ("weka_path: /w", "weka_path needs gds_buffer_size"),
+        ("remote_storage_plugins: hf3fs", "hf3fs needs remote_storage_plugin.hf3fs.base_path or hf3fs_base_path"),
+        ("remote_storage_plugin.fs.a.base_path: /x", "remote_storage_plugins does not list 'fs.a'"),
+        (
+            "hf3fs_base_path: /mnt/3fs/a,/elsewhere\nhf3fs_mount_point: /mnt/3fs",
+            "hf3fs_base_path: '/elsewhere' does not lie under hf3fs_mount_point '/mnt/3fs'",
+        ),
+        (
+            "remote_url: 'hf3fs:///mnt/3fsx'\nhf3fs_mount_point: /mnt/3fs",
+            "remote_url: '/mnt/3fsx' does not lie under hf3fs_mount_point",
+        ),
+        ("hf3fs_base_path: /mnt/3fs/../a\nhf3fs_mount_point: /mnt/3fs", "expected absolute paths without .."),
+        ("reserve_local_cpu_size: 1000000000", "reserve_local_cpu_size: expected less than the "),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(problem_of, text: str, expected: str) -> None:
+    assert expected in problem_of(text)
+
+
+def test_several_problems_are_reported_together(problem_of) -> None:
+    problem = problem_of("chunk_size: 0\nchunk_sise: 1\ngds_path: /g", environ={"LMCACHE_LOCAL_CPU": "maybe"})
+    assert problem.startswith("4 problems in the configuration:")
+    assert all(
+        part in problem for part in ("chunk_size: expected", "chunk_sise: there is", "gds_path needs", "local_cpu")
+    )
+
+
+def test_a_bad_value_causes_no_second_complaint(problem_of) -> None:
+    problem = problem_of("gds_path: /g\ngds_buffer_size: 8GiB")
+    assert "needs" not in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("- a\n- b\n", "line 1: expected a mapping of keys to values"),
+        ("just text", "line 1: expected a mapping of keys to values"),
+        ("a: 1\n b: 2\n", "line 2: not valid YAML: mapping values are not allowed here"),
+        ("chunk_size: [1\n", "not valid YAML"),
+        ("chunk_size: 16\nlocal_cpu: true\nchunk_size: 32\n", "line 3: chunk_size is already given in line 1"),
+        (
+            "extra_config:\n  use_odirect: true\n  use_odirect: false\n",
+            "line 3: use_odirect is already given in line 2",
+        ),
+        (b"chunk_size: 16\nlocal_disk: /\xff\n", "line 2: expected UTF-8 text, found byte 0xff"),
+        ("chunk_size: \x01", "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "not valid YAML"),
+        ("chunk_size: !!python/object:os.system {}", "not valid YAML"),
+        ("local_cpu: true\nchunk_size: 2020-99-99", "line 2: the value of chunk_size cannot be read"),
+        ("chunk_size: " + "9" * 5000, "line 1: the value of chunk_size cannot be read"),
+        ("local_disk: &a [*a]", "line 1: not valid YAML: found unconstructable recursive node"),
+        ("a: " + "[" * 5000, "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_with_file_and_line(problem_of, tmp_path: Path, content, expected: str) -> None:
+    problem = problem_of(content)
+    assert problem.startswith(str(tmp_path / "tiercache.yaml"))
+    assert expected in problem
+    assert len(problem.splitlines()) == 1
+
+
+def test_a_missing_file_and_a_directory_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Config.load(tmp_path / "missing.yaml", environ={})
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        Config.load(environ={"LMCACHE_CONFIG_FILE": str(tmp_path)})
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "---\n", "\ufeff"])
+def test_an_empty_file_means_the_defaults(load_text, content: str) -> None:
+    assert load_text(content) == Config()
+
+
+def test_extra_config_of_the_environment_must_be_a_json_object() -> None:
+    for text in ("{", "[1]", "3"):
+        with pytest.raises(ConfigError, match=r"extra_config: expected .*LMCACHE_EXTRA_CONFIG"):
+            Config.load(environ={"LMCACHE_EXTRA_CONFIG": text})
+
+
+def test_a_number_too_long_to_print_is_refused_like_any_other() -> None:
+    with pytest.raises(ConfigError, match="2 problems"):
+        Config.load(environ={}, overrides={"chunk_size": 10**5000, "local_cpu": 10**5000})
+
+
+def test_built_directly_it_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="2 problems"):
+        Config(chunk_size=0, max_local_cpu_size=-1)
+    with pytest.raises(ConfigError, match="gds_path needs"):
+        Config(gds_path=("/g",))
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from([*KEYS, *ALIASES, "extra_config", "enable_p2p"]), anything, max_size=4))
+def test_any_values_load_or_are_a_configuration_error(overrides: dict[str, object]) -> None:
+    try:
+        config = Config.load(environ={}, overrides=overrides)
+    except ConfigError:
+        return
+    assert config.arena_bytes >= 0
+    assert repr(config).startswith("Config(")
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_load_or_are_a_configuration_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(content)
+    with contextlib.suppress(ConfigError):
+        Config.load(path, environ={})

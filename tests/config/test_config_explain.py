@@ -1,0 +1,180 @@
+"""`explain`: effective values, where they came from, the tiers they make; and secrets, which nobody gets to see."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tiercache.config import Config, explain
+from tiercache.config.command import explain_command
+from tiercache.config.reference import reference
+from tiercache.config.rendering import render
+from tiercache.config.schema import KEYS
+from tiercache.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+SECRETS = """
+tenant_salt: hush-1
+remote_url: redis://user:hush-2@host:6379?password=hush-3
+remote_storage_plugins: [redis.a]
+remote_storage_plugin.redis.a.redis_url: redis://:hush/@-4@host
+remote_storage_plugin.redis.a.password: hush-5
+extra_config: {valkey_password: hush-6, aws_secret_access_key: hush-7}
+"""
+
+
+def rendered(config: Config) -> str:
+    out = io.StringIO()
+    render(explain(config), Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
+    text = """
+        remote_url: redis://host:6379
+        remote_storage_plugins: [hf3fs]
+        hf3fs_base_path: /mnt/3fs/a
+        weka_path: /mnt/weka
+        gds_path: /mnt/gds
+        gds_buffer_size: 64
+        local_disk: /a
+        max_local_disk_size: 2
+    """
+    tiers = explain(load_text(text)).to_dict()["tiers"]
+    assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis"]
+    assert [tier["state"] for tier in tiers] == ["on", "on"] + ["not available in this version"] * 4
+    assert tiers[1] == {
+        "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "state": "on", "note": "",
+    }  # fmt: skip
+
+
+def test_a_disk_without_a_size_is_shown_as_off_with_the_reason(load_text) -> None:
+    config = load_text("local_disk: /a")
+    (disk,) = (tier for tier in explain(config).tiers if tier.kind == "disk")
+    assert (disk.state, disk.cap_bytes) == ("off", 0)
+    assert "max_local_disk_size is 0" in disk.note
+    assert "max_local_disk_size is 0" in rendered(config)
+
+
+def test_a_hot_cache_that_is_off_says_what_the_arena_is_for(load_text) -> None:
+    (cpu,) = explain(load_text("local_cpu: false")).tiers
+    assert cpu.state == "off"
+    assert "stages chunks" in cpu.note
+
+
+def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> None:
+    config = load_text("chunk_size: 16\ngds_path: /g\ncufile_buffer_size: 64", {"LMCACHE_LOCAL_CPU": "1"})
+    values = explain(config).to_dict()["values"]
+    file = str(tmp_path / "tiercache.yaml")
+    assert values.keys() == KEYS.keys()
+    assert values["chunk_size"] == {"value": 16, "effective": True, "source": "file", "name": file, "line": 1}
+    assert values["gds_buffer_size"] == {
+        "value": 64, "effective": False, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
+    }  # fmt: skip
+    assert values["local_cpu"] == {
+        "value": True,
+        "effective": True,
+        "source": "environment",
+        "name": "LMCACHE_LOCAL_CPU",
+    }
+    assert values["cache_policy"] == {"value": "LRU", "effective": True, "source": "default"}
+
+
+def test_people_see_tiers_values_sources_and_warnings(load_text) -> None:
+    text = rendered(load_text("local_disk: '/a[b]'\nmax_local_disk_size: 2", {"LMCACHE_ENABLE_P2P": "true"}))
+    assert "/a[b]" in text
+    assert "2 GB" in text
+    assert "line 2" in text
+    assert "warning: accepted but not honoured: enable_p2p" in text
+
+
+def test_secrets_are_shown_nowhere(load_text, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_text(SECRETS)
+    assert config.tenant_salt == "hush-1"
+    shown = [repr(config), str(config), json.dumps(explain(config).to_dict()), rendered(config), caplog.text]
+    assert not [text for text in shown if "hush" in text]
+    assert "redis://***@host:6379?password=***" in shown[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remote_url: redish://user:hush@host",
+        "remote_url: redis:/user:hush@host",
+        "remote_url: user:hush@host",
+        "remote_url: [redis://user:hush@host]",
+        "local_disk: redis://user:hush@host",
+        "tenant_salt: [hush]",
+        "extra_config: [hush]",
+        "tenant_salt: hush\n extra_config: hush",
+        "tenant_salt: &a hush\ntenant_salt: hush",
+        "valkey_passwort: hush",
+        "valkey_password: *hush",
+        "valkey_password: !hush 1",
+        "remote_storage_plugin.redis.password: [hush]",
+    ],
+)
+def test_secrets_are_not_in_error_messages_either(load_text, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    assert "hush" not in str(caught.value)
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(("LMCACHE_", "TIERCACHE_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_the_command_prints_json_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("chunk_size: 16\nenable_p2p: true\n")
+    assert explain_command(path, as_json=True) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["values"]["chunk_size"]["value"] == 16
+    assert "enable_p2p" in explained["warnings"][0]
+    assert explained["arena_bytes"] == 5 * 2**30
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_the_command_prints_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("chunk_size: 16\n")
+    assert explain_command(path, as_json=False) == 0
+    assert "chunk_size" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_the_command_fails_with_the_problem_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_command(tmp_path / "missing.yaml", as_json=True) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert "there is no such file" in printed.err
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    assert (REPOSITORY / "docs" / "configuration.md").read_text() == reference()
+
+
+@pytest.mark.parametrize("name", ["cpu_ram", "local_disk", "gds", "weka", "hf3fs"])
+def test_the_examples_load(name: str) -> None:
+    config = Config.load(REPOSITORY / "examples" / "configs" / f"{name}.yaml", environ={})
+    assert config.origins
+
+
+def test_loading_needs_neither_yaml_nor_rich_nor_numpy() -> None:
+    code = (
+        "import sys, tiercache.config as c; c.Config.load(environ={}); print({'yaml','rich','numpy'} & {*sys.modules})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,112 @@
+"""The configurations of LMCache's own pages load unchanged, from a file and from the environment."""
+
+from pathlib import Path
+
+import pytest
+
+from tiercache.config import Config, explain
+from tiercache.config.foreign import FOREIGN
+from tiercache.config.schema import GB
+from tiercache.config.tiers import NOT_AVAILABLE
+
+FIXTURES = Path(__file__).parent / "fixtures"
+PAGES = ("cpu_ram", "local_disk", "gds", "weka", "hf3fs")
+
+
+def environment_of(page: str) -> dict[str, str]:
+    """Lines as `docker --env-file` reads them: quotes stay in the value."""
+    lines = (FIXTURES / f"{page}.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def from_file(page: str) -> Config:
+    return Config.load(FIXTURES / f"{page}.yaml", environ={})
+
+
+def from_environment(page: str) -> Config:
+    return Config.load(environ=environment_of(page))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_file_and_environment_of_a_page_mean_the_same(page: str) -> None:
+    assert from_file(page) == from_environment(page)
+
+
+@pytest.mark.parametrize("load", [from_file, from_environment])
+def test_cpu_ram_makes_the_hot_cache_alone(load) -> None:
+    config = load("cpu_ram")
+    assert (config.chunk_size, config.local_cpu, config.arena_bytes, config.disk_bytes) == (256, True, 5 * GB, 0)
+    assert [(tier.name, tier.state) for tier in explain(config).tiers] == [("cpu", "on")]
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("load", [from_file, from_environment])
+def test_local_disk_makes_a_disk_tier_with_its_cap(load) -> None:
+    config = load("local_disk")
+    assert config.local_disk == ("/local/disk_test/local_disk/",)
+    assert config.use_odirect is True
+    assert [(tier.name, tier.cap_bytes) for tier in explain(config).tiers] == [("cpu", 5 * GB), ("disk", 5 * GB)]
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("load", [from_file, from_environment])
+@pytest.mark.parametrize(("page", "path"), [("gds", "/mnt/gds/cache"), ("weka", "/mnt/weka/cache")])
+def test_gds_and_weka_are_checked_and_planned(load, page: str, path: str) -> None:
+    config = load(page)
+    assert getattr(config, f"{page}_path") == (path,)
+    assert (config.local_cpu, config.gds_buffer_size, config.use_direct_io) == (False, 8192, True)
+    planned = explain(config).tiers[-1]
+    assert (planned.name, planned.place, planned.state) == (page, path, NOT_AVAILABLE)
+
+
+@pytest.mark.parametrize("load", [from_file, from_environment])
+def test_3fs_as_a_plugin_is_checked_and_planned(load) -> None:
+    planned = explain(load("hf3fs")).tiers[-1]
+    assert (planned.name, planned.kind, planned.place) == ("hf3fs.primary", "hf3fs", "/mnt/3fs/a, /mnt/3fs/b")
+
+
+def test_3fs_as_a_url_is_the_same_tier() -> None:
+    planned = explain(from_file("hf3fs_url")).tiers[-1]
+    assert (planned.kind, planned.place, planned.state) == ("hf3fs", "/mnt/3fs/a, /mnt/3fs/b", NOT_AVAILABLE)
+
+
+@pytest.mark.parametrize("page", ["gds", "weka", "hf3fs"])
+def test_a_tier_that_is_not_there_yet_is_one_warning_that_names_its_keys(page: str) -> None:
+    config = from_file(page)
+    assert len(config.warnings) == 1
+    for key, origin in config.origins.items():
+        if page in key:
+            assert key in config.warnings[0], origin
+
+
+def test_the_old_experimental_switch_is_ignored_in_silence() -> None:
+    assert Config.load(environ={"LMCACHE_USE_EXPERIMENTAL": "True"}).warnings == ()
+
+
+def test_lmcache_keys_that_are_not_ours_are_accepted_and_named_in_one_warning(load_text) -> None:
+    config = load_text("".join(f"{name}: 1\n" for name in sorted(FOREIGN)))
+    (warning,) = config.warnings
+    assert all(name in warning for name in FOREIGN)
+
+
+def test_each_warning_is_logged_once(load_text, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_text("enable_p2p: true\np2p_host: a\nweka_path: /w\ncufile_buffer_size: 1\npin_timeout_sec: 5\n")
+    assert [record.getMessage() for record in caplog.records] == list(config.warnings)
+    assert len(config.warnings) == 1
+
+
+def test_a_gigabyte_is_what_it_is_for_lmcache(load_text) -> None:
+    config = load_text("max_local_cpu_size: 1.5\nlocal_disk: /a\nmax_local_disk_size: 0.5\n")
+    assert (config.arena_bytes, config.disk_bytes) == (3 * 2**29, 2**29)
+
+
+def test_variables_that_lmcache_reads_elsewhere_and_that_kubernetes_sets_are_left_alone() -> None:
+    environ = {
+        "LMCACHE_LOG_LEVEL": "DEBUG",
+        "LMCACHE_CONTROLLER_CONFIG_FILE": "/x",
+        "LMCACHE_SERVER_SERVICE_HOST": "10.0.0.1",
+        "LMCACHE_SERVER_PORT": "tcp://10.0.0.1:80",
+        "LMCACHE_SERVER_PORT_80_TCP_ADDR": "10.0.0.1",
+        "TIERCACHE_SERVICE_PORT_HTTP": "80",
+    }
+    assert Config.load(environ=environ) == Config()

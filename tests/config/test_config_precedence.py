@@ -1,0 +1,159 @@
+"""File, then LMCACHE_*, then TIERCACHE_*, then overrides; aliases; and a record of where each value came from."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tiercache.config import Config
+from tiercache.config.sources import Origin
+
+
+def test_nothing_given_means_the_defaults() -> None:
+    config = Config.load(environ={})
+    assert config == Config()
+    assert config.origins == {}
+    assert (config.chunk_size, config.use_odirect, config.disk_durability) == (256, None, "fdatasync")
+
+
+def test_each_source_wins_over_the_one_before(load_text) -> None:
+    environ = {}
+    assert load_text("chunk_size: 16", environ).chunk_size == 16
+    environ["LMCACHE_CHUNK_SIZE"] = "32"
+    assert load_text("chunk_size: 16", environ).chunk_size == 32
+    environ["TIERCACHE_CHUNK_SIZE"] = "64"
+    assert load_text("chunk_size: 16", environ).chunk_size == 64
+    assert load_text("chunk_size: 16", environ, {"chunk_size": 128}).chunk_size == 128
+
+
+@pytest.mark.parametrize("prefix", ["", "tiercache.", "lmcache."])
+def test_overrides_may_be_prefixed(prefix: str) -> None:
+    assert Config.load(environ={}, overrides={f"{prefix}chunk_size": 64}).chunk_size == 64
+
+
+def test_an_override_of_none_is_not_given(load_text) -> None:
+    assert load_text("chunk_size: 16", overrides={"chunk_size": None}).chunk_size == 16
+
+
+def test_tiercache_config_file_wins_over_lmcache_config_file(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours.yaml", tmp_path / "theirs.yaml"
+    ours.write_text("chunk_size: 16")
+    theirs.write_text("chunk_size: 32")
+    environ = {"LMCACHE_CONFIG_FILE": str(theirs)}
+    assert Config.load(environ=environ).chunk_size == 32
+    environ["TIERCACHE_CONFIG_FILE"] = str(ours)
+    assert Config.load(environ=environ).chunk_size == 16
+    assert Config.load(theirs, environ=environ).chunk_size == 32
+
+
+def test_extra_keys_are_taken_inside_extra_config_and_at_the_top(load_text) -> None:
+    inside = load_text("extra_config:\n  use_odirect: true\n  disk_io_threads: 8\n")
+    top = load_text("use_odirect: true\ndisk_io_threads: 8\n")
+    assert inside == top
+    assert (top.use_odirect, top.disk_io_threads) == (True, 8)
+
+
+def test_extra_config_of_the_environment_is_laid_over_the_file_key_by_key(load_text) -> None:
+    environ = {"LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 2}', "TIERCACHE_EXTRA_CONFIG": '{"disk_io_threads": 3}'}
+    config = load_text("extra_config: {use_odirect: false, disk_io_threads: 8}", environ)
+    assert (config.use_odirect, config.disk_io_threads) == (False, 3)
+
+
+def test_an_old_name_means_the_new_key(load_text) -> None:
+    config = load_text("gds_path: /g\ncufile_buffer_size: 64\nextra_config: {use_cufile: false}")
+    assert (config.gds_buffer_size, config.use_gds) == (64, False)
+    assert config.origins["gds_buffer_size"].alias == "cufile_buffer_size"
+
+
+def test_an_old_and_a_new_name_may_agree(load_text) -> None:
+    assert load_text("gds_path: /g\ncufile_buffer_size: 64\ngds_buffer_size: 64").gds_buffer_size == 64
+
+
+def test_an_old_and_a_new_name_that_differ_are_refused(problem_of) -> None:
+    problem = problem_of("gds_path: /g\ncufile_buffer_size: 64\ngds_buffer_size: 65")
+    assert "cufile_buffer_size and gds_buffer_size are the same key with different values: 64 (" in problem
+    assert "line 2) and 65 (" in problem
+
+
+def test_an_old_name_in_the_environment_wins_over_the_new_one_in_the_file(load_text) -> None:
+    config = load_text("gds_path: /g\ngds_buffer_size: 65", {"LMCACHE_CUFILE_BUFFER_SIZE": "64"})
+    assert config.gds_buffer_size == 64
+
+
+def test_origins_name_file_and_line_variable_and_override(load_text, tmp_path: Path) -> None:
+    config = load_text(
+        "# a comment\nchunk_size: 16\nextra_config:\n  disk_io_threads: 8\n",
+        {"TIERCACHE_LOCAL_DISK": "/a", "LMCACHE_EXTRA_CONFIG": '{"use_odirect": true}'},
+        {"tiercache.tenant_salt": "x"},
+    )
+    file = str(tmp_path / "tiercache.yaml")
+    assert config.origins == {
+        "chunk_size": Origin("file", file, 2),
+        "disk_io_threads": Origin("file", file, 4),
+        "local_disk": Origin("environment", "TIERCACHE_LOCAL_DISK"),
+        "use_odirect": Origin("environment", "LMCACHE_EXTRA_CONFIG"),
+        "tenant_salt": Origin("override", "tiercache.tenant_salt"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "directories"),
+    [
+        ("local_disk: /a", ("/a",)),
+        ("local_disk: file:///a/b/", ("/a/b/",)),
+        ("local_disk: 'file:///a, /b ,'", ("/a", "/b")),
+        ("local_disk: [file:///a, /b]", ("/a", "/b")),
+        ("local_disk: relative/path", ("relative/path",)),
+        ("local_disk: null", ()),
+        ("local_disk: ''", ()),
+    ],
+)
+def test_local_disk_is_one_path_or_several(load_text, text: str, directories: tuple[str, ...]) -> None:
+    assert load_text(text).local_disk == directories
+
+
+def test_an_empty_variable_switches_a_path_off_and_is_no_number(load_text) -> None:
+    config = load_text("local_disk: /a\nchunk_size: 16", {"TIERCACHE_LOCAL_DISK": "", "TIERCACHE_CHUNK_SIZE": ""})
+    assert (config.local_disk, config.chunk_size) == ((), 16)
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", "1", '"true"'])
+def test_switches_of_the_environment_as_lmcache_reads_them(word: str) -> None:
+    assert Config.load(environ={"LMCACHE_SAVE_UNFULL_CHUNK": word}).save_unfull_chunk is True
+
+
+def test_a_policy_may_be_written_in_any_case(load_text) -> None:
+    assert load_text("cache_policy: lfu").cache_policy == "LFU"
+
+
+def test_a_node_may_be_written_as_a_number(load_text) -> None:
+    assert load_text("numa_mode: 0").numa_mode == "0"
+
+
+def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
+    config = load_text("numa_mode: manual\nextra_config: {gpu_to_numa_mapping: {0: 1}}")
+    assert config.numa_mode is None
+    assert any("numa_mode: manual" in warning for warning in config.warnings)
+
+
+def test_memory_to_leave_free_lowers_the_arena_and_says_so(load_text) -> None:
+    config = load_text("max_local_cpu_size: 1000000\nreserve_local_cpu_size: 0.001")
+    assert 0 < config.max_local_cpu_size < 1000000
+    assert "max_local_cpu_size lowered from 1e+06" in config.warnings[0]
+
+
+def test_a_disk_without_a_size_is_off_and_says_so_once(load_text) -> None:
+    config = load_text("local_disk: /a")
+    assert config.disk_bytes == 0
+    assert config.warnings == ("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)",)
+
+
+def test_a_configuration_travels_to_another_process(load_text) -> None:
+    config = load_text("chunk_size: 16\nlocal_disk: /a")
+    copy = pickle.loads(pickle.dumps(config))
+    assert (copy, copy.origins, hash(copy)) == (config, config.origins, hash(config))
+
+
+def test_built_directly_it_has_the_same_types() -> None:
+    config = Config(local_disk=["file:///a"], max_local_disk_size=1)  # type: ignore[arg-type]
+    assert (config.local_disk, config.max_local_disk_size, config.disk_bytes) == (("/a",), 1.0, 2**30)

@@ -65,6 +65,7 @@ class TierCache:
         self.layout = layout
         self.namespace = layout.namespace(config.tenant_salt)
         self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
+        self._warming: set[asyncio.Task[int]] = set()
         self._puts_skipped = 0
         self._running = False
 
@@ -138,6 +139,9 @@ class TierCache:
             return FlushReport()
         report = await self._fan_out.flush(self.config.close_timeout_s if timeout_s is None else timeout_s)
         self._running = False
+        for task in list(self._warming):
+            task.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
         await self._reader.close()
@@ -291,6 +295,12 @@ class TierCache:
         self._check_open()
         return await self._reader.warm(keys, asyncio.get_running_loop().time() + self._wait_s(deadline_s))
 
+    def warm_soon(self, keys: Sequence[ChunkKey]) -> None:
+        """Begin to promote chunks and do not wait: somebody is about to ask for them."""
+        task = asyncio.get_running_loop().create_task(self.warm(keys), name="tiercache-warm")
+        self._warming.add(task)
+        task.add_done_callback(self._warming.discard)
+
     # Asking
 
     async def lookup(self, tokens: Sequence[int] | np.ndarray) -> Hit:
@@ -307,6 +317,11 @@ class TierCache:
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, are hot. Does not wait; does not count as a use."""
         return self.cpu.prefix(keys)
+
+    def describe(self) -> str:
+        """One line for a log: the arena and the tiers below it."""
+        arena = f"{self._arena.size_bytes / 2**30:.2f} GB of {self._arena.kind} memory in {self.cpu.pool.count} slots"
+        return " -> ".join([f"cpu ({arena})", *(tier.describe() for tier in self.tiers)])
 
     def statistics(self) -> Statistics:
         self._check_open()

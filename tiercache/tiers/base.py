@@ -62,6 +62,10 @@ class Tier(ABC):
     async def close(self) -> None:
         """Give back everything that the tier holds. Idempotent; does not wait for hung operations."""
 
+    def describe(self) -> str:
+        """One phrase for a log line: what and where."""
+        return self.name
+
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
         """Whether the tier knows that it has `key`. From memory, at once; may err in both directions on shared tiers."""

@@ -104,6 +104,10 @@ class DiskTier(Tier):
         for shelf in self._shelves:
             shelf.volume.close()
 
+    def describe(self) -> str:
+        places = ", ".join(str(directory) for directory in self.settings.directories)
+        return f"disk ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB)"
+
     def contains(self, key: ChunkKey) -> bool:
         return key in self._shelf(key).index
 

@@ -1,0 +1,1 @@
+"""Engines that use the cache. Nothing here is imported by the rest."""

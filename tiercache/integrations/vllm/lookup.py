@@ -1,0 +1,213 @@
+"""How the scheduler's half asks what the workers' caches have, without ever waiting.
+
+In one process the question goes to the worker's loop directly; otherwise through a Unix socket for each worker. The answer
+for several workers is what all of them have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tiercache.bridge import CacheThread
+from tiercache.cache import TierCache
+from tiercache.core.keys import keys_from_hashes
+from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends
+
+logger = logging.getLogger("tiercache.vllm")
+
+_LENGTH_BYTES = 4
+_LARGEST_MESSAGE_BYTES = 64 << 20
+
+_local: dict[tuple[str, int], tuple[CacheThread, Geometry]] = {}
+"""Caches of workers that live in this process, by engine and rank."""
+
+
+async def find(cache: TierCache, hashes: Sequence[bytes], geometry: Geometry) -> Match:
+    """`hashes` are the engine's, one a block. How many blocks of a request the cache has: full chunks, then the longest tail. Starts promoting what is not hot,
+    so that reading overlaps with the request's wait in the engine's queue."""
+    keys = keys_from_hashes(cache.namespace, hashes)
+    ends = chunk_ends(len(keys), geometry)
+    chunk_keys = [keys[end - 1] for end in ends]
+    hit = await cache.lookup_keys(chunk_keys)
+    match = Match(hit.chunks * geometry.blocks_per_chunk)
+    tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
+    found = chunk_keys[: hit.chunks]
+    if geometry.save_tails:
+        longest = min(len(keys) - match.blocks, geometry.blocks_per_chunk - 1)
+        for length in range(longest, 0, -1):
+            tail = await cache.lookup_keys([keys[match.blocks + length - 1]])
+            if tail.chunks:
+                found.append(keys[match.blocks + length - 1])
+                match.blocks += length
+                for name, count in tail.by_tier.items():
+                    tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
+                break
+    match.tokens_by_tier = tokens
+    if match.blocks and tokens.get("cpu", 0) < match.blocks * geometry.block_tokens:
+        cache.warm_soon(found)
+    return match
+
+
+class LookupServer:
+    """Answers look-ups from another process. Lives on the worker's cache thread."""
+
+    def __init__(self, engine: str, rank: int, thread: CacheThread, geometry: Geometry) -> None:
+        self._path = socket_path(engine, rank)
+        self._thread = thread
+        self._geometry = geometry
+        self._key = (engine, rank)
+        _local[self._key] = (thread, geometry)
+        self._server = thread.submit(self._start()).result(10)
+
+    def close(self) -> None:
+        _local.pop(self._key, None)
+        with contextlib.suppress(Exception):
+            self._thread.submit(self._stop()).result(5)
+        self._path.unlink(missing_ok=True)
+
+    async def _start(self) -> asyncio.Server:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)
+        return await asyncio.start_unix_server(self._serve, self._path)
+
+    async def _stop(self) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answering: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                number, keys = await _receive(reader)
+                task = asyncio.create_task(self._answer(writer, number, keys))
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ValueError):
+            pass  # the scheduler's process ended, or somebody else spoke
+        finally:
+            for task in answering:
+                task.cancel()
+            writer.close()
+
+    async def _answer(self, writer: asyncio.StreamWriter, number: int, keys: list[bytes]) -> None:
+        try:
+            match = await find(self._thread.cache, keys, self._geometry)
+        except Exception as error:
+            logger.warning("a look-up failed: %r", error)
+            match = Match()
+        with contextlib.suppress(ConnectionError):
+            _send(writer, [number, match.blocks, match.tokens_by_tier])
+            await writer.drain()
+
+
+class LookupClient:
+    """Begins look-ups for the scheduler; each answer is a future that the caller polls."""
+
+    def __init__(self, engine: str, ranks: int, geometry: Geometry, timeout_s: float) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._geometry = geometry
+        self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lines: dict[int, _Line] = {}
+
+    def begin(self, keys: Sequence[bytes]) -> concurrent.futures.Future[Match]:
+        """Never waits. The future ends with a Match, an empty one where a worker did not answer in time."""
+        if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
+            thread, geometry = local
+            return thread.submit(find(thread.cache, keys, geometry))
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="tiercache-lookup", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self._ask_all(list(keys)), self._loop)
+
+    def close(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _ask_all(self, keys: list[bytes]) -> Match:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answers = await asyncio.gather(*(self._ask(rank, keys) for rank in range(self._ranks)))
+        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+            logger.warning("a look-up got no answer from the workers: %r", error)
+            return Match()
+        return min(answers, key=lambda match: match.blocks)
+
+    async def _ask(self, rank: int, keys: list[bytes]) -> Match:
+        line = self._lines.get(rank)
+        if line is None or line.broken:
+            line = self._lines[rank] = _Line(socket_path(self._engine, rank))
+        return await line.ask(keys)
+
+
+class _Line:
+    """One connection to a worker; answers may come in any order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Match]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._connecting = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+        self.broken = False
+
+    async def ask(self, keys: list[bytes]) -> Match:
+        async with self._connecting:
+            if self._writer is None:
+                try:
+                    reader, self._writer = await asyncio.open_unix_connection(self._path)
+                except OSError:
+                    self.broken = True
+                    raise
+                self._reading = asyncio.create_task(self._read(reader))
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            _send(self._writer, [number, keys])
+            return await answer
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, blocks, tokens = await _receive(reader)
+                if (answer := self._waiting.get(number)) is not None and not answer.done():
+                    answer.set_result(Match(blocks, tokens))
+        except (asyncio.IncompleteReadError, OSError, ValueError) as error:
+            self.broken = True
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionResetError(f"the worker's look-up socket closed: {error!r}"))
+
+
+def socket_path(engine: str, rank: int) -> Path:
+    """Short whatever the engine is called: a Unix socket's path may have 107 characters."""
+    name = hashlib.blake2b(engine.encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"tiercache-{os.getuid()}" / f"{name}.{rank}.sock"
+
+
+def _send(writer: asyncio.StreamWriter, message: list[Any]) -> None:
+    packed = msgspec.msgpack.encode(message)
+    writer.write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if length > _LARGEST_MESSAGE_BYTES:
+        raise ValueError(f"a message of {length} bytes is not ours")
+    return msgspec.msgpack.decode(await reader.readexactly(length))

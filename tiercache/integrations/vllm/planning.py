@@ -1,0 +1,97 @@
+"""Which blocks of a request make which chunks, what to load and what to save. Pure: no vLLM, no asyncio.
+
+A chunk is `blocks_per_chunk` engine blocks, counted from the start of the request; a tail is shorter. Both are named by
+the hash of their last block, which is chained over the whole prefix, so the position tells a tail from a full chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Geometry:
+    block_tokens: int
+    blocks_per_chunk: int
+    save_tails: bool = False
+
+    @classmethod
+    def for_chunk_size(cls, chunk_tokens: int, block_tokens: int, save_tails: bool) -> Geometry:
+        """`chunk_tokens` rounded to whole blocks, at least one."""
+        return cls(block_tokens, max(1, round(chunk_tokens / block_tokens)), save_tails)
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_chunk
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One chunk between the cache and blocks of the engine.
+
+    `blocks` are engine block ids; they are blocks `skip` .. `skip + len(blocks)` of the chunk's `chunk_blocks`.
+    """
+
+    key: bytes
+    chunk_blocks: int
+    skip: int
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class Match:
+    """What a look-up found: blocks of the contiguous prefix, and their tokens by tier."""
+
+    blocks: int = 0
+    tokens_by_tier: dict[str, int] = field(default_factory=dict)
+
+
+def chunk_ends(blocks: int, geometry: Geometry) -> list[int]:
+    """Ends (in blocks) of the full chunks of a request of `blocks` full blocks."""
+    step = geometry.blocks_per_chunk
+    return list(range(step, blocks + 1, step))
+
+
+def usable_tokens(match_blocks: int, request_tokens: int, geometry: Geometry) -> int:
+    """Tokens of a match that the engine can use: whole blocks, and never all of the request, since the last token has to be
+    computed to get logits (vLLM's own prefix cache does the same)."""
+    return min(match_blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
+
+
+def plan_load(
+    keys: Sequence[bytes], matched_blocks: int, first_token: int, end_token: int, blocks: Sequence[int], geometry: Geometry
+) -> list[Transfer]:
+    """Transfers that fill tokens `first_token` .. `end_token` (multiples of a block) of a request.
+
+    `keys[i]` names the prefix that ends with block `i`; `blocks` are all block ids of the request; `matched_blocks` is how
+    far the cache reaches, which decides whether the last chunk is a tail.
+    """
+    step = geometry.blocks_per_chunk
+    first, end = first_token // geometry.block_tokens, end_token // geometry.block_tokens
+    transfers = []
+    for start in range(first - first % step, end, step):
+        stop = min(start + step, matched_blocks)
+        lower, upper = max(start, first), min(stop, end)
+        transfers.append(Transfer(keys[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
+    return transfers
+
+
+def plan_save(
+    keys: Sequence[bytes], saved_blocks: int, ready_blocks: int, blocks: Sequence[int], geometry: Geometry, *, last: bool
+) -> tuple[list[Transfer], int]:
+    """Transfers for the chunks that became whole: blocks `saved_blocks` .. `ready_blocks`, and the new `saved_blocks`.
+
+    `last` says that no further block will be saved, so that a tail is worth keeping (if `save_tails`).
+    """
+    step = geometry.blocks_per_chunk
+    ready_blocks = min(ready_blocks, len(keys), len(blocks))
+    start = saved_blocks - saved_blocks % step
+    transfers = []
+    while start + step <= ready_blocks:
+        transfers.append(Transfer(keys[start + step - 1], step, 0, tuple(blocks[start : start + step])))
+        start += step
+    if last and geometry.save_tails and saved_blocks < ready_blocks and start < ready_blocks:
+        transfers.append(Transfer(keys[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks])))
+        start = ready_blocks
+    return transfers, max(saved_blocks, start)

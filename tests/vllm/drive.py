@@ -1,0 +1,131 @@
+"""Run one real vLLM engine through a list of steps, in a process of its own. Used by test_end_to_end.py.
+
+Reads {"engine": {...}, "steps": [[name, ...], ...]} from standard input; writes one JSON list of answers as its last line.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    HF_HUB_OFFLINE="1",
+)
+
+CONNECTOR = {
+    "kv_connector": "TierCacheConnector",
+    "kv_connector_module_path": "tiercache.integrations.vllm",
+    "kv_role": "kv_both",
+}
+
+
+def cache_thread() -> Any:
+    """The connector's cache, when its worker lives in this process."""
+    from tiercache.integrations.vllm import lookup
+
+    ((thread, _),) = lookup._local.values()
+    return thread
+
+
+class Driver:
+    def __init__(self, engine: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        settings = dict(engine)
+        extra = settings.pop("tiercache", None)
+        if extra is not None:
+            settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+        self.llm = LLM(max_model_len=4096, seed=0, **settings)
+
+    def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
+        # One after the other: how requests share a step changes their results in the fifth digit.
+        answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
+        return [
+            {
+                "text": answer.outputs[0].text,
+                "tokens": list(answer.outputs[0].token_ids),
+                "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+                "cached": answer.num_cached_tokens,
+                "prompt_tokens": len(answer.prompt_token_ids),
+            }
+            for answer in answers
+        ]
+
+    def flush(self) -> bool:
+        thread = cache_thread()
+        return bool(thread.submit(thread.cache.flush(30)).result(40).complete)
+
+    def clear_hot(self) -> int:
+        thread = cache_thread()
+
+        async def clear() -> int:
+            return int(thread.cache.clear_hot())
+
+        return int(thread.submit(clear()).result(10))
+
+    def corrupt_hot(self) -> int:
+        """Reverse the bytes of every hot chunk: wrong KV that nothing can notice. The negative control."""
+        thread = cache_thread()
+
+        async def corrupt() -> int:
+            cpu = thread.cache.cpu
+            for entry in cpu._entries.values():
+                payload = cpu.pool.view(entry.slot, entry.payload_bytes)
+                payload[:] = payload[::-1].copy()
+            return len(cpu._entries)
+
+        return int(thread.submit(corrupt()).result(30))
+
+    def statistics(self) -> dict[str, Any]:
+        thread = cache_thread()
+
+        async def snapshot() -> dict[str, Any]:
+            found: dict[str, Any] = thread.cache.statistics().to_dict()
+            return found
+
+        return dict(thread.submit(snapshot()).result(10))
+
+    def damage_files(self, directory: str, kind: str, every: int) -> int:
+        """Flip a bit of, or truncate, every n-th chunk file."""
+        files = sorted(path for path in Path(directory).glob("??/??/*") if path.is_file())[::every]
+        for path in files:
+            if kind == "truncate":
+                os.truncate(path, path.stat().st_size // 2)
+            else:
+                with path.open("r+b") as file:
+                    file.seek(4096 + 1000)
+                    (byte,) = file.read(1)
+                    file.seek(4096 + 1000)
+                    file.write(bytes([byte ^ 4]))
+        return len(files)
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+    def close(self) -> bool:
+        self.llm.llm_engine.engine_core.shutdown()
+        return True
+
+
+def main() -> None:
+    task = json.loads(sys.stdin.read())
+    driver = Driver(task["engine"])
+    answers = []
+    for name, *arguments in task["steps"]:
+        step: Callable[..., Any] = getattr(driver, name)
+        answers.append(step(*arguments))
+    driver.close()
+    print("\n" + json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The long prompt, and how it is asked: streamed, with the time to the first token taken at the client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiercache.demo.server import MODEL_NAME
+
+PROMPT_TOKENS = 6043
+"""47 blocks of 128 tokens and a rest that has to be computed in any case."""
+ANSWER_TOKENS = 32
+_QUESTION = "\n\nThat was a part of a reference manual. In two sentences: what is it about?"
+_ASK_S = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    ttft_s: float
+    prompt_tokens: int
+    hit_tokens: int
+    text: str
+
+    @property
+    def text_sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
+    """Real prose, the language reference that comes with Python, cut so that the whole prompt has about `prompt_tokens`
+    tokens of the model's own tokenizer (exactly, when the cut falls well)."""
+    from pydoc_data.topics import topics
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    words = "\n".join(topics[name] for name in sorted(topics)).split(" ")
+
+    def message(count: int) -> str:
+        return " ".join(words[:count]) + _QUESTION
+
+    def length(count: int) -> int:
+        chat = [{"role": "user", "content": message(count)}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+
+    low, high = 0, 8 * prompt_tokens
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if length(middle) <= prompt_tokens else (low, middle)
+    return message(low)
+
+
+def ask(url: str, message: str, answer_tokens: int = ANSWER_TOKENS) -> Answer:
+    """One streamed chat request, greedy. TTFT runs from sending to the first piece of text."""
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": message}],
+        "max_tokens": answer_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    began = time.perf_counter()
+    first: float | None = None
+    text, usage = "", {}
+    with urllib.request.urlopen(request, timeout=_ASK_S) as response:
+        for line in response:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                piece = choice["delta"].get("content")
+                if piece:
+                    first = first or time.perf_counter()
+                    text += piece
+    if first is None:
+        raise RuntimeError("the server answered without any text")
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(first - began, usage["prompt_tokens"], details.get("cached_tokens") or 0, text)

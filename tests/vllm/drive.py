@@ -41,7 +41,7 @@ class Driver:
         extra = settings.pop("tiercache", None)
         if extra is not None:
             settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-        self.llm = LLM(max_model_len=4096, seed=0, **settings)
+        self.llm = LLM(**({"max_model_len": 4096, "seed": 0, "enforce_eager": True} | settings))
 
     def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
         from vllm import SamplingParams

@@ -10,6 +10,7 @@ a thread beside the engine's took up to 50 times longer (the GIL convoy).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +20,14 @@ from tiercache.errors import LayoutError
 
 
 class KvBlocks:
-    """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified."""
+    """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified.
 
-    def __init__(self, tensors: Mapping[str, Any], block_tokens: int) -> None:
+    Expected of each tensor: shape (blocks, heads, block_tokens, 2 * head_size), dense, in host memory.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Any], *, blocks: int, heads: int, block_tokens: int, head_size: int
+    ) -> None:
         if not tensors:
             raise LayoutError("the engine registered no KV tensors")
         first_name, first = next(iter(tensors.items()))
@@ -29,7 +35,7 @@ class KvBlocks:
         self.strides = tuple(first.stride())
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
-        self._check(first_name, first, block_tokens)
+        self._check(first_name, first, (blocks, heads, block_tokens, 2 * head_size))
         for name, tensor in tensors.items():
             found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
             if found != (self.shape, self.strides, self.dtype):
@@ -38,7 +44,7 @@ class KvBlocks:
                     f"{(self.shape, self.strides, self.dtype)}, found {found}; models with unlike layers are not supported"
                 )
         self.blocks = self.shape[0]
-        self.block_bytes = self.strides[0] * first.element_size()
+        self.block_bytes: int = self.strides[0] * first.element_size()
         self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes)
 
     @property
@@ -76,14 +82,14 @@ class KvBlocks:
                 layer += len(plane)
 
     @staticmethod
-    def _check(name: str, tensor: Any, block_tokens: int) -> None:
+    def _check(name: str, tensor: Any, expected: tuple[int, int, int, int]) -> None:
         if str(tensor.device) != "cpu":
             raise LayoutError(f"KV of layer {name}: expected memory of the CPU platform, found device {tensor.device}")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        if len(shape) != 4 or shape[2] != block_tokens:
+        if shape != expected:
             raise LayoutError(
-                f"KV of layer {name}: expected (blocks, heads, {block_tokens} tokens, K and V of a head) as vLLM 0.32 has it "
-                f"on CPU, found shape {shape}; this layout was not verified, so its bytes are not touched"
+                f"KV of layer {name}: expected shape {expected} (blocks, heads, tokens, K and V of a head) as vLLM 0.32 has "
+                f"it on CPU, found {shape}; this layout was not verified, so its bytes are not touched"
             )
         dense = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         if strides != dense:
@@ -95,7 +101,7 @@ def _planes(tensors: list[Any], blocks: int, block_bytes: int) -> list[np.ndarra
     one storage, else one a layer."""
     starts = [tensor.data_ptr() for tensor in tensors]
     distance = starts[1] - starts[0] if len(starts) > 1 else 0
-    evenly = all(after - before == distance for before, after in zip(starts, starts[1:], strict=False))
+    evenly = all(after - before == distance for before, after in itertools.pairwise(starts))
     together = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     if together and evenly and distance >= 0:
         memory = _bytes_of(tensors[0])

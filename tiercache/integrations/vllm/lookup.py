@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import logging
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ import msgspec
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
 from tiercache.core.keys import keys_from_hashes
-from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends
+from tiercache.errors import TierCacheError
+from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends, tail_lengths
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -35,28 +37,28 @@ _local: dict[tuple[str, int], tuple[CacheThread, Geometry]] = {}
 """Caches of workers that live in this process, by engine and rank."""
 
 
-async def find(cache: TierCache, hashes: Sequence[bytes], geometry: Geometry) -> Match:
-    """`hashes` are the engine's, one a block. How many blocks of a request the cache has: full chunks, then the longest tail. Starts promoting what is not hot,
-    so that reading overlaps with the request's wait in the engine's queue."""
-    keys = keys_from_hashes(cache.namespace, hashes)
-    ends = chunk_ends(len(keys), geometry)
-    chunk_keys = [keys[end - 1] for end in ends]
-    hit = await cache.lookup_keys(chunk_keys)
+async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry) -> Match:
+    """How many blocks of a request the cache has: full chunks, then the longest tail. `names` has one name a block.
+
+    Starts promoting what is not hot, so that reading overlaps with the request's wait in the engine's queue.
+    """
+    ends = chunk_ends(len(names), geometry)
+    keys = keys_from_hashes(cache.namespace, [names[end - 1] for end in ends])
+    hit = await cache.lookup_keys(keys)
     match = Match(hit.chunks * geometry.blocks_per_chunk)
     tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
-    found = chunk_keys[: hit.chunks]
-    if geometry.save_tails:
-        longest = min(len(keys) - match.blocks, geometry.blocks_per_chunk - 1)
-        for length in range(longest, 0, -1):
-            tail = await cache.lookup_keys([keys[match.blocks + length - 1]])
-            if tail.chunks:
-                found.append(keys[match.blocks + length - 1])
-                match.blocks += length
-                for name, count in tail.by_tier.items():
-                    tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
-                break
+    found = keys[: hit.chunks]
+    for length in tail_lengths(len(names), match.blocks, geometry):
+        (key,) = keys_from_hashes(cache.namespace, [names[match.blocks + length - 1]])
+        tail = await cache.lookup_keys([key])
+        if tail.chunks:
+            found.append(key)
+            match.blocks += length
+            for name, count in tail.by_tier.items():
+                tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
+            break
     match.tokens_by_tier = tokens
-    if match.blocks and tokens.get("cpu", 0) < match.blocks * geometry.block_tokens:
+    if tokens.get("cpu", 0) < match.blocks * geometry.block_tokens:
         cache.warm_soon(found)
     return match
 
@@ -79,9 +81,15 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
     async def _start(self) -> asyncio.Server:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = self._path.parent
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise TierCacheError(
+                f"{directory}: expected a directory of this user with mode 0700 for look-up sockets; remove what is there"
+            )
         self._path.unlink(missing_ok=True)
-        return await asyncio.start_unix_server(self._serve, self._path)
+        return await asyncio.start_unix_server(self._serve, str(self._path))
 
     async def _stop(self) -> None:
         self._server.close()
@@ -90,8 +98,8 @@ class LookupServer:
         answering: set[asyncio.Task[None]] = set()
         try:
             while True:
-                number, keys = await _receive(reader)
-                task = asyncio.create_task(self._answer(writer, number, keys))
+                number, names = await _receive(reader)
+                task = asyncio.create_task(self._answer(writer, number, names))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ValueError):
@@ -101,9 +109,9 @@ class LookupServer:
                 task.cancel()
             writer.close()
 
-    async def _answer(self, writer: asyncio.StreamWriter, number: int, keys: list[bytes]) -> None:
+    async def _answer(self, writer: asyncio.StreamWriter, number: int, names: list[bytes]) -> None:
         try:
-            match = await find(self._thread.cache, keys, self._geometry)
+            match = await find(self._thread.cache, names, self._geometry)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
@@ -121,36 +129,48 @@ class LookupClient:
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._lines: dict[int, _Line] = {}
 
-    def begin(self, keys: Sequence[bytes]) -> concurrent.futures.Future[Match]:
+    def begin(self, names: Sequence[bytes]) -> concurrent.futures.Future[Match]:
         """Never waits. The future ends with a Match, an empty one where a worker did not answer in time."""
         if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
             thread, geometry = local
-            return thread.submit(find(thread.cache, keys, geometry))
+            return thread.submit(find(thread.cache, names, geometry))
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="tiercache-lookup", daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(self._ask_all(list(keys)), self._loop)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="tiercache-lookup", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names)), self._loop)
 
     def close(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._hang_up)
+            self._thread.join(5.0)
+            self._loop.close()
+            self._loop = self._thread = None
 
-    async def _ask_all(self, keys: list[bytes]) -> Match:
+    def _hang_up(self) -> None:
+        assert self._loop is not None
+        for line in self._lines.values():
+            line.close()
+        # One round later the transports are closed.
+        self._loop.call_soon(self._loop.stop)
+
+    async def _ask_all(self, names: list[bytes]) -> Match:
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await asyncio.gather(*(self._ask(rank, keys) for rank in range(self._ranks)))
+                answers = await asyncio.gather(*(self._ask(rank, names) for rank in range(self._ranks)))
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
             return Match()
         return min(answers, key=lambda match: match.blocks)
 
-    async def _ask(self, rank: int, keys: list[bytes]) -> Match:
+    async def _ask(self, rank: int, names: list[bytes]) -> Match:
         line = self._lines.get(rank)
         if line is None or line.broken:
             line = self._lines[rank] = _Line(socket_path(self._engine, rank))
-        return await line.ask(keys)
+        return await line.ask(names)
 
 
 class _Line:
@@ -165,19 +185,26 @@ class _Line:
         self._reading: asyncio.Task[None] | None = None
         self.broken = False
 
-    async def ask(self, keys: list[bytes]) -> Match:
+    def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer is not None:
+            self._writer.close()
+
+    async def ask(self, names: list[bytes]) -> Match:
         async with self._connecting:
             if self._writer is None:
                 try:
-                    reader, self._writer = await asyncio.open_unix_connection(self._path)
+                    reader, self._writer = await asyncio.open_unix_connection(str(self._path))
                 except OSError:
                     self.broken = True
                     raise
                 self._reading = asyncio.create_task(self._read(reader))
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Match] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
-            _send(self._writer, [number, keys])
+            _send(self._writer, [number, names])
             return await answer
         finally:
             self._waiting.pop(number, None)

@@ -14,6 +14,8 @@ class Load:
     request_id: str
     transfers: list[Transfer]
     asynchronous: bool
+    impossible: tuple[int, ...] = ()
+    """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Save:
 
 
 @dataclass
-class StepWork(KVConnectorMetadata):
+class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
@@ -35,14 +37,17 @@ class StepWork(KVConnectorMetadata):
 
 
 @dataclass
-class SavesEnded(KVConnectorWorkerMetadata):
-    """How many `Save`s of each request have ended, summed over workers."""
+class Progress(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What has ended since the last step."""
 
-    counts: dict[str, int]
+    saves: dict[str, int]
+    """How many `Save`s of each request, summed over workers."""
+    loads: set[str]
+    """Requests whose synchronous load has ended, well or not. Every worker ends it in the same step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, SavesEnded)
-        counts = dict(self.counts)
-        for request_id, count in other.counts.items():
-            counts[request_id] = counts.get(request_id, 0) + count
-        return SavesEnded(counts)
+        assert isinstance(other, Progress)
+        saves = dict(self.saves)
+        for request_id, count in other.saves.items():
+            saves[request_id] = saves.get(request_id, 0) + count
+        return Progress(saves, self.loads | other.loads)

@@ -1,7 +1,7 @@
 """Which blocks of a request make which chunks, what to load and what to save. Pure: no vLLM, no asyncio.
 
 A chunk is `blocks_per_chunk` engine blocks, counted from the start of the request; a tail is shorter. Both are named by
-the hash of their last block, which is chained over the whole prefix, so the position tells a tail from a full chunk.
+the name of their last block, which is chained over the whole prefix, so the position tells a tail from a full chunk.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Geometry:
     def chunk_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_chunk
 
+    def whole_chunks(self, blocks: int) -> int:
+        """`blocks` less the tail."""
+        return blocks - blocks % self.blocks_per_chunk
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -33,7 +37,7 @@ class Transfer:
     `blocks` are engine block ids; they are blocks `skip` .. `skip + len(blocks)` of the chunk's `chunk_blocks`.
     """
 
-    key: bytes
+    name: bytes
     chunk_blocks: int
     skip: int
     blocks: tuple[int, ...]
@@ -53,18 +57,36 @@ def chunk_ends(blocks: int, geometry: Geometry) -> list[int]:
     return list(range(step, blocks + 1, step))
 
 
-def usable_tokens(match_blocks: int, request_tokens: int, geometry: Geometry) -> int:
-    """Tokens of a match that the engine can use: whole blocks, and never all of the request, since the last token has to be
-    computed to get logits (vLLM's own prefix cache does the same)."""
-    return min(match_blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
+def tail_lengths(blocks: int, matched_blocks: int, geometry: Geometry) -> range:
+    """Lengths (in blocks) that a stored tail behind `matched_blocks` of full chunks may have, the longest first."""
+    if not geometry.save_tails:
+        return range(0)
+    return range(min(blocks - matched_blocks, geometry.blocks_per_chunk - 1), 0, -1)
+
+
+def loadable_tokens(
+    match: Match, request_tokens: int, computed_tokens: int, least_tokens: int, geometry: Geometry
+) -> int:
+    """Tokens to load beyond the `computed_tokens` (whole blocks) that the engine has.
+
+    Whole blocks, and never all of the request, since the last token has to be computed to get logits (vLLM's own prefix
+    cache does the same). 0 where the hit is shorter than `least_tokens`.
+    """
+    usable = min(match.blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
+    return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 
 def plan_load(
-    keys: Sequence[bytes], matched_blocks: int, first_token: int, end_token: int, blocks: Sequence[int], geometry: Geometry
+    names: Sequence[bytes],
+    matched_blocks: int,
+    first_token: int,
+    end_token: int,
+    blocks: Sequence[int],
+    geometry: Geometry,
 ) -> list[Transfer]:
     """Transfers that fill tokens `first_token` .. `end_token` (multiples of a block) of a request.
 
-    `keys[i]` names the prefix that ends with block `i`; `blocks` are all block ids of the request; `matched_blocks` is how
+    `names[i]` names the prefix that ends with block `i`; `blocks` are all block ids of the request; `matched_blocks` is how
     far the cache reaches, which decides whether the last chunk is a tail.
     """
     step = geometry.blocks_per_chunk
@@ -73,25 +95,38 @@ def plan_load(
     for start in range(first - first % step, end, step):
         stop = min(start + step, matched_blocks)
         lower, upper = max(start, first), min(stop, end)
-        transfers.append(Transfer(keys[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
+        transfers.append(Transfer(names[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
     return transfers
 
 
+def wants_save(saved_blocks: int, ready_blocks: int, geometry: Geometry, *, last: bool) -> bool:
+    """Whether `plan_save` would have anything to do; asked every step, so it costs nothing."""
+    if last and geometry.save_tails:
+        return ready_blocks > saved_blocks
+    return geometry.whole_chunks(ready_blocks) > saved_blocks
+
+
 def plan_save(
-    keys: Sequence[bytes], saved_blocks: int, ready_blocks: int, blocks: Sequence[int], geometry: Geometry, *, last: bool
+    names: Sequence[bytes],
+    saved_blocks: int,
+    ready_blocks: int,
+    blocks: Sequence[int],
+    geometry: Geometry,
+    *,
+    last: bool,
 ) -> tuple[list[Transfer], int]:
     """Transfers for the chunks that became whole: blocks `saved_blocks` .. `ready_blocks`, and the new `saved_blocks`.
 
-    `last` says that no further block will be saved, so that a tail is worth keeping (if `save_tails`).
+    `last` says that no further block is expected soon, so that a tail is worth keeping (if `save_tails`).
     """
     step = geometry.blocks_per_chunk
-    ready_blocks = min(ready_blocks, len(keys), len(blocks))
-    start = saved_blocks - saved_blocks % step
+    ready_blocks = min(ready_blocks, len(names), len(blocks))
+    start = geometry.whole_chunks(saved_blocks)
     transfers = []
     while start + step <= ready_blocks:
-        transfers.append(Transfer(keys[start + step - 1], step, 0, tuple(blocks[start : start + step])))
+        transfers.append(Transfer(names[start + step - 1], step, 0, tuple(blocks[start : start + step])))
         start += step
-    if last and geometry.save_tails and saved_blocks < ready_blocks and start < ready_blocks:
-        transfers.append(Transfer(keys[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks])))
+    if last and geometry.save_tails and max(saved_blocks, start) < ready_blocks:
+        transfers.append(Transfer(names[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks])))
         start = ready_blocks
     return transfers, max(saved_blocks, start)

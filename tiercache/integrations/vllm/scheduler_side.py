@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.messages import Load, Save, SavesEnded, StepWork
-from tiercache.integrations.vllm.planning import Geometry, Match, plan_load, plan_save, usable_tokens
+from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
+from tiercache.integrations.vllm.naming import BlockNames
+from tiercache.integrations.vllm.planning import Geometry, Match, loadable_tokens, plan_load, plan_save, wants_save
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,38 +20,57 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tiercache.vllm")
 
-# Keys here are the engine's block hashes. Workers mix their layout's namespace in, which the scheduler does not know.
-
 
 @dataclass
 class _Tracked:
+    """A request that the engine knows and has not finished."""
+
     request: Request
+    names: list[bytes] = field(default_factory=list)
     lookup: concurrent.futures.Future[Match] | None = None
     asked_at_s: float = 0.0
     match: Match | None = None
-    load_from: int = 0
-    load_tokens: int = 0
-    saved_blocks: int = 0
-    saves_begun: int = 0
-    saves_ended: int = 0
     admitted: bool = False
     logged: bool = False
-    prompt_done: bool = False
+    load_from: int = 0
+    loaded_blocks: frozenset[int] = frozenset()
+    load_failed: bool = False
+    receiving: bool = False
+    """An asynchronous load is under way: the engine holds the blocks until it has ended."""
+    saved_blocks: int = 0
+    """This many blocks from the start need no save: they are saved, or came out of the cache."""
+    tail_saved: bool = False
+    saves_begun: int = 0
+    saves_ended: int = 0
+    stale: bool = False
+    """Its KV was computed before the cache was reset, perhaps with other weights."""
 
 
-@dataclass
 class SchedulerSide:
-    config: Config
-    geometry: Geometry
-    client: LookupClient
-    workers: int
-    _requests: dict[str, _Tracked] = field(default_factory=dict)
-    _finishing: dict[str, _Tracked] = field(default_factory=dict)
-    _work: StepWork = field(default_factory=StepWork)
+    """All methods are called by the engine's scheduler thread."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, names: BlockNames, client: LookupClient, workers: int
+    ) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.names = names
+        self.client = client
+        self._workers = workers
+        self._requests: dict[str, _Tracked] = {}
+        self._finishing: dict[str, _Tracked] = {}
+        self._unconfirmed: set[str] = set()
+        self._work = StepWork()
+
+    # Loading
 
     def on_new_request(self, request: Request) -> None:
         """Ask at once: by the time the request is scheduled the answer is often there."""
-        self._begin_lookup(self._track(request))
+        tracked = self._track(request)
+        if request.skip_reading_prefix_cache:
+            tracked.match = Match()
+        else:
+            self._begin_lookup(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
@@ -58,79 +78,168 @@ class SchedulerSide:
             # Preempted or rolled back: what was found then may be gone.
             tracked.admitted = False
             tracked.lookup = tracked.match = None
+        if tracked.load_failed:
+            # Once is enough: the same chunk may fail again, each time for a whole deadline.
+            return 0, False
         if tracked.match is None:
             if tracked.lookup is None:
                 self._begin_lookup(tracked)
             tracked.match = self._answer(tracked)
             if tracked.match is None:
                 return None, False
-        usable = usable_tokens(tracked.match.blocks, request.num_tokens, self.geometry)
-        more = max(0, usable - computed_tokens)
-        if usable < self.config.min_retrieve_tokens:
-            more = 0
-        tracked.load_from, tracked.load_tokens = computed_tokens, more
-        self._log_once(tracked, computed_tokens, more)
-        return more, self.config.enable_async_loading and more > 0
+        tokens = loadable_tokens(
+            tracked.match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
+        )
+        tracked.load_from = computed_tokens
+        self._log_once(tracked, computed_tokens, tokens)
+        return tokens, self.config.enable_async_loading and tokens > 0
 
     def after_allocation(self, request: Request, blocks: list[int], external_tokens: int) -> None:
+        """`blocks` are all block ids of the request where `external_tokens` are to be loaded."""
         tracked = self._track(request)
         tracked.admitted = True
-        if external_tokens <= 0 or tracked.match is None:
+        match = tracked.match or Match()
+        if not tracked.load_failed and not tracked.saved_blocks:
+            tracked.saved_blocks = (
+                match.blocks if self.geometry.save_tails else self.geometry.whole_chunks(match.blocks)
+            )
+        if external_tokens <= 0:
             return
         end = tracked.load_from + external_tokens
-        transfers = plan_load(
-            self._keys(request), tracked.match.blocks, tracked.load_from, end, blocks, self.geometry
-        )
-        self._work.loads.append(Load(request.request_id, transfers, self.config.enable_async_loading))
-        whole = end // self.geometry.chunk_tokens * self.geometry.blocks_per_chunk
-        at_tail = self.geometry.save_tails and end // self.geometry.block_tokens == tracked.match.blocks
-        tracked.saved_blocks = tracked.match.blocks if at_tail else whole
+        wanted = tuple(blocks[tracked.load_from // self.geometry.block_tokens : end // self.geometry.block_tokens])
+        load = Load(request.request_id, [], self.config.enable_async_loading)
+        try:
+            load.transfers = plan_load(
+                self._names(tracked), match.blocks, tracked.load_from, end, blocks, self.geometry
+            )
+            if tuple(block for transfer in load.transfers for block in transfer.blocks) != wanted:
+                raise RuntimeError(f"blocks {wanted} were to be loaded, {load.transfers} were planned")
+        except Exception:
+            # The engine counts on these blocks now, so it has to be told that they are not filled.
+            logger.exception("request %s: the load could not be planned, it is computed instead", request.request_id)
+            load.transfers, load.impossible = [], wanted
+        tracked.loaded_blocks = frozenset(wanted)
+        if load.asynchronous:
+            tracked.receiving = True
+        else:
+            self._unconfirmed.add(request.request_id)
+        self._work.loads.append(load)
+
+    def tokens_by_tier(self, request: Request) -> dict[str, int]:
+        tracked = self._requests.get(request.request_id)
+        return tracked.match.tokens_by_tier if tracked is not None and tracked.match is not None else {}
+
+    # Saving
 
     def step_work(self, output: SchedulerOutput) -> StepWork:
+        """The loads planned since the last step, and the chunks that this step completes."""
         work, self._work = self._work, StepWork()
         work.preempted = set(output.preempted_req_ids or ())
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
-                tracked.saved_blocks = 0
-        for scheduled in output.scheduled_new_reqs:
-            self._plan_save(work, output, scheduled.req_id, scheduled.num_computed_tokens)
-        cached = output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            self._plan_save(work, output, request_id, computed)
+                tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
+        try:
+            if not self._unconfirmed:
+                self._plan_saves(work, output)
+        except Exception:
+            logger.exception("some chunks are not stored")
         return work
 
-    def saves_ended(self, ended: SavesEnded) -> None:
-        for request_id, count in ended.counts.items():
+    def progress(self, progress: Progress) -> None:
+        self._unconfirmed -= progress.loads
+        for request_id, count in progress.saves.items():
             tracked = self._requests.get(request_id) or self._finishing.get(request_id)
             if tracked is not None:
                 tracked.saves_ended += count
-                if request_id in self._finishing and self._is_saved(tracked):
-                    del self._finishing[request_id]
+                if self._is_saved(tracked):
+                    self._finishing.pop(request_id, None)
 
-    def loads_failed(self) -> None:
-        """Some blocks were recomputed: their chunks are saved anew. Saving a chunk that is there costs a look-up."""
+    def received(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.receiving = False
+
+    def loads_failed(self, blocks: set[int]) -> None:
+        """These blocks are recomputed; so are all behind them, whose chunks are saved anew."""
         for tracked in self._requests.values():
-            tracked.saved_blocks = 0
-            tracked.prompt_done = False
+            if not tracked.loaded_blocks.isdisjoint(blocks):
+                tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
-    def finished(self, request: Request) -> bool:
+    def finished(self, request: Request, blocks: list[int]) -> bool:
         """Whether the request's blocks have to stay until its saves have ended."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
-        if tracked.lookup is not None and not tracked.lookup.done():
+        if tracked.lookup is not None:
             tracked.lookup.cancel()
+        if tracked.receiving:
+            # The engine holds the blocks for the load already, and nothing was computed into them.
+            return False
+        try:
+            if not self._unconfirmed:
+                # What is in flight may still be rolled back.
+                ready = request.num_computed_tokens - request.num_in_flight_tokens
+                self._plan_save(self._work, tracked, ready, lambda: blocks, last=True)
+        except Exception:
+            logger.exception("the last chunks of request %s are not stored", request.request_id)
         if self._is_saved(tracked):
             return False
         self._finishing[request.request_id] = tracked
         self._work.held.add(request.request_id)
         return True
 
-    def forget_hot(self) -> None:
+    @property
+    def holds_blocks(self) -> bool:
+        """Blocks of finished requests come free as soon as they are copied."""
+        return bool(self._finishing)
+
+    def reset(self) -> None:
+        """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
+        self.names.forget_everything()
+        for tracked in self._requests.values():
+            tracked.names, tracked.lookup, tracked.match = [], None, None
+            tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         self._work.forget_hot = True
 
+    def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
+        """Only called when no synchronous load is unconfirmed: what a step computes beside a load that fails is wrong, for
+        every request that shares blocks with it, and must not be stored. What is left out now is stored with a later step.
+        """
+        state: Any = output.kv_connector_block_state
+        cached = output.scheduled_cached_reqs
+        computed = [(scheduled.req_id, scheduled.num_computed_tokens) for scheduled in output.scheduled_new_reqs]
+        for request_id, tokens in (*computed, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                self._plan_save(
+                    work,
+                    tracked,
+                    tokens + output.num_scheduled_tokens[request_id],
+                    lambda request_id=request_id: state.get_block_ids(request_id)[0],
+                    last=False,
+                )
+
+    def _plan_save(self, work: StepWork, tracked: _Tracked, ready_tokens: int, blocks: Any, *, last: bool) -> None:
+        """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
+        request = tracked.request
+        if tracked.stale or (self.config.priority_limit is not None and request.priority > self.config.priority_limit):
+            return
+        limit = request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens
+        ready = min(ready_tokens, limit) // self.geometry.block_tokens
+        last = last or (ready_tokens >= request.num_prompt_tokens and not tracked.tail_saved)
+        if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
+            transfers, tracked.saved_blocks = plan_save(
+                self._names(tracked), tracked.saved_blocks, ready, blocks(), self.geometry, last=last
+            )
+            if transfers:
+                tracked.saves_begun += 1
+                work.saves.append(Save(request.request_id, transfers, request.num_tokens))
+        tracked.tail_saved |= last
+
     def _is_saved(self, tracked: _Tracked) -> bool:
-        return tracked.saves_ended >= tracked.saves_begun * self.workers
+        return tracked.saves_ended >= tracked.saves_begun * self._workers
+
+    # Looking up
 
     def _track(self, request: Request) -> _Tracked:
         tracked = self._requests.get(request.request_id)
@@ -138,18 +247,17 @@ class SchedulerSide:
             tracked = self._requests[request.request_id] = _Tracked(request)
         return tracked
 
-    @staticmethod
-    def _keys(request: Request) -> list[bytes]:
-        return [bytes(value) for value in request.block_hashes]
+    def _names(self, tracked: _Tracked) -> list[bytes]:
+        return self.names.extend(tracked.names, tracked.request)
 
     def _begin_lookup(self, tracked: _Tracked) -> None:
         tracked.asked_at_s = time.monotonic()
-        keys = self._keys(tracked.request)
-        if not keys:
+        names = list(self._names(tracked))
+        if not names:
             tracked.match = Match()
             return
         try:
-            tracked.lookup = self.client.begin(keys)
+            tracked.lookup = self.client.begin(names)
         except Exception as error:
             logger.warning("a look-up could not be begun: %r", error)
             tracked.match = Match()
@@ -174,7 +282,7 @@ class SchedulerSide:
         if tracked.logged or tracked.match is None:
             return
         tracked.logged = True
-        tiers = tracked.match.tokens_by_tier or {"cpu": 0}
+        tiers = {"cpu": 0, "disk": 0} | tracked.match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",
             tracked.request.request_id,
@@ -184,27 +292,3 @@ class SchedulerSide:
             ", ".join(f"{name}: {tokens}" for name, tokens in tiers.items()),
             load,
         )
-
-    def _plan_save(self, work: StepWork, output: SchedulerOutput, request_id: str, computed_tokens: int) -> None:
-        tracked = self._requests.get(request_id)
-        if tracked is None or (tracked.prompt_done and not self.config.save_decode_cache):
-            return
-        request = tracked.request
-        if self.config.priority_limit is not None and request.priority > self.config.priority_limit:
-            return
-        after = computed_tokens + output.num_scheduled_tokens[request_id]
-        limit = request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens
-        ready = min(after, limit) // self.geometry.block_tokens
-        last = after >= request.num_prompt_tokens and not tracked.prompt_done
-        tracked.prompt_done = after >= request.num_prompt_tokens
-        if ready // self.geometry.blocks_per_chunk * self.geometry.blocks_per_chunk <= tracked.saved_blocks and not last:
-            return
-        state: Any = output.kv_connector_block_state
-        blocks = state.get_block_ids(request_id)[0]
-        transfers, tracked.saved_blocks = plan_save(
-            self._keys(request), tracked.saved_blocks, ready, blocks, self.geometry, last=last
-        )
-        if transfers:
-            tracked.saves_begun += 1
-            work.saves.append(Save(request_id, transfers, request.num_tokens))
-

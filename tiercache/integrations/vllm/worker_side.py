@@ -1,11 +1,15 @@
-"""The worker's half: moves blocks between the engine's KV and the cache, beside the engine's steps.
+"""The worker's half: it owns the cache, moves blocks, and reports what has ended.
 
-On the CPU platform a step's KV is in memory when the forward returns, so `save` (called by vLLM's `wait_for_save`, after
-the forward) may read it at once. A device with streams has to record an event here and wait for it before the copies.
+Saves read the engine's blocks on copying threads while the next steps run. That is safe because blocks that a save reads are
+not given away before its copies have ended: the scheduler holds finished requests, and `before_blocks_are_given_away` waits
+for preempted ones. On vLLM's CPU platform KV is written when the forward returns, so `save` (called by vLLM's
+`wait_for_save`, after the forward) may read it at once. A device with streams has to record an event in `save` and wait for
+it in the source, before `gather`.
 """
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import logging
 import threading
@@ -21,35 +25,35 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
+from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.lookup import LookupServer
-from tiercache.integrations.vllm.messages import Load, Save, StepWork
+from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
 from tiercache.integrations.vllm.planning import Geometry, Transfer
 
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 2.0
 """What a wait for the cache's thread may take beyond the cache's own deadline."""
-_PREEMPTION_WAIT_S = 5.0
-
-
-class _Abandoned(Exception):
-    """The engine took its blocks back: they must not be touched any more."""
+_PREEMPTION_WAIT_S = 1.0
+"""For copies that have not begun. Those under way are always waited for: they are a memcpy."""
+_COPY_WAIT_S = 10.0
 
 
 @dataclass
 class _Saving:
     """One `Save` under way. `copied` is set when no source will read the engine's blocks any more."""
 
-    request_id: str
+    save: Save
+    until_s: float
     remaining: int
+    lending: Lending = field(default_factory=Lending)
     copied: threading.Event = field(default_factory=threading.Event)
-    abandoned: bool = False
 
     def source(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
         def fill(payload: np.ndarray) -> None:
-            if self.abandoned:
-                raise _Abandoned
-            kv.gather(transfer.blocks, payload)
+            with self.lending:
+                kv.gather(transfer.blocks, payload)
+                self.lending.check()
             self.remaining -= 1
             if not self.remaining:
                 self.copied.set()
@@ -60,8 +64,16 @@ class _Saving:
 @dataclass
 class _Loading:
     load: Load
+    until_s: float
     future: concurrent.futures.Future[int]
-    abandoned: bool = False
+    lending: Lending = field(default_factory=Lending)
+
+    def sink(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
+        def scatter(payload: np.ndarray) -> None:
+            with self.lending:
+                kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
+
+        return scatter
 
 
 class WorkerSide:
@@ -76,20 +88,23 @@ class WorkerSide:
         self._lookups = LookupServer(engine, layout.rank, self.thread, geometry)
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
-        self._ended: Counter[str] = Counter()
+        self._saves_ended: Counter[str] = Counter()
+        self._loads_ended: set[str] = set()
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
+        # An engine that just exits would leave its last chunks unwritten.
+        atexit.register(self.close)
 
     def load(self, work: StepWork) -> None:
         """Begin the step's loads; wait for the synchronous ones, until `blocking_timeout_secs` at the longest."""
         if work.forget_hot:
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
-        begun = [self._begin_load(load) for load in work.loads]
-        for loading in begun:
+        for loading in [self._begin_load(load) for load in work.loads]:
             if loading.load.asynchronous:
                 self._receiving[loading.load.request_id] = loading
             else:
-                self._end_load(loading, self.config.blocking_timeout_secs + _MARGIN_S)
+                self._end_load(loading)
+                self._loads_ended.add(loading.load.request_id)
 
     def save(self, work: StepWork) -> None:
         """Begin the step's saves. Returns at once; the blocks are read by copying threads."""
@@ -99,26 +114,35 @@ class WorkerSide:
                 self._begin_save(save)
             except Exception as error:
                 logger.warning("tokens of request %s could not be stored: %r", save.request_id, error)
-                self._ended[save.request_id] += 1
+                self._saves_ended[save.request_id] += 1
 
     def before_blocks_are_given_away(self, request_ids: Iterable[str]) -> None:
         """Wait until no save reads the blocks of preempted requests."""
         wanted = set(request_ids)
         until_s = time.monotonic() + _PREEMPTION_WAIT_S
         for saving in self._saving:
-            if saving.request_id in wanted and not saving.copied.wait(max(0.0, until_s - time.monotonic())):
-                saving.abandoned = True
-                logger.warning("saving request %s was cut short by its preemption", saving.request_id)
+            if saving.save.request_id in wanted and not saving.copied.wait(max(0.0, until_s - time.monotonic())):
+                self._take_back(saving.lending)
+                saving.copied.set()
+                logger.info("saving request %s was cut short by its preemption", saving.save.request_id)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks may be freed since they are saved, and requests whose load has ended, well or not."""
-        self._saving = [saving for saving in self._saving if not self._has_ended(saving)]
-        busy = {saving.request_id for saving in self._saving}
-        sent = self._held - busy
-        self._held &= busy
-        received = {request_id for request_id, loading in self._receiving.items() if loading.future.done()}
+        if self._saving:
+            self._saving = [saving for saving in self._saving if not self._has_ended(saving)]
+        sent: set[str] = set()
+        if self._held:
+            busy = {saving.save.request_id for saving in self._saving}
+            sent = self._held - busy
+            self._held &= busy
+        now_s = time.monotonic()
+        received = {
+            request_id
+            for request_id, loading in self._receiving.items()
+            if loading.future.done() or now_s > loading.until_s
+        }
         for request_id in received:
-            self._end_load(self._receiving.pop(request_id), 0.0)
+            self._end_load(self._receiving.pop(request_id))
         return sent, received
 
     def take_bad_blocks(self) -> set[int]:
@@ -126,82 +150,101 @@ class WorkerSide:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_ended(self) -> dict[str, int]:
-        ended, self._ended = self._ended, Counter()
-        return dict(ended)
+    def take_progress(self) -> Progress | None:
+        if not self._saves_ended and not self._loads_ended:
+            return None
+        progress = Progress(dict(self._saves_ended), self._loads_ended)
+        self._saves_ended, self._loads_ended = Counter(), set()
+        return progress
 
     def close(self) -> None:
+        """Write what is queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
+        atexit.unregister(self.close)
         self._lookups.close()
+        for loading in self._receiving.values():
+            self._take_back(loading.lending)
+        for saving in self._saving:
+            # The engine's memory goes away after this.
+            saving.copied.wait(_PREEMPTION_WAIT_S)
+            self._take_back(saving.lending)
+        self._saving, self._receiving = [], {}
         report = self.thread.close(self.config.close_timeout_s)
-        logger.info("closed; chunks not written: %s", report.pending or 0)
+        left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
+        logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
+
+    # Loading
 
     def _begin_load(self, load: Load) -> _Loading:
-        loading = _Loading(load, concurrent.futures.Future())
+        limit_s = float(self.config.blocking_timeout_secs)
+        loading = _Loading(load, time.monotonic() + limit_s + _MARGIN_S, concurrent.futures.Future())
         try:
-            keys = keys_from_hashes(self._namespace, [transfer.key for transfer in load.transfers])
-            sinks = [self._sink(loading, transfer) for transfer in load.transfers]
-            loading.future = self.thread.submit(
-                self.thread.cache.get_to(keys, sinks, deadline_s=self.config.blocking_timeout_secs)
-            )
+            keys = keys_from_hashes(self._namespace, [transfer.name for transfer in load.transfers])
+            sinks = [loading.sink(self.kv, transfer) for transfer in load.transfers]
+            loading.future = self.thread.submit(self.thread.cache.get_to(keys, sinks, deadline_s=limit_s))
         except Exception as error:
             loading.future.set_exception(error)
         return loading
 
-    def _sink(self, loading: _Loading, transfer: Transfer) -> Callable[[np.ndarray], None]:
-        def scatter(payload: np.ndarray) -> None:
-            if loading.abandoned:
-                raise _Abandoned
-            self.kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
-
-        return scatter
-
-    def _end_load(self, loading: _Loading, wait_s: float) -> None:
-        """Note the blocks of every chunk that did not arrive."""
+    def _end_load(self, loading: _Loading) -> None:
+        """Wait for what is left of its time, and note the blocks of every chunk that did not arrive."""
+        load = loading.load
+        arrived = 0
         try:
-            arrived = loading.future.result(wait_s)
+            arrived = loading.future.result(max(0.0, loading.until_s - time.monotonic()))
         except (Exception, concurrent.futures.CancelledError) as error:
-            loading.abandoned = True
             loading.future.cancel()
-            logger.warning("loading for request %s failed, it is computed instead: %r", loading.load.request_id, error)
-            arrived = 0
-        missing = loading.load.transfers[arrived:]
+            self._take_back(loading.lending)
+            logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
+        missing = load.transfers[arrived:]
         if missing:
             logger.warning(
                 "request %s: %d of %d chunks did not arrive; their tokens are computed instead",
-                loading.load.request_id,
+                load.request_id,
                 len(missing),
-                len(loading.load.transfers),
+                len(load.transfers),
             )
         for transfer in missing:
             self._bad_blocks.update(transfer.blocks)
+        self._bad_blocks.update(load.impossible)
+
+    # Saving
 
     def _begin_save(self, save: Save) -> None:
-        saving = _Saving(save.request_id, len(save.transfers))
-        keys = keys_from_hashes(self._namespace, [transfer.key for transfer in save.transfers])
+        # A slot that does not come free soon is not worth holding the engine's blocks for.
+        wait_s = self.config.queue_wait_s
+        until_s = time.monotonic() + self.config.blocking_timeout_secs + _MARGIN_S
+        saving = _Saving(save, until_s, len(save.transfers))
+        keys = keys_from_hashes(self._namespace, [transfer.name for transfer in save.transfers])
         items = [
             (key, transfer.chunk_blocks * self.kv.bytes_per_block, saving.source(self.kv, transfer))
             for key, transfer in zip(keys, save.transfers, strict=True)
         ]
-        future = self.thread.submit(self.thread.cache.put_from(items))
+        future = self.thread.submit(self.thread.cache.put_from(items, deadline_s=wait_s))
         self._saving.append(saving)
         tokens = sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
 
         def ended(done: concurrent.futures.Future[int]) -> None:
             saving.copied.set()
-            error = done.exception() if not done.cancelled() else None
-            if error is not None:
+            if done.cancelled():
+                return
+            if (error := done.exception()) is not None:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
-            stored = 0 if done.cancelled() else done.result()
-            part = tokens if stored == len(items) else tokens * stored // len(items)
-            logger.info(
-                "Stored %d out of total %d tokens for request %s", part, save.request_tokens, save.request_id
-            )
+            stored = tokens * done.result() // len(items)
+            logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 
         future.add_done_callback(ended)
 
     def _has_ended(self, saving: _Saving) -> bool:
-        if saving.copied.is_set() or saving.abandoned:
-            self._ended[saving.request_id] += 1
-            return True
-        return False
+        if not saving.copied.is_set() and time.monotonic() < saving.until_s:
+            return False
+        if not saving.copied.is_set():
+            logger.warning("saving request %s takes too long and is cut short", saving.save.request_id)
+            self._take_back(saving.lending)
+        self._saves_ended[saving.save.request_id] += 1
+        return True
+
+    @staticmethod
+    def _take_back(lending: Lending) -> None:
+        if not lending.take_back(_COPY_WAIT_S):
+            logger.error("a copy of %s seconds and more: the machine hangs, or its memory is swapped out", _COPY_WAIT_S)

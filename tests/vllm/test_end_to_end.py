@@ -132,7 +132,9 @@ def test_hit_gives_the_prefix_caches_answer(
         assert same_answer(ours, theirs)
 
 
-def test_wrong_kv_changes_the_answer(first_life: tuple[Path, dict[str, Any], str], oracle: list[dict[str, Any]]) -> None:
+def test_wrong_kv_changes_the_answer(
+    first_life: tuple[Path, dict[str, Any], str], oracle: list[dict[str, Any]]
+) -> None:
     """The negative control: if this passed with reversed bytes, the tests above would prove nothing."""
     assert first_life[1]["corrupted"] > 0
     for ours, theirs in zip(first_life[1]["wrong"], oracle, strict=True):

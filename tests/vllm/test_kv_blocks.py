@@ -1,0 +1,91 @@
+"""Blocks of paged KV to contiguous chunks and back, against plain torch indexing; and which layouts are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tiercache.errors import LayoutError  # noqa: E402
+from tiercache.integrations.vllm.kv_blocks import KvBlocks  # noqa: E402
+
+BLOCKS, HEADS, TOKENS, HEAD_SIZE, LAYERS = 24, 2, 16, 8, 5
+SHAPE = (BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)
+
+
+def kv_of(tensors: dict[str, Any]) -> KvBlocks:
+    return KvBlocks(tensors, blocks=BLOCKS, heads=HEADS, block_tokens=TOKENS, head_size=HEAD_SIZE)
+
+
+@pytest.fixture(params=["one storage", "a storage each"])
+def tensors(request: pytest.FixtureRequest) -> dict[str, Any]:
+    whole = torch.randint(-100, 100, (LAYERS, *SHAPE)).to(torch.bfloat16)
+    together = request.param == "one storage"
+    return {f"layer.{number}": whole[number] if together else whole[number].clone() for number in range(LAYERS)}
+
+
+def reference(tensors: dict[str, Any], blocks: list[int]) -> np.ndarray:
+    """(layers, blocks, bytes of a block), by torch's own indexing."""
+    chosen = torch.stack([tensor[torch.tensor(blocks)] for tensor in tensors.values()])
+    return np.asarray(chosen.contiguous().view(torch.uint8).numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("blocks", [[3], [0, 1], [4, 5, 6, 7], [23, 0], [7, 3, 4, 5, 20, 1], [2, 4, 6, 8, 10]])
+def test_gather_and_scatter_are_torchs_indexing(tensors: dict[str, Any], blocks: list[int]) -> None:
+    kv = kv_of(tensors)
+    expected = reference(tensors, blocks)
+    payload = np.zeros(len(blocks) * kv.bytes_per_block, np.uint8)
+    kv.gather(blocks, payload)
+    assert np.array_equal(payload, expected)
+
+    untouched = [block for block in range(BLOCKS) if block not in blocks]
+    before = reference(tensors, untouched)
+    for tensor in tensors.values():
+        tensor[torch.tensor(blocks)] = 0
+    kv.scatter(payload, len(blocks), 0, blocks)
+    assert np.array_equal(reference(tensors, blocks), expected)
+    assert np.array_equal(reference(tensors, untouched), before)
+
+
+def test_part_of_a_chunk_is_scattered(tensors: dict[str, Any]) -> None:
+    kv = kv_of(tensors)
+    payload = np.zeros(4 * kv.bytes_per_block, np.uint8)
+    kv.gather([1, 2, 3, 4], payload)
+    kv.scatter(payload, 4, 1, [10, 20])
+    assert np.array_equal(reference(tensors, [10, 20]), reference(tensors, [2, 3]))
+
+
+def test_a_payload_of_another_length_is_refused(tensors: dict[str, Any]) -> None:
+    kv = kv_of(tensors)
+    with pytest.raises(LayoutError, match=r"expected .* bytes, found 7"):
+        kv.scatter(np.zeros(7, np.uint8), 1, 0, [0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (torch.zeros(2, BLOCKS, TOKENS, HEADS, HEAD_SIZE), r"found \(2, 24, 16, 2, 8\)"),
+        (torch.zeros(BLOCKS, TOKENS, HEADS, 2 * HEAD_SIZE), r"found \(24, 16, 2, 16\)"),
+        (torch.zeros(BLOCKS, HEADS, TOKENS, HEAD_SIZE), r"found \(24, 2, 16, 8\)"),
+        (torch.zeros(BLOCKS + 1, HEADS, TOKENS, 2 * HEAD_SIZE), r"found \(25, 2, 16, 16\)"),
+        (torch.zeros(BLOCKS, TOKENS, HEADS, 2 * HEAD_SIZE).transpose(1, 2), "expected dense blocks"),
+        (torch.zeros(BLOCKS, LAYERS, HEADS, TOKENS, 2 * HEAD_SIZE)[:, 0], "expected dense blocks"),
+        (torch.zeros(SHAPE, device="meta"), "found device meta"),
+    ],
+)
+def test_an_unknown_arrangement_is_refused(wrong: Any, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        kv_of({"layer.0": wrong})
+
+
+def test_unlike_layers_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"KV of layer layer\.1: expected .*bfloat16.* found .*float16"):
+        kv_of({"layer.0": torch.zeros(SHAPE, dtype=torch.bfloat16), "layer.1": torch.zeros(SHAPE, dtype=torch.float16)})
+
+
+def test_no_tensors_are_refused() -> None:
+    with pytest.raises(LayoutError, match="no KV tensors"):
+        kv_of({})

@@ -1,0 +1,116 @@
+"""Which chunks are loaded and saved. No engine, no cache."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.integrations.vllm.planning import (
+    Geometry,
+    Match,
+    Transfer,
+    chunk_ends,
+    loadable_tokens,
+    plan_load,
+    plan_save,
+    tail_lengths,
+    wants_save,
+)
+
+PAIRS = Geometry(block_tokens=128, blocks_per_chunk=2)
+FOURS = Geometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
+NAMES = [bytes([number]) for number in range(20)]
+BLOCKS = list(range(100, 120))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "block", "rounded"), [(256, 128, 256), (256, 16, 256), (100, 128, 128), (320, 128, 256)]
+)
+def test_chunk_size_is_rounded_to_whole_blocks(chunk: int, block: int, rounded: int) -> None:
+    assert Geometry.for_chunk_size(chunk, block, False).chunk_tokens == rounded
+
+
+def test_only_full_chunks_count_and_tails_come_longest_first() -> None:
+    assert chunk_ends(7, PAIRS) == [2, 4, 6]
+    assert list(tail_lengths(7, 4, FOURS)) == [3, 2, 1]
+    assert list(tail_lengths(12, 4, FOURS)) == [3, 2, 1]
+    assert list(tail_lengths(5, 4, FOURS)) == [1]
+    assert list(tail_lengths(7, 4, PAIRS)) == []
+
+
+def test_the_last_token_is_always_computed() -> None:
+    assert loadable_tokens(Match(4), 512, 0, 0, PAIRS) == 384
+    assert loadable_tokens(Match(4), 513, 0, 0, PAIRS) == 512
+
+
+def test_what_the_engine_has_is_not_loaded() -> None:
+    assert loadable_tokens(Match(4), 600, 256, 0, PAIRS) == 256
+    assert loadable_tokens(Match(2), 600, 384, 0, PAIRS) == 0
+
+
+def test_short_hits_are_not_worth_a_load() -> None:
+    assert loadable_tokens(Match(4), 600, 0, 512, PAIRS) == 512
+    assert loadable_tokens(Match(4), 600, 0, 513, PAIRS) == 0
+
+
+def test_load_covers_the_wanted_blocks_and_no_other() -> None:
+    assert plan_load(NAMES, 4, 0, 512, BLOCKS, PAIRS) == [
+        Transfer(NAMES[1], 2, 0, (100, 101)),
+        Transfer(NAMES[3], 2, 0, (102, 103)),
+    ]
+
+
+def test_load_begins_inside_a_chunk_where_the_engine_has_its_start() -> None:
+    assert plan_load(NAMES, 4, 128, 512, BLOCKS, PAIRS)[0] == Transfer(NAMES[1], 2, 1, (101,))
+
+
+def test_load_ends_inside_a_chunk_where_the_last_token_is_computed() -> None:
+    assert plan_load(NAMES, 4, 0, 384, BLOCKS, PAIRS)[-1] == Transfer(NAMES[3], 2, 0, (102,))
+
+
+def test_a_matched_tail_is_loaded_under_its_own_name() -> None:
+    assert plan_load(NAMES, 7, 0, 7 * 16, BLOCKS, FOURS)[-1] == Transfer(NAMES[6], 3, 0, (104, 105, 106))
+
+
+def test_every_load_covers_exactly_what_was_asked() -> None:
+    for geometry in (PAIRS, FOURS):
+        for matched in range(1, 12):
+            for first in range(matched):
+                for end in range(first + 1, matched + 1):
+                    # Without tails a match ends with a full chunk.
+                    whole = matched if geometry.save_tails else geometry.whole_chunks(matched)
+                    if end > whole:
+                        continue
+                    size = geometry.block_tokens
+                    plan = plan_load(NAMES, whole, first * size, end * size, BLOCKS, geometry)
+                    assert [block for part in plan for block in part.blocks] == BLOCKS[first:end]
+                    assert all(part.skip + len(part.blocks) <= part.chunk_blocks for part in plan)
+
+
+def test_a_chunk_is_saved_with_its_last_block() -> None:
+    assert plan_save(NAMES, 0, 3, BLOCKS, PAIRS, last=False) == ([Transfer(NAMES[1], 2, 0, (100, 101))], 2)
+    assert plan_save(NAMES, 2, 3, BLOCKS, PAIRS, last=True) == ([], 2)
+    assert plan_save(NAMES, 2, 4, BLOCKS, PAIRS, last=False) == ([Transfer(NAMES[3], 2, 0, (102, 103))], 4)
+
+
+def test_a_tail_is_saved_at_the_end_only_and_then_its_whole_chunk() -> None:
+    assert plan_save(NAMES, 4, 6, BLOCKS, FOURS, last=False) == ([], 4)
+    assert plan_save(NAMES, 4, 6, BLOCKS, FOURS, last=True) == ([Transfer(NAMES[5], 2, 0, (104, 105))], 6)
+    assert plan_save(NAMES, 6, 8, BLOCKS, FOURS, last=False) == ([Transfer(NAMES[7], 4, 0, (104, 105, 106, 107))], 8)
+
+
+def test_chunked_prefill_saves_each_chunk_once() -> None:
+    saved, names = 0, []
+    for ready in (1, 3, 3, 6, 11):
+        transfers, saved = plan_save(NAMES, saved, ready, BLOCKS, PAIRS, last=ready == 11)
+        names += [transfer.name for transfer in transfers]
+    assert names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7], NAMES[9]]
+    assert saved == 10
+
+
+def test_the_cheap_question_agrees_with_the_plan() -> None:
+    for geometry in (PAIRS, FOURS):
+        for saved in range(10):
+            for ready in range(12):
+                for last in (False, True):
+                    transfers, _ = plan_save(NAMES, saved, ready, BLOCKS, geometry, last=last)
+                    assert wants_save(saved, ready, geometry, last=last) == bool(transfers)

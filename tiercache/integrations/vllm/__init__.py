@@ -5,6 +5,20 @@
 ```
 """
 
-from tiercache.integrations.vllm.connector import TierCacheConnector
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.integrations.vllm.connector import TierCacheConnector
 
 __all__ = ["TierCacheConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    """Importing vLLM takes many seconds; planning and block copies are of use, and tested, without it."""
+    if name != "TierCacheConnector":
+        raise AttributeError(f"module 'tiercache.integrations.vllm' has no attribute {name!r}")
+    from tiercache.integrations.vllm.connector import TierCacheConnector
+
+    return TierCacheConnector

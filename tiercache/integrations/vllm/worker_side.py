@@ -64,6 +64,7 @@ class _Saving:
 @dataclass
 class _Loading:
     load: Load
+    began_s: float
     until_s: float
     future: concurrent.futures.Future[int]
     lending: Lending = field(default_factory=Lending)
@@ -85,7 +86,11 @@ class WorkerSide:
         self.kv = kv
         self.thread = CacheThread(config, layout)
         self._namespace = self.thread.cache.namespace
-        self._lookups = LookupServer(engine, layout.rank, self.thread, geometry)
+        try:
+            self._lookups = LookupServer(engine, layout.rank, self.thread, geometry)
+        except BaseException:
+            self.thread.close(0.0)
+            raise
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._saves_ended: Counter[str] = Counter()
@@ -176,7 +181,8 @@ class WorkerSide:
 
     def _begin_load(self, load: Load) -> _Loading:
         limit_s = float(self.config.blocking_timeout_secs)
-        loading = _Loading(load, time.monotonic() + limit_s + _MARGIN_S, concurrent.futures.Future())
+        began_s = time.monotonic()
+        loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S, concurrent.futures.Future())
         try:
             keys = keys_from_hashes(self._namespace, [transfer.name for transfer in load.transfers])
             sinks = [loading.sink(self.kv, transfer) for transfer in load.transfers]
@@ -196,13 +202,16 @@ class WorkerSide:
             self._take_back(loading.lending)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         missing = load.transfers[arrived:]
-        if missing:
-            logger.warning(
-                "request %s: %d of %d chunks did not arrive; their tokens are computed instead",
-                load.request_id,
-                len(missing),
-                len(load.transfers),
-            )
+        blocks = [len(transfer.blocks) for transfer in load.transfers]
+        logger.log(
+            logging.WARNING if missing else logging.INFO,
+            "Loaded %d out of %d tokens for request %s in %.1f ms%s",
+            sum(blocks[:arrived]) * self.geometry.block_tokens,
+            sum(blocks) * self.geometry.block_tokens,
+            load.request_id,
+            1000 * (time.monotonic() - loading.began_s),
+            "; the rest is computed instead" if missing else "",
+        )
         for transfer in missing:
             self._bad_blocks.update(transfer.blocks)
         self._bad_blocks.update(load.impossible)

@@ -1,0 +1,135 @@
+"""The scheduler's questions to the workers' caches: in one process, over sockets, and when nobody answers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.keys import keys_from_hashes
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm import lookup
+from tiercache.integrations.vllm.lookup import LookupClient, LookupServer, socket_path
+from tiercache.integrations.vllm.planning import Geometry, Match
+
+GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
+NAMES = [bytes([number]) * 32 for number in range(11)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A name that no other test uses, with a directory for sockets of its own."""
+    directory = tmp_path / "s"
+    directory.mkdir()
+    monkeypatch.setattr(lookup.tempfile, "gettempdir", lambda: str(directory))
+    yield uuid.uuid4().hex
+    assert not list(directory.glob("*/*.sock")), "a socket was left behind"
+
+
+class Worker:
+    """A real cache with a look-up server, holding the first `blocks` blocks of NAMES."""
+
+    def __init__(self, engine: str, rank: int, blocks: int) -> None:
+        layout = Layout("m", chunk_tokens=64, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
+        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
+        ends = [*range(4, blocks + 1, 4), *([blocks] if blocks % 4 else [])]
+        cache = self.thread.cache
+        for key in keys_from_hashes(cache.namespace, [NAMES[end - 1] for end in ends]):
+            assert self.thread.submit(cache.put(key, b"x" * 4096)).result(10)
+        self.server = LookupServer(engine, rank, self.thread, GEOMETRY)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+        self.thread.close(1.0)
+
+
+def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
+    client = LookupClient(engine, ranks, GEOMETRY, timeout_s)
+    try:
+        return client.begin(NAMES).result(30)
+    finally:
+        client.close()
+
+
+def test_in_one_process_no_socket_is_used(engine: str) -> None:
+    with Worker(engine, 0, 11):
+        client = LookupClient(engine, 1, GEOMETRY, 5.0)
+        assert client.begin(NAMES).result(10) == Match(11, {"cpu": 176})
+        assert client._loop is None
+
+
+@pytest.mark.parametrize("blocks", [0, 3, 4, 9, 11])
+def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
+    with Worker(engine, 0, blocks):
+        assert ask(engine, 1).blocks == blocks
+
+
+def test_over_sockets_the_answer_is_what_all_workers_have(engine: str) -> None:
+    with Worker(engine, 0, 11), Worker(engine, 1, 6):
+        assert ask(engine, 2) == Match(6, {"cpu": 96})
+
+
+def test_one_connection_answers_many_questions(engine: str) -> None:
+    with Worker(engine, 0, 8), Worker(engine, 1, 8):
+        client = LookupClient(engine, 2, GEOMETRY, 5.0)
+        futures = [client.begin(NAMES[:count]) for count in (4, 8, 11) * 20]
+        assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
+        assert len(client._lines) == 2
+        client.close()
+
+
+def test_sockets_are_for_this_user_only(engine: str) -> None:
+    with Worker(engine, 0, 0):
+        assert socket_path(engine, 0).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_workers_it_is_a_miss(engine: str) -> None:
+    assert ask(engine, 2) == Match()
+
+
+def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+    with ExitStack() as first:
+        first.enter_context(Worker(engine, 0, 8))
+        first.enter_context(Worker(engine, 1, 8))
+        assert client.begin(NAMES).result(10).blocks == 8
+    assert client.begin(NAMES).result(10) == Match()
+    with Worker(engine, 0, 4), Worker(engine, 1, 4):
+        client.begin(NAMES).result(10)
+        assert client.begin(NAMES).result(10).blocks == 4
+    client.close()
+
+
+def test_a_worker_that_does_not_answer_costs_the_time_out(engine: str) -> None:
+    path = socket_path(engine, 0)
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(path))
+        deaf.listen()
+        assert ask(engine, 2, timeout_s=0.2) == Match()
+    path.unlink()
+
+
+def test_a_stranger_on_the_socket_does_no_harm(engine: str) -> None:
+    with Worker(engine, 0, 4), Worker(engine, 1, 4):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(socket_path(engine, 0)))
+            stranger.sendall(os.urandom(64))
+        assert ask(engine, 2).blocks == 4
+
+
+def test_a_directory_of_somebody_else_is_refused(engine: str) -> None:
+    socket_path(engine, 0).parent.mkdir(mode=0o755)
+    socket_path(engine, 0).parent.chmod(0o755)
+    with pytest.raises(Exception, match="expected a directory of this user with mode 0700"):
+        Worker(engine, 0, 0)

@@ -112,8 +112,11 @@ class SchedulerSide:
             load.transfers = plan_load(
                 self._names(tracked), match.blocks, tracked.load_from, end, blocks, self.geometry
             )
-            if tuple(block for transfer in load.transfers for block in transfer.blocks) != wanted:
-                raise RuntimeError(f"blocks {wanted} were to be loaded, {load.transfers} were planned")
+            planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
+            if planned != wanted or len(wanted) * self.geometry.block_tokens != external_tokens:
+                raise RuntimeError(
+                    f"{external_tokens} tokens in blocks {wanted} were to be loaded, {planned} were planned"
+                )
         except Exception:
             # The engine counts on these blocks now, so it has to be told that they are not filled.
             logger.exception("request %s: the load could not be planned, it is computed instead", request.request_id)

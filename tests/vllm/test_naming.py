@@ -1,0 +1,91 @@
+"""Names of blocks are chained, cryptographic, and the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tiercache.integrations.vllm.naming import BlockNames
+
+
+def request(tokens: list[int], **more: Any) -> Any:
+    made = SimpleNamespace(
+        all_token_ids=tokens,
+        num_tokens=len(tokens),
+        mm_features=[],
+        lora_request=None,
+        cache_salt=None,
+        prompt_embeds=None,
+        block_hashes=[bytes([tokens[start]]) * 32 for start in range(0, len(tokens) - 3, 4)],
+    )
+    vars(made).update(more)
+    return made
+
+
+def own(made: Any) -> list[bytes]:
+    return BlockNames("xxhash", 4).extend([], made)
+
+
+def test_a_cryptographic_engine_hash_is_taken_as_it_is() -> None:
+    made = request(list(range(10)))
+    assert BlockNames("sha256", 4).extend([], made) == made.block_hashes
+
+
+def test_own_names_cover_every_token_before_them() -> None:
+    one, other = own(request(list(range(13)))), own(request([9, *range(1, 13)]))
+    assert len(one) == 3 and len(set(one + other)) == 6
+    assert own(request([*range(4), 99, *range(5, 13)]))[0] == one[0]
+
+
+def test_own_names_cover_adapter_salt_and_images() -> None:
+    tokens = list(range(8))
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=1, length=2))
+    dog = SimpleNamespace(identifier="dog", mm_position=SimpleNamespace(offset=1, length=2))
+    lora = SimpleNamespace(lora_name="a", lora_path="/a")
+    variants = [
+        request(tokens),
+        request(tokens, cache_salt="tenant"),
+        request(tokens, lora_request=lora),
+        request(tokens, mm_features=[image]),
+        request(tokens, mm_features=[dog]),
+    ]
+    assert len({own(variant)[1] for variant in variants}) == len(variants)
+
+
+def test_own_names_grow_with_the_request() -> None:
+    names = BlockNames("xxhash", 4)
+    grown = names.extend(names.extend([], request(list(range(5)))), request(list(range(9))))
+    assert grown == own(request(list(range(9))))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_a_reset_gives_names_that_never_were(algorithm: str) -> None:
+    names = BlockNames(algorithm, 4)
+    made = request(list(range(8)))
+    before = names.extend([], made)
+    names.forget_everything()
+    assert not set(names.extend([], made)) & set(before)
+
+
+def test_engine_hashes_are_the_same_in_every_process() -> None:
+    """vLLM's SHA-256 chain starts from a fixed seed; a change of that would turn every restart into a cold start."""
+    script = (
+        "from vllm.utils.hashing import sha256; from vllm.v1.core import kv_cache_utils as u; u.init_none_hash(sha256); "
+        "print('HASH', u.hash_block_tokens(sha256, None, list(range(128)), (('cache_salt', 'x'),)).hex())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    (one, other) = [output[output.index("HASH") :] for output in found]
+    assert one == other

@@ -1,0 +1,260 @@
+"""The scheduler's half against a real cache, with plain stand-ins for what vLLM hands over."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.keys import keys_from_hashes
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
+from tiercache.integrations.vllm.messages import Progress, StepWork
+from tiercache.integrations.vllm.naming import BlockNames
+from tiercache.integrations.vllm.planning import Geometry, Transfer
+from tiercache.integrations.vllm.scheduler_side import SchedulerSide
+
+GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
+NAMES = [bytes([number]) * 32 for number in range(64)]
+BLOCKS = list(range(100, 164))
+
+
+class Engine:
+    """A scheduler's half, its worker's cache, and vLLM's side of the conversation."""
+
+    def __init__(self, **settings: Any) -> None:
+        name = uuid.uuid4().hex
+        layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=16)
+        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
+        self.server = LookupServer(name, 0, self.thread, GEOMETRY)
+        config = Config(**settings)
+        self.client = LookupClient(name, 1, GEOMETRY, 5.0)
+        self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", 16), self.client, 1)
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+        self.thread.close(1.0)
+
+    def holds(self, blocks: int) -> None:
+        cache = self.thread.cache
+        for key in keys_from_hashes(cache.namespace, NAMES[1:blocks:2]):
+            assert self.thread.submit(cache.put(key, b"x" * 4096)).result(10)
+
+    def arrives(self, tokens: int, name: str = "r", **more: Any) -> Any:
+        request = SimpleNamespace(
+            request_id=name,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            block_hashes=NAMES[: tokens // 16],
+            num_computed_tokens=0,
+            num_in_flight_tokens=0,
+            priority=0,
+            skip_reading_prefix_cache=False,
+        )
+        vars(request).update(more)
+        self.side.on_new_request(request)
+        return request
+
+    def admits(self, request: Any, computed: int = 0) -> tuple[int, bool]:
+        until_s = time.monotonic() + 5
+        while (answer := self.side.matched_tokens(request, computed))[0] is None:
+            assert time.monotonic() < until_s
+        tokens, later = answer
+        assert tokens is not None
+        self.side.after_allocation(request, BLOCKS[: request.num_tokens // 16 + 1], tokens)
+        request.num_computed_tokens = computed + tokens
+        return tokens, later
+
+    def steps(self, *scheduled: tuple[Any, int], preempted: tuple[str, ...] = ()) -> StepWork:
+        """One step, from scheduling to the processed output of a worker that moved everything."""
+        output: Any = SimpleNamespace(
+            preempted_req_ids=set(preempted),
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request, _ in scheduled],
+                num_computed_tokens=[request.num_computed_tokens for request, _ in scheduled],
+            ),
+            num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (BLOCKS,)),
+        )
+        work = self.side.step_work(output)
+        for request, tokens in scheduled:
+            request.num_computed_tokens += tokens
+        return work
+
+    def reports(self, work: StepWork, failed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        if failed:
+            self.side.loads_failed(set(failed))
+        self.side.progress(
+            Progress({save.request_id: 1 for save in work.saves}, {load.request_id for load in work.loads})
+        )
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    made = Engine(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def saved(work: StepWork) -> list[Transfer]:
+    return [transfer for save in work.saves for transfer in save.transfers]
+
+
+def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -> None:
+    request = engine.arrives(100)
+    assert engine.admits(request) == (0, False)
+    assert saved(engine.steps((request, 20))) == []
+    assert saved(engine.steps((request, 50))) == [
+        Transfer(NAMES[1], 2, 0, (100, 101)),
+        Transfer(NAMES[3], 2, 0, (102, 103)),
+    ]
+    assert [transfer.name for transfer in saved(engine.steps((request, 30)))] == [NAMES[5]]
+    assert saved(engine.steps((request, 1))) == []
+
+
+def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
+    engine.holds(6)
+    request = engine.arrives(132)
+    assert engine.admits(request) == (96, False)
+    work = engine.steps((request, 36))
+    assert [transfer.blocks for transfer in work.loads[0].transfers] == [(100, 101), (102, 103), (104, 105)]
+    engine.reports(work)
+    assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[7]]
+
+
+def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
+    """If the load fails, what the step computes from its blocks is wrong - for all that share them."""
+    engine.holds(4)
+    loading, other = engine.arrives(132), engine.arrives(132, "other")
+    engine.admits(loading)
+    engine.admits(other, computed=64)
+    work = engine.steps((loading, 68), (other, 68))
+    assert saved(work) == []
+    in_flight = engine.steps((other, 1))
+    assert saved(in_flight) == []
+    engine.reports(work)
+    assert {transfer.name for transfer in saved(engine.steps((loading, 1), (other, 1)))} == {NAMES[5], NAMES[7]}
+
+
+def test_failed_load_is_recomputed_saved_anew_and_not_tried_again(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(132)
+    engine.admits(request)
+    engine.reports(engine.steps((request, 68)), failed={102, 103})
+    request.num_computed_tokens = 32
+    assert [transfer.name for transfer in saved(engine.steps((request, 100)))] == [
+        NAMES[1],
+        NAMES[3],
+        NAMES[5],
+        NAMES[7],
+    ]
+    request.num_computed_tokens = 0
+    assert engine.side.matched_tokens(request, 0) == (0, False)
+
+
+def test_blocks_of_a_finished_request_are_held_until_they_are_copied(engine: Engine) -> None:
+    request = engine.arrives(64)
+    engine.admits(request)
+    work = engine.steps((request, 64))
+    assert engine.side.finished(request, BLOCKS[:4])
+    assert engine.side.holds_blocks
+    assert engine.steps().held == {"r"}
+    engine.reports(work)
+    assert not engine.side.holds_blocks
+
+
+def test_copied_blocks_are_given_back_at_once(engine: Engine) -> None:
+    request = engine.arrives(64)
+    engine.admits(request)
+    engine.reports(engine.steps((request, 64)))
+    assert not engine.side.finished(request, BLOCKS[:4])
+
+
+def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None:
+    engine.holds(2)
+    request = engine.arrives(68)
+    engine.admits(request)
+    engine.reports(engine.steps((request, 36)))
+    assert engine.side.finished(request, BLOCKS[:4])
+    work = engine.steps()
+    assert [transfer.name for transfer in saved(work)] == [NAMES[3]] and work.held == {"r"}
+
+
+@pytest.mark.parametrize("engine", [{"enable_async_loading": True}], indirect=True)
+def test_request_aborted_while_it_receives_is_held_by_the_load_alone(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(100)
+    assert engine.admits(request) == (64, True)
+    assert engine.steps().loads[0].asynchronous
+    assert not engine.side.finished(request, BLOCKS[:4])
+
+
+def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:
+    request = engine.arrives(64)
+    engine.admits(request)
+    engine.reports(engine.steps((request, 32)))
+    request.num_computed_tokens = 0
+    assert engine.steps(preempted=("r",)).preempted == {"r"}
+    engine.holds(2)
+    assert engine.admits(request) == (32, False)
+
+
+def test_after_a_reset_nothing_stored_before_is_found(engine: Engine) -> None:
+    engine.holds(4)
+    running = engine.arrives(64, "running")
+    engine.admits(running, computed=48)
+    engine.side.reset()
+    assert engine.steps((running, 16)).forget_hot
+    assert saved(engine.steps((running, 1))) == []
+    request = engine.arrives(100)
+    assert engine.admits(request) == (0, False)
+    names = [transfer.name for transfer in saved(engine.steps((request, 100)))]
+    assert len(names) == 3 and not set(names) & set(NAMES)
+
+
+@pytest.mark.parametrize("engine", [{"save_decode_cache": True}], indirect=True)
+def test_generated_tokens_are_saved_when_asked_for(engine: Engine) -> None:
+    request = engine.arrives(32)
+    engine.admits(request)
+    assert [transfer.name for transfer in saved(engine.steps((request, 32)))] == [NAMES[1]]
+    request.num_tokens, request.block_hashes = 64, NAMES[:4]
+    request.num_computed_tokens = 63
+    assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[3]]
+
+
+@pytest.mark.parametrize("engine", [{"priority_limit": 1}], indirect=True)
+def test_unimportant_requests_are_not_stored(engine: Engine) -> None:
+    request = engine.arrives(64, priority=2)
+    engine.admits(request)
+    assert saved(engine.steps((request, 64))) == []
+
+
+@pytest.mark.parametrize("engine", [{"min_retrieve_tokens": 65}], indirect=True)
+def test_short_hits_are_not_loaded(engine: Engine) -> None:
+    engine.holds(4)
+    assert engine.admits(engine.arrives(100)) == (0, False)
+
+
+def test_request_that_wants_no_cached_kv_is_not_looked_up(engine: Engine) -> None:
+    engine.holds(4)
+    assert engine.side.matched_tokens(engine.arrives(100, skip_reading_prefix_cache=True), 0) == (0, False)
+
+
+def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(100)
+    while engine.side.matched_tokens(request, 0)[0] is None:
+        pass
+    engine.side.after_allocation(request, BLOCKS[:3], 64)
+    (load,) = engine.steps((request, 36)).loads
+    assert load.impossible == (100, 101, 102) and not load.transfers

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
-from tiercache.demo.report import Run, draw, problems, same_text, show, write_json
+from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
 from tiercache.demo.server import Server, ServerFailed, serving
 
 CONFIG = """\
@@ -52,7 +52,8 @@ def main() -> int:
 
 
 def measure(place: Path, console: Console) -> dict[str, Run]:
-    """Ask four times (and once more to fill vLLM's prefix cache). One server at a time."""
+    """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; and from
+    disk, in a new process. The reference comes from the same KV, so a hit of ours must give the same answer to the letter."""
     with console.status("preparing the model (once, about 20 s)"):
         model = prepare_model(place / "model")
     with console.status("cutting the prompt"):
@@ -72,26 +73,24 @@ def measure(place: Path, console: Console) -> dict[str, Run]:
         runs[name] = Run(name, found, answer)
         console.print(f"  {name:13} {answer.ttft_s:8.3f} s   {answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit")
 
-    with _server("vLLM with tiercache", model, place / "server-1.log", console, config=config) as server:
+    with _server("vLLM with tiercache", model, place / "server-1.log", console, config) as server:
         run("cold", server)
         server.wait_for_stored(runs["cold"].answer.prompt_tokens // 128 * 128)
-        run("cpu", server)
-    with _server("vLLM with tiercache again, a new process", model, place / "server-2.log", console, config=config) as server:
-        run("disk_restart", server)
-    with _server("vLLM alone, for reference", model, place / "server-3.log", console) as server:
-        with console.status("filling vLLM's own prefix cache"):
-            ask(server.url, message)
         run("prefix_cache", server, tier="vllm")
-    return runs
+        server.forget_prefix_cache()
+        run("cpu", server)
+    with _server("vLLM with tiercache again, a new process", model, place / "server-2.log", console, config) as server:
+        run("disk_restart", server)
+    return {name: runs[name] for name in LABELS}
 
 
 class _server:
     """`serving`, with progress shown and one short question asked, so that first-use costs of the engine fall on nobody."""
 
-    def __init__(self, what: str, model: Path, log: Path, console: Console, config: Path | None = None) -> None:
+    def __init__(self, what: str, model: Path, log: Path, console: Console, config: Path) -> None:
         self._what = what
         self._console = console
-        self._serving = serving(model, log, config=config, prefix_caching=config is None)
+        self._serving = serving(model, log, config)
 
     def __enter__(self) -> Server:
         with self._console.status(f"starting {self._what}"):

@@ -40,6 +40,13 @@ class Server:
         pairs = (part.split(":") for part in found[-1][3].split(","))
         return {name.strip(): int(tokens) for name, tokens in pairs}
 
+    def forget_prefix_cache(self) -> None:
+        """Empty vLLM's own prefix cache, so that the next hit has to come from ours."""
+        request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
+        with urllib.request.urlopen(request, timeout=30) as response:
+            if response.status != 200:
+                raise ServerFailed(f"vLLM did not reset its prefix cache: {response.status}")
+
     def wait_for_stored(self, tokens: int, timeout_s: float = 60.0) -> None:
         """Wait until the connector has logged that so many tokens of one request are stored."""
         until = time.monotonic() + timeout_s
@@ -55,8 +62,8 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *, config: Path | None, prefix_caching: bool) -> Iterator[Server]:
-    """Run a server until the block ends; with our connector when `config` (a tiercache.yaml) is given.
+def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
+    """Run a server with prefix caching and our connector, configured by `config` (a tiercache.yaml), until the block ends.
 
     Ends the whole process group, whatever happens in the block, so that nothing is left running.
     """
@@ -65,18 +72,22 @@ def serving(model: Path, log: Path, *, config: Path | None, prefix_caching: bool
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "8192", "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
-        "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
+        "--enable-prefix-caching",
     ]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if config is not None:
-        transfer = {
-            "kv_connector": "TierCacheConnector",
-            "kv_connector_module_path": "tiercache.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-        environment["TIERCACHE_CONFIG_FILE"] = str(config)
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    }
+    transfer = {
+        "kv_connector": "TierCacheConnector",
+        "kv_connector_module_path": "tiercache.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    environment["TIERCACHE_CONFIG_FILE"] = str(config)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    name="tiercache", help="A tiered cache for the KV cache of language models.", no_args_is_help=True, add_completion=False
+    name="tiercache", help="A tiered cache for the KV cache of language models.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="About configurations.", no_args_is_help=True)
 app.add_typer(config_app, name="config")

@@ -211,8 +211,14 @@ class TierCache:
                     leases.append(lease)
                 elif key in self._filling:
                     elsewhere.append((key, self._filling[key]))
-                elif (slot := await self._slot_to_fill(key, filled, wait_s)) is not None:
-                    fills[key] = (slot, length, source)
+                else:
+                    slot = self.cpu.try_reserve(Purpose.WRITE)
+                    if slot is not None:
+                        self._filling[key] = filled
+                    else:
+                        slot = await self._slot_to_fill(key, filled, wait_s)
+                    if slot is not None:
+                        fills[key] = (slot, length, source)
             if fills:
                 work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in fills.values()]
                 await to_the_end(self._copiers.submit(_fill, work))
@@ -240,9 +246,7 @@ class TierCache:
 
     async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], wait_s: float) -> Slot | None:
         """A slot for `key`, announced as being filled; None when none came free in time."""
-        slot = self.cpu.try_reserve(Purpose.WRITE)
-        if slot is None:
-            slot = await self.cpu.reserve(Purpose.WRITE, wait_s)
+        slot = await self.cpu.reserve(Purpose.WRITE, wait_s)
         if slot is None:
             self._puts_skipped += 1
         elif self._filling.setdefault(key, filled) is not filled or self.cpu.contains(key):

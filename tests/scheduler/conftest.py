@@ -56,7 +56,7 @@ class Bench:
 
     def is_whole(self) -> bool:
         """Nobody holds anything: every slot can be had again, and no budget counts one."""
-        return self.cpu.obtainable == self.cpu.pool.count and not any(self.cpu.budget.held.values())
+        return self.cpu.obtainable == self.cpu.pool.count and not any(self.cpu.budget.held)
 
 
 @pytest.fixture

@@ -60,6 +60,30 @@ class Driver:
             for answer in answers
         ]
 
+    def generate_together(self, prompts: list[str], tokens: int) -> dict[str, Any]:
+        """Many requests at once, to their full length; and how often one had to give its blocks away."""
+        from vllm import SamplingParams
+
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        preempt, preempted = scheduler._preempt_request, []
+
+        def counting(request: Any, *arguments: Any, **named: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *arguments, **named)
+
+        scheduler._preempt_request = counting
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        answers = self.llm.generate(prompts, wanted, use_tqdm=False)
+        scheduler._preempt_request = preempt
+        return {
+            "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+            "cached": [answer.num_cached_tokens for answer in answers],
+            "preempted": len(preempted),
+        }
+
+    def reset_everything(self) -> bool:
+        return bool(self.llm.reset_prefix_cache(reset_connector=True))
+
     def flush(self) -> bool:
         thread = cache_thread()
         return bool(thread.submit(thread.cache.flush(30)).result(40).complete)

@@ -31,13 +31,19 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """Two prompts of about 1,300 tokens that share nothing."""
+    """Two prompts of about 1,100 tokens that share nothing."""
 
     licence = (REPOSITORY / "LICENSE").read_text()
     return [
         licence[:5500] + "\nQuestion: What is this document about?\nAnswer:",
         licence[6000:11300] + "\nQuestion: Who is the licensor?\nAnswer:",
     ]
+
+
+@pytest.fixture(scope="session")
+def continued() -> str:
+    """A prompt of about 1,700 tokens that goes on where the text of the first of `prompts` ends."""
+    return (REPOSITORY / "LICENSE").read_text()[:8500] + "\nQuestion: What may a contributor do?\nAnswer:"
 
 
 def drive(engine: dict[str, Any], steps: list[list[Any]]) -> tuple[list[Any], str]:
@@ -72,26 +78,39 @@ def same_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+def close_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """What vLLM's own recompute gives: it splits the prefill differently, so its numbers differ by up to 0.05."""
+    return one["tokens"][:4] == other["tokens"][:4] and all(
+        abs(a - b) < 0.15 for a, b in zip(one["logprobs"][:4], other["logprobs"][:4], strict=True)
+    )
+
+
 @pytest.fixture(scope="session")
-def oracle(model: str, prompts: list[str]) -> list[dict[str, Any]]:
-    """vLLM's own prefix-cache hits."""
-    (cold, hit), _ = drive(
+def oracles(model: str, prompts: list[str], continued: str) -> list[dict[str, Any]]:
+    """vLLM's own prefix-cache hits, for `prompts` and `continued`."""
+    (cold, hit, _, continued_hit), _ = drive(
         {"model": model, "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS},
-        [["generate", prompts], ["generate", prompts]],
+        [["generate", prompts], ["generate", prompts], ["generate", [continued]], ["generate", [continued]]],
     )
     assert all(answer["cached"] == 0 for answer in cold)
-    for answer in hit:
+    for answer in (*hit, *continued_hit):
         assert answer["cached"] == (answer["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return list(hit)
+    return [*hit, *continued_hit]
+
+
+@pytest.fixture(scope="session")
+def oracle(oracles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return oracles[:2]
 
 
 @pytest.fixture(scope="session")
 def first_life(
-    model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory
+    model: str, prompts: list[str], continued: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any], str]:
     """An engine that computes, hits RAM, hits disk, is given damaged files, and at last wrong KV."""
     directory = tmp_path_factory.mktemp("kv")
     names = ["cold", "flush", "cpu", "clear", "disk", "clear", "damaged", "damaged_answer", "flush", "healed", "stats"]
+    names += ["clear", "all_damaged", "continued_damaged", "flush", "clear", "continued_healed", "prefetch"]
     steps: list[list[Any]] = [
         ["generate", prompts],
         ["flush"],
@@ -104,6 +123,13 @@ def first_life(
         ["flush"],
         ["generate", prompts],
         ["statistics"],
+        ["clear_hot"],
+        ["damage_files", str(directory), "flip", 1],
+        ["generate", [continued]],
+        ["flush"],
+        ["clear_hot"],
+        ["generate", [continued]],
+        ["generate", prompts],
         ["corrupt_hot"],
         ["generate", prompts],
     ]
@@ -149,12 +175,23 @@ def test_damaged_chunks_are_recomputed_and_stored_again(
     assert answers["damaged"] >= 2
     assert answers["stats"]["reader"]["corrupt"] == answers["damaged"]
     for ours, theirs in zip(answers["damaged_answer"], oracle, strict=True):
-        # Recomputed tokens split the prefill differently, as they do in vLLM without a cache: close, not equal.
-        assert ours["tokens"][:4] == theirs["tokens"][:4]
-        assert abs(ours["logprobs"][0] - theirs["logprobs"][0]) < 0.1
+        assert close_answer(ours, theirs)
     for ours, theirs in zip(answers["healed"], oracle, strict=True):
         assert ours["cached"] == theirs["cached"]
-        assert abs(ours["logprobs"][0] - theirs["logprobs"][0]) < 0.1
+        assert close_answer(ours, theirs)
+
+
+def test_what_was_computed_beside_a_failed_load_is_not_stored(
+    first_life: tuple[Path, dict[str, Any], str], oracles: list[dict[str, Any]]
+) -> None:
+    """The step that waited for the load went on with garbage, over several new chunks, before the engine rolled it back."""
+    _, answers, log = first_life
+    assert answers["all_damaged"] > 5
+    assert re.search(r"Loaded 0 out of 1024 tokens for request \S+ in \S+ ms; the rest is computed instead", log)
+    (damaged,), (healed,), theirs = answers["continued_damaged"], answers["continued_healed"], oracles[2]
+    assert close_answer(damaged, theirs)
+    assert healed["cached"] == theirs["cached"] > 1500
+    assert close_answer(healed, theirs)
 
 
 def test_operators_find_the_lines_they_know(first_life: tuple[Path, dict[str, Any], str]) -> None:
@@ -164,7 +201,7 @@ def test_operators_find_the_lines_they_know(first_life: tuple[Path, dict[str, An
         r"\(cpu: (\d+), disk: (\d+)\), need to load: (\d+)",
         log,
     )
-    assert len(lines) == 12
+    assert len(lines) == 16
     cold, cpu, disk = lines[0:2], lines[2:4], lines[4:6]
     assert all(int(hit) == int(load) == 0 for _, _, _, hit, _, _, load in cold)
     assert all(int(hit) == int(ram) == int(load) > 1000 for _, _, _, hit, ram, _, load in cpu)
@@ -211,4 +248,39 @@ def test_scheduler_and_worker_in_two_processes(
     for ours, theirs in zip(hit, oracle, strict=True):
         assert ours["cached"] == theirs["cached"]
         assert same_answer(ours, theirs)
-    assert "Stored" in log
+    assert "Stored" in log and "every chunk was written" in log
+
+
+def test_many_requests_in_little_memory(
+    model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Preemption, blocks that are held for their copies, generated tokens that are stored, an engine whose own block hashes
+    are weak, and a reset of all caches."""
+    (first, second, reset, after), log = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": True,
+            "prefix_caching_hash_algo": "xxhash",
+            "max_num_batched_tokens": STEP_TOKENS,
+            "max_model_len": 2048,
+            "num_gpu_blocks_override": 20,
+            "tiercache": tiercache_settings(tmp_path, save_decode_cache=True),
+        },
+        [
+            ["generate_together", prompts, 280],
+            ["generate_together", prompts, 280],
+            ["reset_everything"],
+            ["generate", prompts],
+        ],
+    )
+    assert "is not cryptographic: blocks are hashed again for the cache" in log
+    assert first["preempted"] >= 1 and second["preempted"] >= 1
+    for answers in (first, second):
+        for tokens, theirs in zip(answers["tokens"], oracle, strict=True):
+            assert len(tokens) == 280 and tokens[:4] == theirs["tokens"][:4]
+    assert all(cached >= 1024 for cached in second["cached"])
+    assert reset
+    assert [answer["cached"] for answer in after] == [0, 0]
+    for ours, theirs in zip(after, oracle, strict=True):
+        assert close_answer(ours, theirs)
+    assert not re.search(r"Traceback|of no use|failed", log)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 
-class Purpose(Enum):
-    READ = "read"
+class Purpose(IntEnum):
+    """Integers, since budgets are counted several times a chunk and hashing an Enum is slow."""
+
+    READ = 0
     """A demand read: somebody waits for this chunk."""
-    WRITE = "write"
+    WRITE = 1
     """A chunk on its way into the cache."""
-    PREFETCH = "prefetch"
+    PREFETCH = 2
     """A chunk that somebody may ask for."""
 
 
@@ -26,7 +28,8 @@ class SlotBudget:
     slots: int
     read_floor: int
     write_floor: int
-    held: dict[Purpose, int] = field(default_factory=lambda: dict.fromkeys(Purpose, 0))
+    held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
+    """Held slots by purpose."""
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
@@ -51,4 +54,4 @@ class SlotBudget:
 
     def give_back(self, purpose: Purpose) -> None:
         self.held[purpose] -= 1
-        assert self.held[purpose] >= 0, f"{purpose} slots given back twice"
+        assert self.held[purpose] >= 0, f"{purpose.name} slots given back twice"

@@ -117,7 +117,8 @@ class CpuTier(Tier):
         self._entries: dict[ChunkKey, _Entry] = {}
         self._order: EvictionOrder[_Entry] = make_order(policy)
         self._evictable = 0
-        self._waiting: dict[Purpose, deque[asyncio.Future[None]]] = {purpose: deque() for purpose in Purpose}
+        self._waiting: list[deque[asyncio.Future[None]]] = [deque() for _ in Purpose]
+        self._waiters = 0
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -125,7 +126,7 @@ class CpuTier(Tier):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        for waiting in self._waiting.values():
+        for waiting in self._waiting:
             while waiting:
                 future = waiting.popleft()
                 if not future.done():
@@ -196,12 +197,14 @@ class CpuTier(Tier):
         while True:
             turn: asyncio.Future[None] = loop.create_future()
             self._waiting[purpose].append(turn)
+            self._waiters += 1
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await turn
             except TimeoutError:
                 return None
             finally:
+                self._waiters -= 1
                 if not turn.done() or turn.cancelled():
                     if turn in self._waiting[purpose]:
                         self._waiting[purpose].remove(turn)
@@ -359,6 +362,8 @@ class CpuTier(Tier):
     # Waiting for slots
 
     def _wake(self) -> None:
+        if not self._waiters:
+            return
         for purpose in (Purpose.READ, Purpose.WRITE, Purpose.PREFETCH):
             waiting = self._waiting[purpose]
             while waiting and waiting[0].done():

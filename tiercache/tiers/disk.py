@@ -46,8 +46,9 @@ class DiskSettings:
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
-    """fdatasync each file before it becomes visible, and its directory after. Without, a chunk survives kill -9 but
-    perhaps not a power cut (then verification makes it a miss)."""
+    """fdatasync each file before it gets its name. Its name follows with the file system's next commit (seconds): a power
+    cut can lose the newest chunks but never show half of one. Without, all that was written lately may be lost, and what is
+    torn is found by verification. Neither matters for kill -9."""
     policy: str = "LRU"
 
 

@@ -238,8 +238,6 @@ class Volume:
                 self._make_directories(os.path.dirname(path))
         else:
             raise OSError(f"{path}: the directory vanishes as often as it is made")
-        if self.durable:
-            self._sync_directory(os.path.dirname(path))
 
     def _make_directories(self, leaf: str) -> None:
         for directory in (os.path.dirname(leaf), leaf):
@@ -284,14 +282,6 @@ class Volume:
         except FileNotFoundError:
             return False
         return True
-
-    @staticmethod
-    def _sync_directory(path: str) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _directories(path: Path | str) -> list[str]:

@@ -409,4 +409,6 @@ def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
     """Fill slots and zero the padding behind each payload, so that no tier ever stores another chunk's bytes."""
     for slot, length, source in work:
         source(slot[:length])
-        slot[length : aligned(length)] = 0
+        end = aligned(length)
+        if end != length:
+            slot[length:end] = 0

@@ -30,7 +30,11 @@ def sink_of(buffer: Any) -> Callable[[np.ndarray], None]:
     It raises ValueError in the thread when lengths differ, which ends the prefix that the caller gets.
     """
     if _is_tensor(buffer):
-        return lambda chunk: buffer.copy_(_tensor_view(_exactly(chunk, buffer.numel() * buffer.element_size()), buffer))
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            # torch takes writable memory only, and the chunk is not: these rarer kinds pay for a second copy.
+            length = buffer.numel() * buffer.element_size()
+            return lambda chunk: buffer.copy_(_tensor_view(_exactly(chunk, length).copy(), buffer))
+        buffer = _bytes_view(buffer)
     array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
     if not array.flags.writeable:
         raise ValueError("the buffer is read-only")
@@ -51,7 +55,12 @@ def _is_tensor(value: Any) -> bool:
 def _tensor_view(memory: np.ndarray, like: Any) -> Any:
     import torch
 
-    if not memory.flags.writeable:
-        # torch warns about read-only memory; the caller only reads from this view.
-        memory = np.lib.stride_tricks.as_strided(memory, writeable=True)
     return torch.from_numpy(memory).view(like.dtype).reshape(like.shape)
+
+
+def _bytes_view(tensor: Any) -> np.ndarray:
+    """uint8 vector over a contiguous tensor on the CPU, whatever its dtype (numpy knows neither bfloat16 nor fp8)."""
+    import torch
+
+    view: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return view

@@ -1,0 +1,185 @@
+"""The arena in its three kinds, slots, and the threads that touch them."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache.errors import ConfigError
+from tiercache.memory.arena import Arena, ArenaSettings, numa_node_for
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers, to_the_end
+
+SIZE = 8 << 20
+
+
+@pytest.fixture
+def shm_name() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    (Path("/dev/shm") / f"tiercache.{name}").unlink(missing_ok=True)
+
+
+def test_memory_is_page_aligned_writable_and_reports_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    arena = Arena(ArenaSettings(size_bytes=SIZE), on_progress=lambda done, total: seen.append((done, total)))
+    assert arena.address % 4096 == 0
+    assert arena.memory.nbytes == SIZE
+    assert seen[-1] == (SIZE, SIZE)
+    arena.memory[:] = 7
+    arena.close()
+
+
+def test_huge_pages_that_are_not_to_be_had_fall_back_with_advice(caplog: pytest.LogCaptureFixture) -> None:
+    if int(Path("/proc/sys/vm/nr_hugepages").read_text()):
+        pytest.skip("this machine has huge pages reserved")
+    arena = Arena(ArenaSettings(size_bytes=SIZE, hugepages=True))
+    assert arena.kind == "thp"
+    assert "sysctl vm.nr_hugepages=4" in caplog.text
+    arena.close()
+
+
+def test_huge_pages_are_used_when_reserved() -> None:
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text("8")
+    except OSError:
+        pytest.skip("reserving huge pages needs privileges that this user lacks")
+    try:
+        if int(setting.read_text()) < 8:
+            pytest.skip("this machine has no memory for huge pages")
+        arena = Arena(ArenaSettings(size_bytes=SIZE, hugepages=True))
+        assert arena.kind == "hugetlb"
+        arena.memory[-1] = 1
+        arena.close()
+    finally:
+        setting.write_text(before)
+
+
+def test_shared_memory_is_visible_by_name_and_gone_after_close(shm_name: str) -> None:
+    arena = Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
+    path = Path("/dev/shm") / f"tiercache.{shm_name}"
+    arena.memory[:4] = [1, 2, 3, 4]
+    assert path.read_bytes()[:4] == b"\1\2\3\4"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="in use by a living process"):
+        Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
+    arena.close()
+    assert not path.exists()
+
+
+def test_shared_memory_of_a_killed_process_is_neither_reused_nor_leaked(shm_name: str) -> None:
+    program = (
+        "import os, signal; from tiercache.memory.arena import *;"
+        f"arena = Arena(ArenaSettings(size_bytes={SIZE}, shm_name={shm_name!r})); arena.memory[:] = 9;"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = Path("/dev/shm") / f"tiercache.{shm_name}"
+    subprocess.run([sys.executable, "-c", program], check=False)
+    assert path.exists()
+    again = Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
+    assert not again.memory.any(), "bytes of a dead process mean nothing"
+    again.close()
+    subprocess.run([sys.executable, "-c", program], check=False)
+    other = Arena(ArenaSettings(size_bytes=SIZE, shm_name=f"{shm_name}-other"))
+    assert not path.exists(), "whoever starts next sweeps what the dead left"
+    other.close()
+
+
+@pytest.mark.parametrize("name", ["a/b", "", "/"])
+def test_impossible_name_is_one_sentence(name: str) -> None:
+    if not name:
+        pytest.skip("an empty name means none")
+    with pytest.raises(ConfigError, match="shm_name"):
+        Arena(ArenaSettings(size_bytes=SIZE, shm_name=name))
+
+
+def test_huge_pages_and_shared_memory_exclude_each_other(shm_name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be combined"):
+        Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name, hugepages=True))
+
+
+def test_numa_modes() -> None:
+    assert numa_node_for(None) is None
+    assert numa_node_for("auto") in (None, *range(os.cpu_count() or 1))
+    assert numa_node_for("auto", device_node=3) == 3
+    with pytest.raises(ConfigError, match="numa_mode: expected 'auto'"):
+        numa_node_for("banana")
+
+
+def test_slots_are_aligned_disjoint_and_all_there() -> None:
+    pool = SlotPool(Arena(ArenaSettings(size_bytes=SIZE)), 100_000)
+    slots = [pool.take() for _ in range(pool.count)]
+    assert pool.take() is None
+    starts = set()
+    for slot in slots:
+        assert slot is not None
+        view = pool.view(slot)
+        assert view.ctypes.data % 4096 == 0
+        starts.add(view.ctypes.data)
+        view[:] = slot % 256
+    assert len(starts) == pool.count == SIZE // 102_400
+    assert all((pool.view(slot) == slot % 256).all() for slot in slots if slot is not None)
+
+
+async def test_workers_return_results_and_exceptions() -> None:
+    workers = Workers("test", 3)
+    assert await asyncio.gather(*(workers.submit(pow, 2, n) for n in range(100))) == [2**n for n in range(100)]
+    with pytest.raises(ZeroDivisionError):
+        await workers.submit(lambda: 1 / 0)
+    assert workers.unfinished == 0
+    workers.close()
+
+
+async def test_hung_call_occupies_one_thread_and_nothing_else() -> None:
+    workers = Workers("test", 2)
+    release = threading.Event()
+    hung = workers.submit(release.wait)
+    assert await workers.submit(lambda: "others go on") == "others go on"
+    hung.cancel()
+    assert workers.unfinished == 1
+    release.set()
+    while workers.unfinished:
+        await asyncio.sleep(0)
+    workers.close()
+
+
+async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory() -> None:
+    workers = Workers("test", 1)
+    release, memory = threading.Event(), np.zeros(4, np.uint8)
+
+    def write_late() -> None:
+        release.wait()
+        memory[:] = 1
+
+    waiting = asyncio.create_task(to_the_end(workers.submit(write_late)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiting.cancel()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert memory.all()
+    workers.close()
+
+
+def test_workers_with_a_hung_call_do_not_hang_the_interpreters_exit() -> None:
+    program = (
+        "import asyncio, threading; from tiercache.memory.workers import Workers\n"
+        "async def main():\n"
+        "    Workers('hung', 1).submit(threading.Event().wait)\n"
+        "    print('leaving')\n"
+        "asyncio.run(main())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
+    assert run.stdout == "leaving\n"

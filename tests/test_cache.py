@@ -1,0 +1,290 @@
+"""TierCache as an embedder meets it."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache import CacheThread, Config, ConfigError, Layout, TierCache
+from tiercache.errors import CacheClosed
+
+CHUNK_BYTES = 64 * 1024
+LAYOUT = Layout("test-model", chunk_tokens=64, bytes_per_token=1024)
+
+
+def configured(directory: Path | None = None, **values: object) -> Config:
+    """32 slots, and a disk that holds about 900 chunks."""
+    if directory is not None:
+        values = {"local_disk": str(directory), "max_local_disk_size": 64 / 1024, **values}
+    return Config.load(environ={}, overrides={"max_local_cpu_size": 2 / 1024, **values})
+
+
+@asynccontextmanager
+async def opened(directory: Path | None = None, layout: Layout = LAYOUT, **values: object) -> AsyncIterator[TierCache]:
+    async with TierCache.open(configured(directory, **values), layout) as cache:
+        yield cache
+
+
+def payload(number: int, length: int = CHUNK_BYTES) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, length, dtype=np.uint8)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(24, "big")
+
+
+def is_whole(cache: TierCache) -> bool:
+    return cache.cpu.obtainable == cache.cpu.pool.count and not any(cache.cpu.budget.held)
+
+
+async def test_put_get_and_miss() -> None:
+    async with opened() as cache:
+        assert await cache.put(key(1), payload(1))
+        async with cache.get(key(1)) as lease:
+            assert lease is not None
+            assert np.array_equal(lease.view, payload(1))
+            assert not lease.view.flags.writeable
+        async with cache.get(key(2)) as lease:
+            assert lease is None
+        assert is_whole(cache)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "float16", "strided", "tensor", "bfloat16 tensor"])
+async def test_anything_with_bytes_can_be_put_and_got_into(kind: str) -> None:
+    raw = payload(1)
+    value: object
+    if kind in ("tensor", "bfloat16 tensor"):
+        torch = pytest.importorskip("torch")
+        value = torch.from_numpy(raw.copy())
+        into = torch.zeros(CHUNK_BYTES, dtype=torch.uint8)
+        if kind == "bfloat16 tensor":
+            value = value.view(torch.bfloat16).reshape(64, -1).t().contiguous().t()
+            into = torch.zeros(value.shape, dtype=torch.bfloat16)
+    elif kind == "float16":
+        value = raw.view(np.float16).reshape(32, -1)
+        into = np.zeros_like(value)
+    elif kind == "strided":
+        value = np.repeat(raw, 2)[::2]
+        into = np.zeros(2 * CHUNK_BYTES, np.uint8)[::2]
+    else:
+        value = {"bytes": bytes, "bytearray": bytearray, "memoryview": memoryview}[kind](raw.tobytes())
+        into = bytearray(CHUNK_BYTES)
+    async with opened() as cache:
+        assert await cache.put(key(1), value)
+        assert await cache.get_into([key(1)], [into]) == 1
+        if kind == "tensor":
+            assert torch.equal(into, value)
+        elif kind == "bfloat16 tensor":
+            assert torch.equal(into.view(torch.int16), value.contiguous().view(torch.int16))
+        else:
+            assert bytes(memoryview(np.ascontiguousarray(into)).cast("B")) == bytes(
+                memoryview(np.ascontiguousarray(value)).cast("B")
+            )
+
+
+async def test_shorter_tail_keeps_its_length_and_shows_nothing_of_the_slots_last_chunk(tmp_path: Path) -> None:
+    async with opened(tmp_path) as cache:
+        for number in range(64):
+            await cache.put(key(number), np.full(CHUNK_BYTES, 0xEE, np.uint8))
+        assert await cache.put(key(100), payload(100, 5000))
+        async with cache.get(key(100)) as lease:
+            assert lease is not None
+            assert lease.view.nbytes == 5000
+            assert not lease.padded[5000:].any()
+        await cache.flush()
+        (disk,) = cache.tiers
+        stored = Path(disk.path(key(100))).read_bytes()  # type: ignore[attr-defined]
+        assert b"\xee" * 16 not in stored[4096 + 5000 :]
+
+
+@pytest.mark.parametrize("length", [0, CHUNK_BYTES + 1])
+async def test_payload_of_a_wrong_length_is_an_error(length: int) -> None:
+    async with opened() as cache:
+        with pytest.raises(ValueError, match=f"expected 1..{CHUNK_BYTES} bytes"):
+            await cache.put(key(1), bytes(length))
+
+
+async def test_buffer_of_a_wrong_length_gets_nothing() -> None:
+    async with opened() as cache:
+        await cache.put(key(1), payload(1))
+        short = np.zeros(CHUNK_BYTES - 1, np.uint8)
+        assert await cache.get_into([key(1)], [short]) == 0
+        assert not short.any()
+
+
+async def test_store_lookup_load_by_tokens_across_a_restart(tmp_path: Path) -> None:
+    tokens = list(range(64 * 5 + 10))
+    async with opened(tmp_path) as cache:
+        assert await cache.store(tokens, [payload(number) for number in range(5)]) == 5
+        assert (await cache.lookup(tokens)).by_tier["cpu"] == 5
+        assert (await cache.flush()).complete
+    async with opened(tmp_path) as cache:
+        hit = await cache.lookup([*tokens[: 64 * 4], 7, 8])
+        assert (hit.chunks, hit.tokens) == (4, 256)
+        assert hit.by_tier == {"cpu": 0, "disk": 4}
+        buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in range(5)]
+        assert await cache.load(tokens, buffers) == 320
+        assert all(np.array_equal(buffer, payload(number)) for number, buffer in enumerate(buffers))
+        assert cache.lookup_hot(cache.keys(tokens)) == 5, "what was read is hot"
+
+
+async def test_other_tenant_and_other_layout_see_nothing(tmp_path: Path) -> None:
+    tokens = list(range(64))
+    async with opened(tmp_path, tenant_salt="a") as cache:
+        await cache.store(tokens, [payload(1)])
+        await cache.flush()
+    async with opened(tmp_path, tenant_salt="b") as cache:
+        assert (await cache.lookup(tokens)).chunks == 0
+    async with opened(tmp_path, Layout("test-model", 64, 1024, kv_dtype="fp8"), tenant_salt="a") as cache:
+        assert (await cache.lookup(tokens)).chunks == 0
+    async with opened(tmp_path, tenant_salt="a") as cache:
+        assert (await cache.lookup(tokens)).chunks == 1
+
+
+async def test_many_more_chunks_than_memory_pass_through_to_disk(tmp_path: Path) -> None:
+    async with opened(tmp_path, queue_wait_s=30.0) as cache:
+        for number in range(200):
+            assert await cache.put(key(number), payload(number))
+        assert (await cache.flush()).complete
+        assert cache.statistics().tiers["disk"].resident == 200
+        keys = [key(number) for number in range(200)]
+        buffers = [np.zeros(CHUNK_BYTES, np.uint8) for _ in keys]
+        assert await cache.get_into(keys, buffers) == 200
+        assert all(np.array_equal(buffer, payload(number)) for number, buffer in enumerate(buffers))
+        assert is_whole(cache)
+
+
+async def test_without_local_cpu_memory_is_staging_only(tmp_path: Path) -> None:
+    async with opened(tmp_path, local_cpu=False) as cache:
+        for number in range(10):
+            await cache.put(key(number), payload(number))
+        await cache.flush()
+        statistics = cache.statistics()
+        assert statistics.tiers["cpu"].resident == 0
+        assert statistics.slots_free == statistics.slots
+        async with cache.get(key(3)) as lease:
+            assert lease is not None
+            assert np.array_equal(lease.view, payload(3))
+        assert cache.statistics().slots_free == statistics.slots
+
+
+async def test_concurrent_puts_of_one_key_store_it_once() -> None:
+    async with opened() as cache:
+        assert all(await asyncio.gather(*(cache.put(key(1), payload(1)) for _ in range(20))))
+        assert cache.statistics().tiers["cpu"].writes == 1
+        assert is_whole(cache)
+
+
+async def test_cancelled_put_stores_nothing_and_leaks_nothing() -> None:
+    async with opened() as cache:
+        for steps in range(8):
+            put = asyncio.create_task(cache.put(key(steps), payload(steps)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            put.cancel()
+            (outcome,) = await asyncio.gather(put, return_exceptions=True)
+            assert cache.cpu.contains(key(steps)) is (outcome is True)
+            assert is_whole(cache)
+            assert await cache.put(key(steps), payload(steps))
+
+
+async def test_failing_source_stores_nothing_of_its_batch() -> None:
+    def broken(slot: np.ndarray) -> None:
+        raise OSError("the engine's memory is gone")
+
+    async with opened() as cache:
+        with pytest.raises(OSError, match="memory is gone"):
+            await cache.put_from([(key(1), 100, lambda slot: None), (key(2), 100, broken)])
+        assert not cache.cpu.contains(key(1))
+        assert is_whole(cache)
+
+
+async def test_every_slot_leased_is_a_skipped_put_at_its_deadline_and_never_a_hang() -> None:
+    async with opened() as cache:
+        leases = []
+        for number in range(cache.cpu.pool.count):
+            assert await cache.put(key(number), payload(number))
+            lease = cache.cpu.lease(key(number))
+            assert lease is not None
+            leases.append(lease)
+        assert not await cache.put(key(998), payload(998), deadline_s=0.01)
+        assert cache.statistics().puts_skipped == 1
+        for lease in leases:
+            lease.release()
+        assert await cache.put(key(999), payload(999))
+
+
+async def test_lease_keeps_its_bytes_while_everything_else_is_replaced() -> None:
+    async with opened() as cache:
+        await cache.put(key(0), payload(0))
+        async with cache.get(key(0)) as lease:
+            assert lease is not None
+            for number in range(1, 200):
+                await cache.put(key(number), payload(number))
+            assert np.array_equal(lease.view, payload(0))
+        with pytest.raises(ValueError, match="released"):
+            _ = lease.view
+
+
+async def test_forgotten_lease_is_reported_and_its_slot_comes_back() -> None:
+    async with opened() as cache:
+        await cache.put(key(0), payload(0))
+        lease = cache.cpu.lease(key(0))
+        with pytest.warns(ResourceWarning, match="never released"):
+            del lease
+        await asyncio.sleep(0)
+        assert is_whole(cache)
+
+
+async def test_reading_order_decides_eviction_not_writing_order() -> None:
+    async with opened() as cache:
+        await cache.put(key(0), payload(0))
+        for number in range(1, 100):
+            async with cache.get(key(0)) as lease:
+                assert lease is not None, "the hottest chunk was evicted"
+            await cache.put(key(number), payload(number))
+
+
+async def test_closed_cache_says_so() -> None:
+    async with opened() as cache:
+        pass
+    with pytest.raises(CacheClosed):
+        await cache.put(key(1), payload(1))
+    with pytest.raises(CacheClosed):
+        cache.get(key(1))
+    assert (await cache.close()).complete
+
+
+async def test_arena_too_small_for_the_layout_says_what_to_raise() -> None:
+    with pytest.raises(ConfigError, match="max_local_cpu_size.*at least 4 are needed"):
+        async with opened(layout=Layout("big", chunk_tokens=64, bytes_per_token=1 << 20)):
+            pass
+
+
+def test_thread_serves_a_synchronous_engine(tmp_path: Path) -> None:
+    thread = CacheThread(configured(tmp_path), LAYOUT)
+    assert thread.submit(thread.cache.put(key(1), payload(1))).result(10)
+    into = np.zeros(CHUNK_BYTES, np.uint8)
+    assert thread.submit(thread.cache.get_into([key(1)], [into])).result(10) == 1
+    assert np.array_equal(into, payload(1))
+    assert thread.close().complete
+    assert thread.close().complete
+    with pytest.raises(CacheClosed):
+        thread.submit(thread.cache.put(key(2), payload(2)))
+
+
+def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="local_disk"):
+        CacheThread(configured(tmp_path / "file"), LAYOUT)
+
+
+def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
+    program = "import sys, tiercache; tiercache.TierCache, tiercache.Config; print('torch' in sys.modules, 'vllm' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False"]

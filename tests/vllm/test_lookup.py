@@ -133,3 +133,11 @@ def test_a_directory_of_somebody_else_is_refused(engine: str) -> None:
     socket_path(engine, 0).parent.chmod(0o755)
     with pytest.raises(Exception, match="expected a directory of this user with mode 0700"):
         Worker(engine, 0, 0)
+
+
+def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+    with Worker(engine, 0, 4), Worker(engine, 1, 4):
+        assert client.begin(NAMES).result(10).blocks == 4
+    client.close()
+    assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -71,6 +71,7 @@ class LookupServer:
         self._thread = thread
         self._geometry = geometry
         self._key = (engine, rank)
+        self._lines: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         _local[self._key] = (thread, geometry)
         self._server = thread.submit(self._start()).result(10)
 
@@ -93,9 +94,16 @@ class LookupServer:
 
     async def _stop(self) -> None:
         self._server.close()
+        for writer in self._lines.values():
+            writer.close()
+        if self._lines:
+            await asyncio.wait(list(self._lines), timeout=2.0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answering: set[asyncio.Task[None]] = set()
+        line = asyncio.current_task()
+        assert line is not None
+        self._lines[line] = writer
         try:
             while True:
                 number, names = await _receive(reader)
@@ -108,6 +116,7 @@ class LookupServer:
             for task in answering:
                 task.cancel()
             writer.close()
+            del self._lines[line]
 
     async def _answer(self, writer: asyncio.StreamWriter, number: int, names: list[bytes]) -> None:
         try:

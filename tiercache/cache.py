@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
+_BATCH_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,8 @@ class TierCache:
                 raise ValueError(f"payload: expected 1..{chunk_bytes} bytes (the layout's chunk), found {length}")
         wait_s = self._wait_s(deadline_s)
         stored = 0
-        for start in range(0, len(items), self._largest_batch):
-            stored += await self._put_batch(items[start : start + self._largest_batch], wait_s)
+        for start in range(0, len(items), self._batch_items):
+            stored += await self._put_batch(items[start : start + self._batch_items], wait_s)
         return stored
 
     async def _put_batch(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
@@ -364,9 +365,10 @@ class TierCache:
         return self._reader.stuck + sum(writer.stuck for writer in self._fan_out.writers)
 
     @property
-    def _largest_batch(self) -> int:
-        """A batch must fit beside the floor for reads, or it would wait for its own slots."""
-        return max(1, self.cpu.pool.count // 4)
+    def _batch_items(self) -> int:
+        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
+        batch fits beside the floor for reads (it would wait for its own slots)."""
+        return max(1, min(self.cpu.pool.count // 4, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
 
     def _wait_s(self, deadline_s: float | None) -> float:
         return float(self.config.blocking_timeout_secs) if deadline_s is None else deadline_s

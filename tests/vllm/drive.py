@@ -120,7 +120,7 @@ class Driver:
 
     def damage_files(self, directory: str, kind: str, every: int) -> int:
         """Flip a bit of, or truncate, every n-th chunk file."""
-        files = sorted(path for path in Path(directory).glob("??/??/*") if path.is_file())[::every]
+        files = sorted(path for path in Path(directory).glob("??/*") if path.is_file())[::every]
         for path in files:
             if kind == "truncate":
                 os.truncate(path, path.stat().st_size // 2)

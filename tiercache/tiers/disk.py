@@ -70,9 +70,9 @@ class DiskTier(Tier):
     def __init__(self, settings: DiskSettings, fingerprint: bytes) -> None:
         self.settings = settings
         self.fingerprint = fingerprint
-        self.traits = Traits(
-            durable=True, shared=True, read_concurrency=settings.threads, write_concurrency=settings.threads
-        )
+        # Two more than there are threads: a thread that is done finds its next job waiting, without a round by the loop.
+        places = settings.threads + 2
+        self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
         self._readers = Workers("disk-read", settings.threads)
         self._writers = Workers("disk-write", settings.threads)
         self._metadata = Workers("disk-metadata", 1)

@@ -35,6 +35,12 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     context = config.parallel_config.decode_context_parallel_size
     if context > 1:
         raise LayoutError(f"expected no decode context parallelism, found {context} ranks: blocks are interleaved then")
+    stages = config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        # Tried with 2 stages on CPU: the scheduler found no output of the last stage (KeyError in update_from_output).
+        raise LayoutError(
+            f"expected one pipeline stage, found {stages}: vLLM 0.32 fails in its first step with this connector"
+        )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise LayoutError(
             "expected KV scales from the checkpoint, found calculate_kv_scales: the meaning of a byte would differ "

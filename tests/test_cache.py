@@ -54,7 +54,9 @@ async def test_put_get_and_miss() -> None:
         assert is_whole(cache)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bytearray", "memoryview", "float16", "strided", "tensor", "bfloat16 tensor"])
+@pytest.mark.parametrize(
+    "kind", ["bytes", "bytearray", "memoryview", "float16", "strided", "tensor", "bfloat16 tensor"]
+)
 async def test_anything_with_bytes_can_be_put_and_got_into(kind: str) -> None:
     raw = payload(1)
     value: object
@@ -285,6 +287,9 @@ def test_thread_raises_what_opening_raises(tmp_path: Path) -> None:
 
 
 def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
-    program = "import sys, tiercache; tiercache.TierCache, tiercache.Config; print('torch' in sys.modules, 'vllm' in sys.modules)"
+    program = (
+        "import sys, tiercache; tiercache.TierCache, tiercache.Config;"
+        "print('torch' in sys.modules, 'vllm' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]

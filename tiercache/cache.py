@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.assembly import arena_settings, make_tiers
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, chunk_keys
@@ -23,7 +24,6 @@ from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.reader import Hit, Reader, ReaderSettings, ReaderStatistics, Sink
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings, WriterStatistics
-from tiercache.assembly import arena_settings, make_tiers
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.cpu import CpuTier, Lease
 

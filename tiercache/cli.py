@@ -9,7 +9,10 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    name="tiercache", help="A tiered cache for the KV cache of language models.", no_args_is_help=True, add_completion=False,
+    name="tiercache",
+    help="A tiered cache for the KV cache of language models.",
+    no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="About configurations.", no_args_is_help=True)
@@ -47,7 +50,9 @@ def doctor(
 
 @config_app.command("explain")
 def config_explain(
-    file: Annotated[Path | None, typer.Argument(help="A tiercache or LMCache YAML file; none: the environment's.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A tiercache or LMCache YAML file; none: the environment's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """The effective configuration, where each value came from, and which tiers it makes."""
@@ -57,7 +62,9 @@ def config_explain(
 
 
 @app.command()
-def stat(directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False) -> None:
+def stat(
+    directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False
+) -> None:
     """What a directory of the disk tier holds."""
     from tiercache.commands.stat import stat_command
 
@@ -65,7 +72,9 @@ def stat(directory: Annotated[Path, typer.Argument(help="A directory of the disk
 
 
 @app.command()
-def verify(directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False) -> None:
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False
+) -> None:
     """Check every chunk; the bad are moved to quarantine, and the exit status is 1."""
     from tiercache.commands.verify import verify_command
 
@@ -77,15 +86,15 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     directory: Annotated[Path, typer.Option(help="Where the disk is measured.")] = Path("bench-data"),
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of ceiling and ours.")] = 5,
-    total_mib: Annotated[int, typer.Option(min=64, help="Bytes moved in each measurement, in MiB.")] = 512,
     only: Annotated[str, typer.Option(help="Comma list of: core, cpu, disk, loop, restart.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
     peer: Annotated[str, typer.Option(help="Also measure this peer (lmcache).")] = "",
     peer_python: Annotated[Path | None, typer.Option(help="A Python that has the peer installed.")] = None,
 ) -> None:
     """Ceilings of this machine and ours, interleaved in one run."""
     from tiercache.bench.command import bench_command
 
-    raise typer.Exit(bench_command(json_file, directory, pairs, total_mib << 20, only, peer, peer_python))
+    raise typer.Exit(bench_command(json_file, directory, pairs, only, quick, peer, peer_python))
 
 
 def main() -> None:

@@ -15,14 +15,19 @@ LAYOUT = Layout("cli", chunk_tokens=64, bytes_per_token=1024)
 
 def tiercache(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tiercache.cli", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-m", "tiercache.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
 @pytest.fixture
 async def directory(tmp_path: Path) -> Path:
     config = Config.load(
-        environ={}, overrides={"max_local_cpu_size": 0.01, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1}
+        environ={},
+        overrides={"max_local_cpu_size": 0.01, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1},
     )
     async with TierCache.open(config, LAYOUT) as cache:
         for number in range(6):
@@ -92,27 +97,3 @@ def test_config_explain_is_reachable(tmp_path: Path) -> None:
     wrong = tiercache("config", "explain", file)
     assert wrong.returncode != 0
     assert "chunk_size" in wrong.stderr
-
-
-def test_bench_gives_every_figure_under_its_stable_name(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    run = tiercache(
-        "bench", "--directory", tmp_path, "--pairs", 1, "--total-mib", 64, "--only", "cpu,disk,loop", "--json", file
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(file.read_text())["figures"]
-    names = {"ceiling.memcpy_gbps", "cpu.put_gbps", "cpu.get_gbps", "cpu.put_overhead_us", "cpu.get_overhead_us"}
-    names |= {"loop.lag_p99_ms", "loop.lag_max_ms"}
-    for size in ("2MiB", "32MiB"):
-        names |= {f"ceiling.file_write_gbps.{size}", f"ceiling.file_read_gbps.{size}"}
-        names |= {f"disk.put_durable_gbps.{size}", f"disk.get_cold_gbps.{size}"}
-    assert names <= set(found)
-    assert all(set(row) >= {"median", "min", "max", "count"} for row in found.values())
-    assert found["disk.get_cold_gbps.2MiB"]["ratio"] > 0
-    assert not (tmp_path / "tiercache-bench").exists(), "nothing is left behind"
-
-
-def test_bench_refuses_unknown_parts() -> None:
-    run = tiercache("bench", "--only", "gpu")
-    assert run.returncode == 2
-    assert "expected a comma list" in run.stderr

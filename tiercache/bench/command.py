@@ -6,79 +6,93 @@ import asyncio
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from tiercache.bench.cache_figures import MIB, measure_cpu, measure_disk, measure_loop, measure_restart
 from tiercache.bench.core_figures import measure_core
-from tiercache.bench.figures import Figures, machine
+from tiercache.bench.cpu_figures import measure_cpu
+from tiercache.bench.disk_figures import measure_disk
+from tiercache.bench.figures import Figures
+from tiercache.bench.loop_figures import measure_loop
+from tiercache.bench.machine import machine
+from tiercache.bench.restart_figures import measure_restart
+from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
+from tiercache.errors import TierCacheError
 
 PARTS = ("core", "cpu", "disk", "loop", "restart")
-CHUNK_SIZES = (2 * MIB, 32 * MIB)
 
 
 def bench_command(
-    json_file: Path | None, directory: Path, pairs: int, total_bytes: int, only: str, peer: str, peer_python: Path | None
+    json_file: Path | None, directory: Path, pairs: int, only: str, quick: bool, peer: str, peer_python: Path | None
 ) -> int:
-    """Exit status 2 for a wrong argument, said in one sentence."""
+    """Exit status 2 for a wrong argument, 1 when a measurement could not be made, both said in one sentence."""
     parts = [part.strip() for part in only.split(",") if part.strip()] or list(PARTS)
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         return _complain(f"--only: expected a comma list of {', '.join(PARTS)}, found {unknown[0]!r}")
     if peer and peer != "lmcache":
         return _complain(f"--peer: expected lmcache, found {peer!r}")
-    if peer and (peer_python is None or not peer_python.exists()):
-        return _complain("--peer-python: name a Python in which the peer is installed")
-    place = directory / "tiercache-bench"
+    if bool(peer) != bool(peer_python) or (peer_python is not None and not peer_python.exists()):
+        return _complain("--peer lmcache needs --peer-python, a Python in which lmcache and torch are installed")
+    if json_file is not None and not json_file.resolve().parent.is_dir():
+        return _complain(f"--json: {json_file.parent} is not a directory")
+    made = not directory.exists()
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix="tiercache-bench-", dir=directory))
     except OSError as error:
         return _complain(f"--directory: {directory} cannot be used: {error.strerror}")
     console = Console(stderr=True)
     figures = Figures()
+    problem = None
     try:
-        with console.status("") as status:
-            for part in parts:
-                _measure(part, figures, pairs, total_bytes, place, lambda text: status.update(text))
-            if peer and peer_python is not None:
-                from tiercache.bench.peer import measure_peer
+        facts = machine(place)
+        with console.status("starting") as status:
 
-                asyncio.run(measure_peer(figures, pairs, total_bytes, place, peer_python, lambda text: status.update(text)))
+            def progress(text: str) -> None:
+                status.update(text)
+                if not console.is_terminal:
+                    print(text, file=sys.stderr, flush=True)
+
+            plan = Plan(pairs, QUICK if quick else FULL, place, progress, peer_python)
+            for part in parts:
+                _measure(part, figures, plan)
+    except (TierCacheError, OSError) as error:
+        problem = str(error)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    found = figures.to_dict()
-    _show(found, Console())
+        if made and not any(directory.iterdir()):
+            directory.rmdir()
+    # The table goes to files and pipes too, where no width is known.
+    output = Console() if sys.stdout.isatty() else Console(width=120)
+    output.print(figures.table())
     if json_file is not None:
-        json_file.write_text(json.dumps({"machine": machine(directory), "figures": found}, indent=2) + "\n")
-    return 0
+        json_file.write_text(json.dumps({"machine": facts, **figures.to_dict()}, indent=2) + "\n")
+    if problem is not None:
+        print(f"error: not everything was measured: {problem}", file=sys.stderr)
+    return 0 if problem is None else 1
 
 
-def _measure(part: str, figures: Figures, pairs: int, total_bytes: int, place: Path, progress: Any) -> None:
+def _measure(part: str, figures: Figures, plan: Plan) -> None:
     if part == "core":
-        measure_core(figures, pairs, progress)
+        asyncio.run(measure_core(figures, plan))
     elif part == "cpu":
-        asyncio.run(measure_cpu(figures, pairs, total_bytes, progress))
+        asyncio.run(measure_cpu(figures, plan))
     elif part == "disk":
         for chunk_bytes in CHUNK_SIZES:
-            asyncio.run(measure_disk(figures, pairs, total_bytes, place, chunk_bytes, progress))
+            asyncio.run(measure_disk(figures, plan, chunk_bytes))
     elif part == "loop":
-        asyncio.run(measure_loop(figures, min(pairs, 3), total_bytes, place, progress))
+        asyncio.run(measure_loop(figures, plan))
+        try:
+            import uvloop
+        except ImportError:
+            return
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure_loop(figures, plan, "loop.uvloop"))
     else:
-        asyncio.run(measure_restart(figures, place, progress))
-
-
-def _show(found: dict[str, Any], console: Console) -> None:
-    table = Table()
-    table.add_column("figure")
-    for column in ("median", "min", "max", "count", "of ceiling"):
-        table.add_column(column, justify="right")
-    for name, row in sorted(found.items()):
-        ratio = f"{row['ratio']:.2f}" if "ratio" in row else ""
-        table.add_row(name, *(f"{row[key]:,.4g}" for key in ("median", "min", "max")), str(row["count"]), ratio)
-    console.print(table)
+        asyncio.run(measure_restart(figures, plan))
 
 
 def _complain(problem: str) -> int:

@@ -11,44 +11,65 @@ from collections.abc import Callable
 import numpy as np
 
 from tiercache.bench.figures import Figures
+from tiercache.bench.peer import Peer
+from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, nothing
+from tiercache.cache import TierCache
 from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, chunk_keys
 
-_TOKENS = 131072
-_LOOKUPS = 10_000
-_ENTRIES = 1_000_000
+_SMALL_BYTES = 4096
+_ADMISSIONS = 20_000
 
 
-def measure_core(figures: Figures, pairs: int, progress: Callable[[str], None]) -> None:
-    progress("hashing")
-    tokens = [random.randrange(150_000) for _ in range(_TOKENS)]
+async def measure_core(figures: Figures, plan: Plan) -> None:
+    """`hash.*`: keys of one prompt, given as a list and as a numpy vector. `lookup.keys_per_s`: `cache.lookup_keys` of one
+    batch of hot keys. `index.*`: see `_index`."""
+    sizes = plan.sizes
+    tokens = [random.randrange(150_000) for _ in range(sizes.tokens)]
     array = np.array(tokens, dtype=np.uint32)
     namespace = bytes(KEY_BYTES)
-    for _ in range(pairs):
-        figures.add("hash.tokens_per_s", _TOKENS / _timed(lambda: chunk_keys(namespace, tokens, 256)))
-        figures.add("hash.array_tokens_per_s", _TOKENS / _timed(lambda: chunk_keys(namespace, array, 256)))
-    progress("index of a million entries")
+    arena_bytes = max(64 * MIB, 2 * sizes.lookups * _SMALL_BYTES)
+    with Peer.start(plan, "core", 2 * MIB, sizes.lookups) as peer:
+        async with TierCache.open(config_of(arena_bytes), layout_of(_SMALL_BYTES)) as cache:
+            keys = new_keys(sizes.lookups)
+            await cache.put_from([(key, _SMALL_BYTES, nothing) for key in keys])
+            for pair in range(plan.pairs):
+                plan.progress(f"keys and look-ups, {pair + 1} of {plan.pairs}")
+                figures.add("hash.tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, tokens, 256)))
+                figures.add("hash.array_tokens_per_s", sizes.tokens / _timed(lambda: chunk_keys(namespace, array, 256)))
+                began = time.perf_counter()
+                hit = await cache.lookup_keys(keys)
+                figures.add("lookup.keys_per_s", len(keys) / (time.perf_counter() - began))
+                assert hit.chunks == len(keys), hit
+                peer.add(figures, "lookup", lookup=("lookup.keys_per_s", "lookup.keys_per_s"))
+                peer.add(figures, "hash", hash=("hash.tokens_per_s", "hash.tokens_per_s"))
+    plan.progress(f"index of {sizes.entries:,} entries")
+    _index(figures, plan)
+
+
+def _index(figures: Figures, plan: Plan) -> None:
+    """`index.bytes_per_entry`: all that Python allocates for an entry, its key included (tracemalloc).
+
+    `index.admit_us`, `index.admit_p99_us`: to make room for one chunk and to enter it, in an index that is full.
+    """
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     index = CappedIndex(make_order("LRU"))
-    for _ in range(_ENTRIES):
-        index.add(os.urandom(KEY_BYTES), 2 << 20)
-    figures.add("index.bytes_per_entry", (tracemalloc.get_traced_memory()[0] - before) / _ENTRIES)
+    for _ in range(plan.sizes.entries):
+        index.add(os.urandom(KEY_BYTES), 2 * MIB)
+    figures.add("index.bytes_per_entry", (tracemalloc.get_traced_memory()[0] - before) / plan.sizes.entries)
     tracemalloc.stop()
-    known = list(index.order.entries)[:_LOOKUPS]
-    for _ in range(pairs):
-        figures.add("lookup.keys_per_s", _LOOKUPS / _timed(lambda: index.prefix(known)))
+    for _ in range(plan.pairs):
         took = []
-        for _ in range(20_000):
-            key = os.urandom(KEY_BYTES)
+        for key in new_keys(min(_ADMISSIONS, plan.sizes.entries)):
             began = time.perf_counter()
-            index.evict(1)
-            index.add(key, 2 << 20)
+            index.evict(2 * MIB)
+            index.add(key, 2 * MIB)
             took.append(time.perf_counter() - began)
         took.sort()
+        figures.add("index.admit_us", took[len(took) // 2] * 1e6)
         figures.add("index.admit_p99_us", took[len(took) * 99 // 100] * 1e6)
-        known = list(index.order.entries)[:_LOOKUPS]
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -2,67 +2,60 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 
 @dataclass
 class Figures:
+    """Higher is better, but for names that end in `_us`, `_ms`, `_s` or `bytes_per_entry`."""
+
     samples: dict[str, list[float]] = field(default_factory=dict)
-    ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """ours -> (ceiling, which must be measured just before or after it)"""
+    compared: dict[str, list[str]] = field(default_factory=dict)
+    """ours -> ceilings and peers that were measured beside it, sample by sample"""
 
     def add(self, name: str, value: float) -> None:
         self.samples.setdefault(name, []).append(value)
 
-    def compare(self, ours: str, ceiling: str) -> None:
-        self.ratios[ours] = (ours, ceiling)
+    def compare(self, ours: str, other: str) -> None:
+        others = self.compared.setdefault(ours, [])
+        if other not in others:
+            others.append(other)
 
-    def ratio(self, ours: str) -> float | None:
-        """Median of the ratios pair by pair."""
-        if ours not in self.ratios:
-            return None
-        _, ceiling = self.ratios[ours]
-        pairs = list(zip(self.samples.get(ours, ()), self.samples.get(ceiling, ()), strict=False))
+    def ratio(self, ours: str, other: str) -> float | None:
+        """Median of ours / other, pair by pair: the machine drifts, the two of a pair drift together."""
+        pairs = list(zip(self.samples.get(ours, ()), self.samples.get(other, ()), strict=False))
         return statistics.median(mine / theirs for mine, theirs in pairs) if pairs else None
 
     def to_dict(self) -> dict[str, Any]:
+        """name -> median, min, max, count, and `ratios` to what was measured beside it."""
         found: dict[str, Any] = {}
         for name, values in self.samples.items():
-            row: dict[str, Any] = {
+            found[name] = {
                 "median": statistics.median(values), "min": min(values), "max": max(values), "count": len(values)
             }  # fmt: skip
-            ratio = self.ratio(name)
-            if ratio is not None:
-                row |= {"ceiling": self.ratios[name][1], "ratio": ratio}
-            found[name] = row
+            ratios = {other: self.ratio(name, other) for other in self.compared.get(name, ())}
+            if ratios:
+                found[name]["ratios"] = ratios
         return found
 
-
-def machine(directory: Path) -> dict[str, Any]:
-    """What the figures depend on."""
-    import numpy
-    import xxhash
-
-    from tiercache import __version__
-
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
-    )
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "tiercache": __version__,
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "xxhash": xxhash.VERSION,
-        "kernel": platform.release(),
-        "cpu": model,
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_gb": round(pages / 2**30, 1),
-        "device": os.stat(directory).st_dev,
-        "load": os.getloadavg(),
-    }
+    def table(self) -> Table:
+        """A row a figure. Beside ours: the part of the ceiling that it reaches. Beside a peer: how much faster ours is."""
+        table = Table()
+        table.add_column("figure", no_wrap=True)
+        for column in ("median", "min", "max", "count"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("ours / it", justify="right")
+        beside = {other: ours for ours, others in self.compared.items() for other in others}
+        for name, row in sorted(self.to_dict().items()):
+            ratio = self.ratio(beside[name], name) if name in beside else None
+            table.add_row(
+                name,
+                *(f"{row[key]:,.4g}" if row[key] < 1e5 else f"{row[key]:.3g}" for key in ("median", "min", "max")),
+                str(row["count"]),
+                "" if ratio is None else f"{ratio:.2f} ({beside[name].partition('.')[0]})",
+            )
+        return table

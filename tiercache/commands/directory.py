@@ -31,6 +31,6 @@ def complain(problem: str) -> int:
 
 def chunk_files(directory: Path) -> Iterator[Path]:
     for top in TOP_LEVELS:
-        for path in sorted((directory / top).glob("??/*")):
+        for path in sorted((directory / top).glob("*")):
             if CHUNK_NAME.fullmatch(path.name):
                 yield path

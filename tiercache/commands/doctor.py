@@ -57,10 +57,12 @@ def examine(path: Path | None = None) -> list[Finding]:
 
 
 def _memory() -> list[Finding]:
-    meminfo = dict(
-        (line.split(":")[0], int(line.split()[1])) for line in Path("/proc/meminfo").read_text().splitlines()
-    )
-    findings = [Finding("memory", OK, f"{meminfo['MemAvailable'] / 2**20:.1f} of {meminfo['MemTotal'] / 2**20:.1f} GB available")]
+    meminfo = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
+    findings = [
+        Finding(
+            "memory", OK, f"{meminfo['MemAvailable'] / 2**20:.1f} of {meminfo['MemTotal'] / 2**20:.1f} GB available"
+        )
+    ]
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     mode = setting.read_text().split("[")[1].split("]")[0] if setting.exists() else "absent"
     if mode in ("always", "madvise"):
@@ -70,7 +72,9 @@ def _memory() -> list[Finding]:
         findings.append(Finding("transparent huge pages", NOTE, mode, advice))
     reserved, free = meminfo.get("HugePages_Total", 0), meminfo.get("HugePages_Free", 0)
     advice = "" if reserved else "only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MB / 2>"
-    findings.append(Finding("reserved huge pages", OK if reserved else NOTE, f"{free} of {reserved} free (2 MiB each)", advice))
+    findings.append(
+        Finding("reserved huge pages", OK if reserved else NOTE, f"{free} of {reserved} free (2 MiB each)", advice)
+    )
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
     low = soft != resource.RLIM_INFINITY and soft < 1 << 30
@@ -96,7 +100,10 @@ def _disk(path: Path) -> list[Finding]:
     try:
         direct = supports_direct_io(path)
     except OSError as error:
-        return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", "give this user write access")]
+        return [
+            *findings,
+            Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", "give this user write access"),
+        ]
     if direct:
         findings.append(Finding("O_DIRECT", OK, "works there"))
     else:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiofiles
+import aiofiles.os
 
 from tiercache.commands.directory import chunk_files, complain, problem_with
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError
@@ -41,7 +42,7 @@ async def survey(directory: Path) -> dict[str, Any]:
         nonlocal occupied
         async with places:
             try:
-                status = path.stat()
+                status = await aiofiles.os.stat(path)
                 async with aiofiles.open(path, "rb") as file:
                     header = Header.unpack(await file.read(PACKED_BYTES))
             except (OSError, HeaderError) as error:
@@ -103,11 +104,15 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
         )
     console.print(table)
     counted = "none" if found["ledger_bytes"] is None else _mib(found["ledger_bytes"])
-    console.print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}; the ledger counts {counted} (with directories)")
+    console.print(
+        f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}; the ledger counts {counted} (with directories)"
+    )
     if found["chunks"]:
         console.print(f"median age {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s")
     if found["quarantined"]:
-        console.print(f"{found['quarantined']} chunks in quarantine ({_mib(found['quarantined_bytes'])}): they failed verification")
+        console.print(
+            f"{found['quarantined']} chunks in quarantine ({_mib(found['quarantined_bytes'])}): they failed verification"
+        )
     for line in found["unreadable"]:
         console.print(f"unreadable: {line}", soft_wrap=True)
 

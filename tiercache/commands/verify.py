@@ -29,7 +29,9 @@ def verify_command(directory: Path, as_json: bool) -> int:
         console = Console()
         for line in found["bad"]:
             console.print(f"bad, now in quarantine: {line}", soft_wrap=True)
-        console.print(f"{found['checked']:,} chunks checked, {found['checked_bytes'] / 2**20:,.1f} MiB; {len(found['bad'])} bad")
+        console.print(
+            f"{found['checked']:,} chunks checked, {found['checked_bytes'] / 2**20:,.1f} MiB; {len(found['bad'])} bad"
+        )
     return 1 if found["bad"] else 0
 
 

@@ -53,7 +53,8 @@ def main() -> int:
 
 def measure(place: Path, console: Console) -> dict[str, Run]:
     """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; and from
-    disk, in a new process. The reference comes from the same KV, so a hit of ours must give the same answer to the letter."""
+    disk, in a new process. The reference is made of the same KV, so a hit of ours must give the same answer to the letter.
+    """
     with console.status("preparing the model (once, about 20 s)"):
         model = prepare_model(place / "model")
     with console.status("cutting the prompt"):
@@ -71,7 +72,9 @@ def measure(place: Path, console: Console) -> dict[str, Run]:
         tiers = {key: tokens for key, tokens in server.tiers_of_last_request().items() if tokens}
         found = tier if tier is not None else "+".join(tiers)
         runs[name] = Run(name, found, answer)
-        console.print(f"  {name:13} {answer.ttft_s:8.3f} s   {answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit")
+        console.print(
+            f"  {name:13} {answer.ttft_s:8.3f} s   {answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit"
+        )
 
     with _server("vLLM with tiercache", model, place / "server-1.log", console, config) as server:
         run("cold", server)
@@ -79,7 +82,8 @@ def measure(place: Path, console: Console) -> dict[str, Run]:
         run("prefix_cache", server, tier="vllm")
         server.forget_prefix_cache()
         run("cpu", server)
-    with _server("vLLM with tiercache again, a new process", model, place / "server-2.log", console, config) as server:
+    again = "vLLM with tiercache again, a new process"
+    with _server(again, model, place / "server-2.log", console, config) as server:
         run("disk_restart", server)
     return {name: runs[name] for name in LABELS}
 

@@ -7,10 +7,12 @@ import json
 import time
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
-from tiercache.demo.server import MODEL_NAME
+from tiercache.demo.server import MODEL_NAME, Server, open_url
 
 PROMPT_TOKENS = 6043
 """47 blocks of 128 tokens and a rest that has to be computed in any case."""
@@ -21,6 +23,7 @@ _ASK_S = 300.0
 
 @dataclass(frozen=True)
 class Answer:
+    request_id: str
     ttft_s: float
     prompt_tokens: int
     hit_tokens: int
@@ -35,6 +38,7 @@ def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
     """Real prose, the language reference that comes with Python, cut so that the whole prompt has about `prompt_tokens`
     tokens of the model's own tokenizer (exactly, when the cut falls well)."""
     from pydoc_data.topics import topics
+
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -55,8 +59,11 @@ def long_message(model: Path, prompt_tokens: int = PROMPT_TOKENS) -> str:
     return message(low)
 
 
-def ask(url: str, message: str, answer_tokens: int = ANSWER_TOKENS) -> Answer:
-    """One streamed chat request, greedy. TTFT runs from sending to the first piece of text."""
+def ask(server: Server, message: str, answer_tokens: int = ANSWER_TOKENS) -> Answer:
+    """One streamed chat request, greedy. TTFT runs from sending to the first piece of text.
+
+    Raises `ServerFailed` when the server refuses, dies or says nothing.
+    """
     body = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": message}],
@@ -66,23 +73,31 @@ def ask(url: str, message: str, answer_tokens: int = ANSWER_TOKENS) -> Answer:
         "stream_options": {"include_usage": True},
     }
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{server.url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     began = time.perf_counter()
     first: float | None = None
-    text, usage = "", {}
-    with urllib.request.urlopen(request, timeout=_ASK_S) as response:
-        for line in response:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                piece = choice["delta"].get("content")
-                if piece:
-                    first = first or time.perf_counter()
-                    text += piece
-    if first is None:
-        raise RuntimeError("the server answered without any text")
+    text, request_id, usage = "", "", {}
+    try:
+        with open_url(request, timeout=_ASK_S) as response:
+            for line in response:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise server.failed(f"vLLM answered with an error: {event['error']}")
+                request_id = event["id"]
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content")
+                    if piece:
+                        first = first or time.perf_counter()
+                        text += piece
+    except HTTPError as error:
+        raise server.failed(f"vLLM refused: {error}: {error.read().decode(errors='replace')}") from error
+    except (OSError, HTTPException) as error:
+        raise server.failed(f"vLLM stopped answering: {error}") from error
+    if first is None or not usage:
+        raise server.failed("vLLM answered without text or without usage")
     details = usage.get("prompt_tokens_details") or {}
-    return Answer(first - began, usage["prompt_tokens"], details.get("cached_tokens") or 0, text)
+    return Answer(request_id, first - began, usage["prompt_tokens"], details.get("cached_tokens") or 0, text)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tiercache.demo.evidence import Found, found_for, stored_tokens
+
 MODEL_NAME = "smollm2-135m"
 _START_S = 300.0
 _STOP_S = 30.0
-_REQUEST_LINE = re.compile(r"Reqid: (\S+), Total tokens (\d+), .*?hit tokens: (\d+) \(([^)]*)\)")
+_POLL_S = 0.05
+
+# A proxy of the environment must not get between us and a server on the loopback interface.
+open_url = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start or died; the message ends with the tail of its log."""
+    """The server did not start, died or refused; the message ends with the tail of its log."""
 
 
 @dataclass(frozen=True)
@@ -32,33 +35,29 @@ class Server:
     url: str
     log: Path
 
-    def tiers_of_last_request(self) -> dict[str, int]:
-        """Tokens by tier as the connector logged them for the newest request; empty without a connector."""
-        found = _REQUEST_LINE.findall(self.log.read_text(errors="replace"))
-        if not found:
-            return {}
-        pairs = (part.split(":") for part in found[-1][3].split(","))
-        return {name.strip(): int(tokens) for name, tokens in pairs}
+    def found_for(self, request_id: str) -> Found | None:
+        """What the connector logged about the hits of a request; None when it logged nothing."""
+        return found_for(request_id, self.log.read_text(errors="replace"))
 
     def forget_prefix_cache(self) -> None:
         """Empty vLLM's own prefix cache, so that the next hit has to come from ours."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
-        with urllib.request.urlopen(request, timeout=30) as response:
-            if response.status != 200:
-                raise ServerFailed(f"vLLM did not reset its prefix cache: {response.status}")
+        try:
+            open_url(request, timeout=30).close()
+        except OSError as error:
+            raise self.failed(f"vLLM did not reset its prefix cache: {error}") from error
 
-    def wait_for_stored(self, tokens: int, timeout_s: float = 60.0) -> None:
-        """Wait until the connector has logged that so many tokens of one request are stored."""
+    def wait_for_stored(self, request_id: str, tokens: int, timeout_s: float = 60.0) -> None:
+        """Wait until the connector has logged that so many tokens of a request are stored."""
         until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            stored: dict[str, int] = {}
-            text = self.log.read_text(errors="replace")
-            for count, request in re.findall(r"Stored (\d+) out of total \d+ tokens for request (\S+)", text):
-                stored[request] = stored.get(request, 0) + int(count)
-            if any(count >= tokens for count in stored.values()):
-                return
-            time.sleep(0.05)
-        raise ServerFailed(f"{tokens} tokens were not stored within {timeout_s:.0f} s{_tail(self.log)}")
+        while stored_tokens(request_id, self.log.read_text(errors="replace")) < tokens:
+            if time.monotonic() > until:
+                raise self.failed(f"{tokens} tokens were not stored within {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def failed(self, what: str) -> ServerFailed:
+        lines = self.log.read_text(errors="replace").splitlines()[-25:]
+        return ServerFailed(f"{what}; the end of {os.path.relpath(self.log)}:\n" + "\n".join(lines))
 
 
 @contextmanager
@@ -68,67 +67,96 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
     Ends the whole process group, whatever happens in the block, so that nothing is left running.
     """
     port = _free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "8192", "--max-num-seqs", "4", "--enable-prompt-tokens-details"),
-        "--enable-prefix-caching",
-    ]
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
-    }
     transfer = {
         "kv_connector": "TierCacheConnector",
         "kv_connector_module_path": "tiercache.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
     }
-    command += ["--kv-transfer-config", json.dumps(transfer)]
-    environment["TIERCACHE_CONFIG_FILE"] = str(config)
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+        *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
+        *("--max-model-len", "8192", "--max-num-seqs", "4"),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=_environment(config),
+            start_new_session=True,
         )
+    server = Server(f"http://127.0.0.1:{port}", log)
     try:
-        _wait_until_healthy(process, port, log)
-        yield Server(f"http://127.0.0.1:{port}", log)
+        _wait_until_healthy(process, server)
+        yield server
     finally:
         _stop(process)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _environment(config: Path) -> dict[str, str]:
+    """Ours, without what would change the demo's own configuration."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
+    kept.pop("VLLM_API_KEY", None)
+    return kept | {
+        "HF_HUB_OFFLINE": "1",
+        "TIERCACHE_CONFIG_FILE": str(config),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    }
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
     until = time.monotonic() + _START_S
     while time.monotonic() < until:
         if process.poll() is not None:
-            raise ServerFailed(f"vLLM ended with status {process.returncode}{_tail(log)}")
+            raise server.failed(f"vLLM ended with status {process.returncode}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
-    raise ServerFailed(f"vLLM was not ready within {_START_S:.0f} s{_tail(log)}")
+            open_url(f"{server.url}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(_POLL_S)
+    raise server.failed(f"vLLM was not ready within {_START_S:.0f} s")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Politely first, so that the connector writes what is queued."""
-    for signum, patience_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, _STOP_S)):
+    """Politely first, so that the connector writes what is queued; at once when interrupted while waiting for that."""
+    group = process.pid
+    try:
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            _signal_group(group, signum)
+            until = time.monotonic() + _STOP_S
+            while time.monotonic() < until:
+                if process.poll() is not None and not _group_lives(group):
+                    return
+                time.sleep(_POLL_S)
+    except BaseException:
+        _signal_group(group, signal.SIGKILL)
+        process.wait()
+        raise
+
+
+def _signal_group(group: int, signum: int) -> None:
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group still runs. Zombies do not count: in a container nobody may ever collect them."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            os.killpg(process.pid, signum)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
             continue
-    process.wait()
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-25:]
-    return f"; the end of {log}:\n" + "\n".join(lines)
+        if int(process_group) == group and state != "Z":
+            return True
+    return False
 
 
 def _free_port() -> int:

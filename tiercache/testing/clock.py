@@ -10,7 +10,7 @@ _GRACE_S = 0.03
 """Real time that worker threads get to report before the clock jumps."""
 
 
-class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.jumped_s = 0.0

@@ -1,0 +1,99 @@
+"""The disk tier beside plain files of the same size."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from tiercache.bench.ceilings import FileCeiling, drop_cached
+from tiercache.bench.figures import Figures
+from tiercache.bench.peer import DISK_SETTINGS, Peer
+from tiercache.bench.workload import Plan, config_of, items_of, layout_of, new_keys, payloads, size_name
+from tiercache.cache import TierCache
+
+
+async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
+    """GB/s with the threads that `disk_io_threads` gives by default, on both sides.
+
+    `disk.put_durable_gbps`: from the caller's memory until `flush` says that all is written: copy, checksum, file with
+    fdatasync, name. `disk.put_not_durable_gbps`: the same with `disk_durability: none`. `disk.get_cold_gbps`: `warm` of
+    chunks that are in no memory: read, verified, hot. `disk.get_into_cold_gbps`: `get_into` of such chunks, so with a
+    copy to the caller. Ceilings: see `FileCeiling`.
+    """
+    size = size_name(chunk_bytes)
+    count = plan.count(chunk_bytes)
+    sources = payloads(plan.sizes.source_bytes, chunk_bytes)
+    raw, ours, loose = plan.directory / "raw", plan.directory / "ours", plan.directory / "not-durable"
+    raw.mkdir(parents=True, exist_ok=True)
+    layout = layout_of(chunk_bytes)
+    arena_bytes = (count + 8) * (chunk_bytes + 4096) * 5 // 4
+    disk_bytes = 4 * count * (chunk_bytes + 16384)
+    config = config_of(arena_bytes, ours, disk_bytes)
+    loose_config = config_of(arena_bytes, loose, disk_bytes, disk_durability="none")
+    ceiling = FileCeiling(raw, chunk_bytes, count, config.disk_io_threads)
+    with Peer.start(plan, "disk", chunk_bytes, count) as peer:
+        async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
+            for pair in range(plan.pairs):
+                plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
+                keys = new_keys(count)
+                figures.add(f"ceiling.file_write_gbps.{size}", ceiling.write(durable=True))
+                figures.add(f"disk.put_durable_gbps.{size}", await _write(cache, keys, sources))
+                for setting in DISK_SETTINGS:
+                    peer.add(
+                        figures,
+                        f"put {setting}",
+                        put=(f"{setting}.put_durable_gbps.{size}", f"disk.put_durable_gbps.{size}"),
+                        put_not_durable=(f"{setting}.put_not_durable_gbps.{size}", f"disk.put_not_durable_gbps.{size}"),
+                    )
+                cache.clear_hot()
+                figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
+                figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
+                for setting in DISK_SETTINGS:
+                    name = f"get_cold_gbps.{size}"
+                    peer.add(figures, f"get {setting}", get=(f"{setting}.{name}", f"disk.{name}"))
+                cache.clear_hot()
+                figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
+                await cache.forget(keys)
+                figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
+                figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
+                await other.forget(keys)
+    ceiling.close()
+    figures.compare(f"disk.put_durable_gbps.{size}", f"ceiling.file_write_gbps.{size}")
+    figures.compare(f"disk.get_cold_gbps.{size}", f"ceiling.file_read_gbps.{size}")
+    figures.compare(f"disk.put_not_durable_gbps.{size}", f"ceiling.file_write_not_durable_gbps.{size}")
+
+
+async def _write(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
+    items = items_of(keys, sources)
+    began = time.perf_counter()
+    await cache.put_from(items)
+    report = await cache.flush(120)
+    took = time.perf_counter() - began
+    assert cache.tiers[0].prefix(keys) == len(keys), report
+    return float(len(keys) * sources.shape[1] / took / 1e9)
+
+
+async def _warm(cache: TierCache, keys: list[bytes], chunk_bytes: int) -> float:
+    _make_cold(cache, keys)
+    began = time.perf_counter()
+    assert await cache.warm(keys) == len(keys)
+    return len(keys) * chunk_bytes / (time.perf_counter() - began) / 1e9
+
+
+async def _get_into(cache: TierCache, keys: list[bytes], sources: np.ndarray) -> float:
+    """Chunks go where their payloads came from: equal bytes, and proof of it afterwards."""
+    _make_cold(cache, keys)
+    first = sources[0].copy()
+    places = [sources[number % len(sources)] for number in range(len(keys))]
+    began = time.perf_counter()
+    assert await cache.get_into(keys, places) == len(keys)
+    took = time.perf_counter() - began
+    assert np.array_equal(first, sources[0])
+    return float(len(keys) * sources.shape[1] / took / 1e9)
+
+
+def _make_cold(cache: TierCache, keys: list[bytes]) -> None:
+    """Files that were written past the page cache are not in it; others are dropped from it."""
+    (disk,) = cache.tiers
+    drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

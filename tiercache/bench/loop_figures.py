@@ -1,0 +1,74 @@
+"""How late the event loop is while the disk is busy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from tiercache.bench.ceilings import FileCeiling
+from tiercache.bench.figures import Figures
+from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, payloads
+from tiercache.cache import TierCache
+
+_CHUNK_BYTES = 2 * MIB
+_BEAT_S = 0.001
+
+
+async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> None:
+    """Lag of a timer that is due every millisecond: the time it fires less the time it was due, p99 and max of each run.
+
+    `lag_*`: while puts saturate the disk: half an arena of chunks in the write queue, single puts waiting for room.
+    `ceiling_lag_*`: while as many threads write plain files, with no cache; what the machine itself does to a loop then.
+    `idle_lag_p99_ms`: while nothing happens.
+    """
+    count = plan.count(_CHUNK_BYTES)
+    sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
+    raw = plan.directory / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    config = config_of(max(16, count // 2) * _CHUNK_BYTES, plan.directory / "loop", 8 * count * _CHUNK_BYTES)
+    ceiling = FileCeiling(raw, _CHUNK_BYTES, count, config.disk_io_threads)
+    async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
+
+        async def saturate(keys: list[bytes]) -> None:
+            for number, key in enumerate(keys):
+                await cache.put(key, sources[number % len(sources)])
+            await cache.flush(120)
+
+        for pair in range(plan.pairs):
+            plan.progress(f"{prefix}, run {pair + 1} of {plan.pairs}")
+            idle = await lags(asyncio.sleep(0.2))
+            figures.add(f"{prefix}.idle_lag_p99_ms", _p99(idle) * 1e3)
+            plain = await lags(asyncio.to_thread(ceiling.write, durable=True))
+            figures.add(f"{prefix}.ceiling_lag_p99_ms", _p99(plain) * 1e3)
+            figures.add(f"{prefix}.ceiling_lag_max_ms", plain[-1] * 1e3)
+            keys = new_keys(count)
+            busy = await lags(saturate(keys))
+            figures.add(f"{prefix}.lag_p99_ms", _p99(busy) * 1e3)
+            figures.add(f"{prefix}.lag_max_ms", busy[-1] * 1e3)
+            await cache.forget(keys)
+    ceiling.close()
+
+
+async def lags(work: Coroutine[Any, Any, Any]) -> list[float]:
+    """Sorted lags in seconds of the heartbeat while `work` runs. A beat is due one period after the one before it ran."""
+    loop = asyncio.get_running_loop()
+    found: list[float] = []
+    handle: asyncio.TimerHandle
+
+    def beat(due_s: float) -> None:
+        nonlocal handle
+        now_s = loop.time()
+        found.append(now_s - due_s)
+        handle = loop.call_later(_BEAT_S, beat, now_s + _BEAT_S)
+
+    handle = loop.call_later(_BEAT_S, beat, loop.time() + _BEAT_S)
+    try:
+        await work
+    finally:
+        handle.cancel()
+    return sorted(found) or [0.0]
+
+
+def _p99(values: list[float]) -> float:
+    return values[len(values) * 99 // 100]

@@ -1,0 +1,109 @@
+"""LMCache in a process of its own, so that its turns can lie between ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tiercache.bench.figures import Figures
+from tiercache.bench.workload import Plan
+from tiercache.errors import TierCacheError
+
+DISK_SETTINGS = ("disk_default", "disk_odirect", "fs_odirect", "native_odirect")
+"""LMCache's local disk as it comes, and with `use_odirect`; its file system connector, and its C++ client, with O_DIRECT."""
+
+_CHILD = Path(__file__).with_name("peer_lmcache.py")
+_START_S = 300.0
+_ANSWER_S = 120.0
+
+
+class PeerError(TierCacheError):
+    """The peer cannot be measured; the message says what it said last."""
+
+
+class Peer:
+    """A child that does one thing at a time when told to, and says what it measured; or nothing, where none is wanted."""
+
+    def __init__(self, command: list[str] | None) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        if command is None:
+            return
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        environment = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, env=environment
+        )
+        try:
+            self._answer(_START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def start(cls, plan: Plan, part: str, chunk_bytes: int, count: int) -> Peer:
+        """The peer for one part of the benchmark, ready to be told; one that measures nothing when the plan has no peer."""
+        if plan.peer_python is None:
+            return cls(None)
+        plan.progress(f"starting LMCache ({part})")
+        return cls([str(plan.peer_python), str(_CHILD), part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
+
+    def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
+        """Let the peer do `what`. For each part of its answer that `names` has: enter it as `peer.lmcache.<first name>`,
+        and compare it with ours, the second name."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{what}\n".encode())
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._error("it has ended") from None
+        answer = self._answer(_ANSWER_S)
+        for part, (name, ours) in names.items():
+            figures.add(f"peer.lmcache.{name}", float(answer[part]))
+            figures.compare(ours, f"peer.lmcache.{name}")
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._process.wait()
+        self._process = None
+        self._said.close()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise self._error(f"it has not answered for {timeout_s:.0f} s")
+        line = self._process.stdout.readline()
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise self._error("it has ended") from None
+        if not isinstance(answer, dict) or "error" in answer:
+            raise self._error(str(answer))
+        return answer
+
+    def _error(self, problem: str) -> PeerError:
+        self._said.seek(0)
+        last = self._said.read().decode(errors="replace").strip().splitlines()[-1:]
+        return PeerError(f"LMCache could not be measured: {problem}; it last said: {last[0] if last else 'nothing'}")

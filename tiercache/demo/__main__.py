@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 
 from tiercache.demo.model import prepare_model
-from tiercache.demo.question import Answer, ask, long_message
+from tiercache.demo.progress import working
+from tiercache.demo.question import ask, long_message
 from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
 from tiercache.demo.server import Server, ServerFailed, serving
 
@@ -23,6 +28,8 @@ max_local_cpu_size: 1.0
 local_disk: "{directory}"
 max_local_disk_size: 2.0
 """
+BLOCK_TOKENS = 128
+"""vLLM's on the CPU; only whole blocks are stored."""
 WARM_UP = "Say hello."
 
 
@@ -30,10 +37,12 @@ def main() -> int:
     console = Console(highlight=False)
     place = Path("demo").resolve()
     place.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
     try:
         runs = measure(place, console)
     except ServerFailed as error:
-        console.print(f"[red]{error}[/red]", markup=True)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
         console.print("\nstopped; no server is left running")
@@ -42,70 +51,70 @@ def main() -> int:
     show(runs, console)
     write_json(runs, place / "ttft.json")
     draw(runs, place / "ttft.png")
-    console.print(f"written: {_short(place / 'ttft.json')}, {_short(place / 'ttft.png')}")
+    console.print(f"written: {_short(place / 'ttft.json')}, {_short(place / 'ttft.png')}", soft_wrap=True)
     found = problems(runs)
     for problem in found:
-        console.print(f"[red]wrong:[/red] {problem}", soft_wrap=True)
+        console.print(f"wrong: {problem}", style="red", markup=False, soft_wrap=True)
     if same_text(runs):
-        console.print("Every cached answer is, to the letter, the one that vLLM's own prefix cache gives.")
+        console.print(
+            "Every cached answer is, to the letter, the one that vLLM's own prefix cache gives at the same hit length.",
+            soft_wrap=True,
+        )
     return 1 if found else 0
 
 
 def measure(place: Path, console: Console) -> dict[str, Run]:
-    """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; and from
-    disk, in a new process. The reference is made of the same KV, so a hit of ours must give the same answer to the letter.
-    """
-    with console.status("preparing the model (once, about 20 s)"):
+    """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; from
+    disk, in a new process. The reference has the same KV, so a hit of ours must give the same answer to the letter."""
+    with working("preparing the model (once, about 20 s)", console):
         model = prepare_model(place / "model")
-    with console.status("cutting the prompt"):
+    with working("cutting the prompt", console):
         message = long_message(model)
     kv = place / "kv"
     shutil.rmtree(kv, ignore_errors=True)
     config = place / "tiercache.yaml"
     config.write_text(CONFIG.format(directory=kv))
-    console.print(f"model, KV and logs lie in {_short(place)}/; each server is warmed up with one short question first")
+    console.print(
+        f"Model, KV and logs lie in {_short(place)}/. Each server first answers one short question, "
+        "so that what an engine does once is charged to no run.",
+        soft_wrap=True,
+    )
     runs: dict[str, Run] = {}
 
-    def run(name: str, server: Server, tier: str | None = None) -> None:
-        with console.status(f"asking: {name.replace('_', ' ')}"):
-            answer = ask(server.url, message)
-        tiers = {key: tokens for key, tokens in server.tiers_of_last_request().items() if tokens}
-        found = tier if tier is not None else "+".join(tiers)
-        runs[name] = Run(name, found, answer)
-        console.print(
-            f"  {name:13} {answer.ttft_s:8.3f} s   {answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit"
-        )
+    def run(name: str, server: Server) -> None:
+        with working(f"asking: {LABELS[name]}", console):
+            answer = ask(server, message)
+        found = server.found_for(answer.request_id)
+        runs[name] = Run(name, found.source if found else "", answer)
+        hit = f"{answer.hit_tokens:,} of {answer.prompt_tokens:,} tokens hit"
+        console.print(f"  {LABELS[name]:26} {answer.ttft_s:8.3f} s   {hit}", soft_wrap=True)
 
-    with _server("vLLM with tiercache", model, place / "server-1.log", console, config) as server:
+    with _warm_server("vLLM with tiercache", model, place / "server-1.log", config, console) as server:
         run("cold", server)
-        server.wait_for_stored(runs["cold"].answer.prompt_tokens // 128 * 128)
-        run("prefix_cache", server, tier="vllm")
+        cold = runs["cold"].answer
+        server.wait_for_stored(cold.request_id, cold.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        run("prefix_cache", server)
         server.forget_prefix_cache()
         run("cpu", server)
-    again = "vLLM with tiercache again, a new process"
-    with _server(again, model, place / "server-2.log", console, config) as server:
+    with _warm_server("vLLM with tiercache, a new process", model, place / "server-2.log", config, console) as server:
         run("disk_restart", server)
+    console.print(f"The answer: {runs['cpu'].answer.text.strip()}", style="dim", markup=False, soft_wrap=True)
     return {name: runs[name] for name in LABELS}
 
 
-class _server:
-    """`serving`, with progress shown and one short question asked, so that first-use costs of the engine fall on nobody."""
+@contextmanager
+def _warm_server(what: str, model: Path, log: Path, config: Path, console: Console) -> Iterator[Server]:
+    with ExitStack() as stack:
+        with working(f"starting {what}", console):
+            server = stack.enter_context(serving(model, log, config))
+            ask(server, WARM_UP, 4)
+        yield server
+        stack.enter_context(working(f"stopping {what}", console))
 
-    def __init__(self, what: str, model: Path, log: Path, console: Console, config: Path) -> None:
-        self._what = what
-        self._console = console
-        self._serving = serving(model, log, config)
 
-    def __enter__(self) -> Server:
-        with self._console.status(f"starting {self._what}"):
-            server = self._serving.__enter__()
-            warm_up: Answer = ask(server.url, WARM_UP, 4)
-        self._console.print(f"{self._what} is up ({warm_up.prompt_tokens} tokens asked to warm up)")
-        return server
-
-    def __exit__(self, *error: object) -> None:
-        with self._console.status(f"stopping {self._what}"):
-            self._serving.__exit__(*error)  # type: ignore[arg-type]
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """End like Ctrl-C, so that the servers are stopped."""
+    raise KeyboardInterrupt
 
 
 def _short(path: Path) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_HITS = r"Reqid: {request}\S*, Total tokens (\d+), engine computed tokens: (\d+), hit tokens: (\d+) \(([^)]*)\), need to load: (\d+)"
+_HITS = (
+    r"Reqid: {request}\S*, Total tokens (\d+), engine computed tokens: (\d+), "
+    r"hit tokens: (\d+) \(([^)]*)\), need to load: (\d+)"
+)
 _STORED = r"Stored (\d+) out of total \d+ tokens for request {request}"
 
 

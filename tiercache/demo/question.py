@@ -77,7 +77,8 @@ def ask(server: Server, message: str, answer_tokens: int = ANSWER_TOKENS) -> Ans
     )
     began = time.perf_counter()
     first: float | None = None
-    text, request_id, usage = "", "", {}
+    text, request_id = "", ""
+    usage: dict[str, Any] = {}
     try:
         with open_url(request, timeout=_ASK_S) as response:
             for line in response:

@@ -45,6 +45,8 @@ def problems(runs: dict[str, Run]) -> list[str]:
         found.append(f"the cold run was not cold: {runs['cold'].answer.hit_tokens} tokens hit")
     if not reference.answer.hit_tokens:
         found.append("vLLM's own prefix cache did not hit, so there is no reference")
+    if reference.tier != "vllm":
+        found.append(f"{LABELS['prefix_cache']}: the hit came from {reference.tier or 'nowhere'}")
     for name, tier in (("cpu", "cpu"), ("disk_restart", "disk")):
         run = runs[name]
         if run.answer.hit_tokens != reference.answer.hit_tokens:

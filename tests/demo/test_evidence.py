@@ -1,0 +1,47 @@
+"""Where a hit came from is read from the request's own log line."""
+
+from tiercache.demo.evidence import found_for, stored_tokens
+
+# ruff: noqa: E501
+LOG = """\
+INFO 11-21 06:34:13 [tiercache.vllm] Reqid: chatcmpl-afd7-bbe6, Total tokens 6043, engine computed tokens: 0, hit tokens: 0 (cpu: 0, disk: 0), need to load: 0
+INFO 11-21 06:34:18 [tiercache.vllm] Stored 2048 out of total 6043 tokens for request chatcmpl-afd7-bbe6
+INFO 11-21 06:34:26 [tiercache.vllm] Stored 3968 out of total 6043 tokens for request chatcmpl-afd7-bbe6
+INFO 11-21 06:34:32 [tiercache.vllm] Reqid: chatcmpl-ac9a-a548, Total tokens 6043, engine computed tokens: 6016, hit tokens: 6016 (cpu: 6016, disk: 0), need to load: 0
+INFO 11-21 06:34:34 [tiercache.vllm] Reqid: chatcmpl-8dfc-a622, Total tokens 6043, engine computed tokens: 0, hit tokens: 6016 (cpu: 4096, disk: 1920), need to load: 6016
+INFO 11-21 06:34:35 [tiercache.vllm] Reqid: chatcmpl-77aa-1234, Total tokens 6043, engine computed tokens: 1024, hit tokens: 6016 (cpu: 0, disk: 6016), need to load: 4992
+"""
+
+
+def test_a_cold_request_found_nothing() -> None:
+    found = found_for("chatcmpl-afd7", LOG)
+    assert found is not None
+    assert (found.total_tokens, found.hit_tokens, found.source) == (6043, 0, "")
+
+
+def test_what_the_engine_had_is_not_credited_to_our_tiers() -> None:
+    found = found_for("chatcmpl-ac9a", LOG)
+    assert found is not None
+    assert found.source == "vllm"
+
+
+def test_a_hit_names_every_tier_that_has_tokens_to_load() -> None:
+    found = found_for("chatcmpl-8dfc", LOG)
+    assert found is not None
+    assert found.tokens_by_tier == {"cpu": 4096, "disk": 1920}
+    assert found.source == "cpu+disk"
+
+
+def test_engine_and_tiers_may_share_a_hit() -> None:
+    found = found_for("chatcmpl-77aa", LOG)
+    assert found is not None
+    assert found.source == "vllm+disk"
+
+
+def test_a_request_without_a_line_has_no_evidence() -> None:
+    assert found_for("chatcmpl-0000", LOG) is None
+
+
+def test_stored_tokens_add_up_over_the_steps_of_a_prefill() -> None:
+    assert stored_tokens("chatcmpl-afd7", LOG) == 6016
+    assert stored_tokens("chatcmpl-ac9a", LOG) == 0

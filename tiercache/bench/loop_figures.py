@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tiercache.bench.ceilings import FileCeiling
@@ -50,19 +51,22 @@ async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> No
     ceiling.close()
 
 
-async def lags(work: Coroutine[Any, Any, Any]) -> list[float]:
-    """Sorted lags in seconds of the heartbeat while `work` runs. A beat is due one period after the one before it ran."""
+async def lags(work: Coroutine[Any, Any, Any], clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Sorted lags in seconds of the heartbeat while `work` runs. A beat is due one period after the one before it ran.
+
+    The loop's own clock will not do: uvloop's has a resolution of a millisecond.
+    """
     loop = asyncio.get_running_loop()
     found: list[float] = []
     handle: asyncio.TimerHandle
 
     def beat(due_s: float) -> None:
         nonlocal handle
-        now_s = loop.time()
-        found.append(now_s - due_s)
+        now_s = clock()
+        found.append(max(0.0, now_s - due_s))
         handle = loop.call_later(_BEAT_S, beat, now_s + _BEAT_S)
 
-    handle = loop.call_later(_BEAT_S, beat, loop.time() + _BEAT_S)
+    handle = loop.call_later(_BEAT_S, beat, clock() + _BEAT_S)
     try:
         await work
     finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache import __version__
+from tiercache.commands.doctor import huge_page_mode
 from tiercache.commands.mounts import file_system_of
 from tiercache.tiers.chunk_file import supports_direct_io
 
@@ -25,7 +26,7 @@ def machine(directory: Path) -> dict[str, Any]:
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_gb": round(pages / 2**30, 1),
-        "transparent_huge_pages": _setting(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "transparent_huge_pages": huge_page_mode(),
         "file_system": file_system_of(directory),
         "direct_io": supports_direct_io(directory),
         "disk_free_gb": round(place.f_bavail * place.f_frsize / 2**30, 1),
@@ -46,11 +47,3 @@ def _cpu() -> str:
     except OSError:
         return platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _setting(path: Path) -> str:
-    """The one of several values that is in brackets."""
-    try:
-        return path.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return "absent"

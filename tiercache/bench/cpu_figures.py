@@ -10,7 +10,7 @@ import numpy as np
 from tiercache.bench.ceilings import memcpy
 from tiercache.bench.figures import Figures
 from tiercache.bench.peer import Peer
-from tiercache.bench.workload import MIB, Plan, config_of, items_of, layout_of, new_keys, nothing, payloads
+from tiercache.bench.workload import MIB, Plan, config_of, in_turn, items_of, layout_of, new_keys, nothing, payloads
 from tiercache.cache import TierCache
 from tiercache.memory.arena import Arena, ArenaSettings
 
@@ -37,22 +37,34 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
         async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
             threads = cache.cpu.copiers.threads
             await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))
-            for pair in range(plan.pairs):
-                plan.progress(f"CPU tier, pair {pair + 1} of {plan.pairs}")
-                keys = new_keys(count)
+            keys: list[bytes] = []
+            places = [targets[number % len(targets)] for number in range(count)]
+
+            async def copy_in() -> None:
                 figures.add("ceiling.memcpy_1_thread_gbps", memcpy(rows, sources, count, 1))
                 figures.add("ceiling.memcpy_gbps", memcpy(rows, sources, count, threads))
+
+            async def put() -> None:
+                items = items_of(keys, sources)
                 began = time.perf_counter()
-                assert await cache.put_from(items_of(keys, sources)) == count
+                assert await cache.put_from(items) == count
                 figures.add("cpu.put_gbps", count * _CHUNK_BYTES / (time.perf_counter() - began) / 1e9)
-                peer.add(figures, "put", put=("cpu.put_gbps", "cpu.put_gbps"))
+
+            async def copy_out() -> None:
                 figures.add("ceiling.memcpy_out_gbps", memcpy(targets, rows, count, threads))
-                places = [targets[number % len(targets)] for number in range(count)]
+
+            async def get() -> None:
                 began = time.perf_counter()
                 assert await cache.get_into(keys, places) == count
                 figures.add("cpu.get_gbps", count * _CHUNK_BYTES / (time.perf_counter() - began) / 1e9)
+
+            for pair in range(plan.pairs):
+                plan.progress(f"CPU tier, pair {pair + 1} of {plan.pairs}")
+                keys[:] = new_keys(count)
+                await in_turn(pair, copy_in, put)
+                peer.add(figures, "put", put=("cpu.put_gbps", "cpu.put_gbps"))
+                await in_turn(pair, copy_out, get)
                 peer.add(figures, "get", get=("cpu.get_gbps", "cpu.get_gbps"))
-    del rows
     ceiling.close()
     figures.compare("cpu.put_gbps", "ceiling.memcpy_gbps")
     figures.compare("cpu.get_gbps", "ceiling.memcpy_out_gbps")

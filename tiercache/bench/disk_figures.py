@@ -9,7 +9,7 @@ import numpy as np
 from tiercache.bench.ceilings import FileCeiling, drop_cached
 from tiercache.bench.figures import Figures
 from tiercache.bench.peer import DISK_SETTINGS, Peer
-from tiercache.bench.workload import Plan, config_of, items_of, layout_of, new_keys, payloads, size_name
+from tiercache.bench.workload import Plan, config_of, in_turn, items_of, layout_of, new_keys, payloads, size_name
 from tiercache.cache import TierCache
 
 
@@ -34,11 +34,27 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
     ceiling = FileCeiling(raw, chunk_bytes, count, config.disk_io_threads)
     with Peer.start(plan, "disk", chunk_bytes, count) as peer:
         async with TierCache.open(config, layout) as cache, TierCache.open(loose_config, layout) as other:
-            for pair in range(plan.pairs):
-                plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
-                keys = new_keys(count)
+            keys: list[bytes] = []
+
+            async def write_plain() -> None:
                 figures.add(f"ceiling.file_write_gbps.{size}", ceiling.write(durable=True))
+
+            async def write_ours() -> None:
                 figures.add(f"disk.put_durable_gbps.{size}", await _write(cache, keys, sources))
+
+            async def read_plain() -> None:
+                figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
+
+            async def read_ours() -> None:
+                figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
+
+            async def write_plain_not_durable() -> None:
+                figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
+
+            async def write_ours_not_durable() -> None:
+                figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
+
+            async def write_peers() -> None:
                 for setting in DISK_SETTINGS:
                     peer.add(
                         figures,
@@ -46,17 +62,22 @@ async def measure_disk(figures: Figures, plan: Plan, chunk_bytes: int) -> None:
                         put=(f"{setting}.put_durable_gbps.{size}", f"disk.put_durable_gbps.{size}"),
                         put_not_durable=(f"{setting}.put_not_durable_gbps.{size}", f"disk.put_not_durable_gbps.{size}"),
                     )
-                cache.clear_hot()
-                figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
-                figures.add(f"disk.get_cold_gbps.{size}", await _warm(cache, keys, chunk_bytes))
+
+            async def read_peers() -> None:
                 for setting in DISK_SETTINGS:
                     name = f"get_cold_gbps.{size}"
                     peer.add(figures, f"get {setting}", get=(f"{setting}.{name}", f"disk.{name}"))
+
+            for pair in range(plan.pairs):
+                plan.progress(f"disk tier, {size}, pair {pair + 1} of {plan.pairs}")
+                keys[:] = new_keys(count)
+                await in_turn(pair, write_plain, write_ours, write_peers)
+                cache.clear_hot()
+                await in_turn(pair, read_plain, read_ours, read_peers)
                 cache.clear_hot()
                 figures.add(f"disk.get_into_cold_gbps.{size}", await _get_into(cache, keys, sources))
                 await cache.forget(keys)
-                figures.add(f"ceiling.file_write_not_durable_gbps.{size}", ceiling.write(durable=False))
-                figures.add(f"disk.put_not_durable_gbps.{size}", await _write(other, keys, sources))
+                await in_turn(pair, write_plain_not_durable, write_ours_not_durable)
                 await other.forget(keys)
     ceiling.close()
     figures.compare(f"disk.put_durable_gbps.{size}", f"ceiling.file_write_gbps.{size}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,12 @@ def items_of(keys: Sequence[ChunkKey], sources: np.ndarray) -> list[tuple[ChunkK
 
 def _copy_of(source: np.ndarray) -> Source:
     return lambda slot: np.copyto(slot, source)
+
+
+async def in_turn(pair: int, *measurements: Callable[[], Awaitable[None]]) -> None:
+    """Run the measurements of a pair; in every other pair the last one first, so that none always meets a rested device."""
+    for measure in measurements if pair % 2 == 0 else reversed(measurements):
+        await measure()
 
 
 def nothing(payload: np.ndarray) -> None:

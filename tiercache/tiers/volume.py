@@ -23,6 +23,7 @@ import os
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -122,8 +123,12 @@ class Volume:
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Verified read; None when the file is not here. A corrupt file is in quarantine when CorruptChunk is raised."""
+        return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
+
+    def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
+        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
         try:
-            return read_chunk_file(self.path(key), key, self.fingerprint, into, direct=self.direct)
+            return reader(self.path(key))
         except FileNotFoundError:
             if not self.root.is_dir():
                 raise
@@ -138,6 +143,18 @@ class Volume:
         Raises TierFull when it does not fit under the cap, OSError (ENOSPC among others) when the device says no; the
         victims are gone all the same.
         """
+
+        def create(path: str) -> int:
+            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
+            return write_chunk_file(path, header, payload, direct=self.direct, durable=self.durable)
+
+        return self.write_by(key, payload_bytes, victims, create)
+
+    def write_by(
+        self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]], create: Callable[[str], int]
+    ) -> int:
+        """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
+        that it occupies; when it raises, the file is gone."""
         for victim, occupied_bytes in victims:
             self.delete(victim, occupied_bytes)
         charged_bytes = file_bytes(payload_bytes)
@@ -145,8 +162,7 @@ class Volume:
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
         temporary = f"{self._temporary}/{self._owner}.{next(self._numbers)}"
         try:
-            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
-            occupied_bytes = write_chunk_file(temporary, header, payload, direct=self.direct, durable=self.durable)
+            occupied_bytes = create(temporary)
         except BaseException:
             self.ledger.correct(-charged_bytes)
             raise

@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,13 +57,10 @@ class Ledger:
                 self._store(max(0, self.used_bytes + difference_bytes))
 
     @contextmanager
-    def changing(self) -> Iterator[Callable[[int], None]]:
-        """Hold the lock around a change of the directory that must agree with the count; yields what adds to the count.
-
-        No other process publishes meanwhile, so what the block sees in the directory stays true until it ends.
-        """
+    def locked(self) -> Iterator[None]:
+        """Hold the lock that all processes take to change the count."""
         with self._locked():
-            yield lambda difference_bytes: self._store(max(0, self.used_bytes + difference_bytes))
+            yield
 
     def close(self) -> None:
         with self._lock:

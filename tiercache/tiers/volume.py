@@ -16,6 +16,7 @@ at 2 MiB, since every fdatasync had their blocks to commit as well.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -34,12 +35,14 @@ from tiercache.core.keys import KEY_BYTES, ChunkKey
 from tiercache.errors import CorruptChunk, TierFull
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.naming import UNSUPPORTED, WAYS
 
 logger = logging.getLogger("tiercache.disk")
 
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 _QUARANTINE_KEEPS = 8
+_PUBLISH_ATTEMPTS = 8
 
 
 @dataclass
@@ -68,6 +71,9 @@ class Volume:
         self._owner = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._locks: list[int] = []
+        self._relinked: set[int] = set()
+        self.ways = WAYS
+        """How a finished file gets its name; the first that the file system can do."""
 
     def open(self) -> None:
         """Make the directory ready. Raises OSError when it cannot be written, TierFull when nothing fits below the cap."""
@@ -154,7 +160,8 @@ class Volume:
         self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]], create: Callable[[str], int]
     ) -> int:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
-        that it occupies; when it raises, the file is gone."""
+        that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
+        discarded and theirs counts."""
         for victim, occupied_bytes in victims:
             self.delete(victim, occupied_bytes)
         charged_bytes = file_bytes(payload_bytes)
@@ -163,16 +170,19 @@ class Volume:
         temporary = f"{self._temporary}/{self._owner}.{next(self._numbers)}"
         try:
             occupied_bytes = create(temporary)
-        except BaseException:
-            self.ledger.correct(-charged_bytes)
-            raise
-        try:
-            self._publish(temporary, self.path(key), occupied_bytes - charged_bytes)
+            # Settled before the file has its name: a crash may leave the count too high, never too low.
+            self.ledger.correct(occupied_bytes - charged_bytes)
+            charged_bytes = occupied_bytes
+            others_bytes = self._publish(temporary, self.path(key))
         except BaseException:
             self._unlink(temporary)
             self.ledger.correct(-charged_bytes)
             raise
-        return occupied_bytes
+        if others_bytes is None:
+            return occupied_bytes
+        self._unlink(temporary)
+        self.ledger.correct(-charged_bytes)
+        return others_bytes
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
@@ -186,13 +196,23 @@ class Volume:
         try:
             self._quarantine.mkdir(exist_ok=True)
             os.rename(self.path(key), self._quarantine / f"{key.hex()}.{time.time_ns()}")
+        except FileNotFoundError:
+            return  # another instance was quicker
+        except OSError as error:
+            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+            self._discard(key)
+            return
+        with contextlib.suppress(FileNotFoundError):
             kept = sorted(self._quarantine.iterdir(), key=lambda path: path.stat().st_mtime_ns)
             for path in kept[:-_QUARANTINE_KEEPS]:
                 occupied_bytes = path.stat().st_blocks * 512
                 if self._unlink(path):
                     self.ledger.correct(-occupied_bytes)
-        except OSError as error:
-            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+
+    def _discard(self, key: ChunkKey) -> None:
+        """Delete a bad chunk that cannot be moved: publishing never replaces a file, so it would stay for ever."""
+        with contextlib.suppress(OSError):
+            self.delete(key, os.stat(self.path(key)).st_blocks * 512)
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
@@ -232,29 +252,36 @@ class Volume:
         self._count(found, status, since_s)
         found.chunks.append((status.st_mtime, bytes.fromhex(entry.name), status.st_blocks * 512))
 
-    @staticmethod
-    def _count(found: Scanned, status: os.stat_result, since_s: float) -> None:
-        if status.st_ctime < since_s:
+    def _count(self, found: Scanned, status: os.stat_result, since_s: float) -> None:
+        if status.st_ctime < since_s or status.st_ino in self._relinked:
             found.counted_bytes += status.st_blocks * 512
 
-    def _publish(self, temporary: str, path: str, correction_bytes: int) -> None:
-        """Rename into place and settle the count, less the bytes of a file that this replaced (another process may have
-        published the same chunk meanwhile)."""
-        for _ in range(8):
+    def _publish(self, temporary: str, path: str) -> int | None:
+        """Give the finished file its name. None, or the bytes of another instance's file that has it already."""
+        for _ in range(_PUBLISH_ATTEMPTS):
             try:
-                with self.ledger.changing() as count:
-                    try:
-                        replaced_bytes = os.stat(path).st_blocks * 512
-                    except FileNotFoundError:
-                        replaced_bytes = 0
-                    os.rename(temporary, path)
-                    count(correction_bytes - replaced_bytes)
-                break
+                self._name(temporary, path)
+                return None
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # then it was evicted since, and the name is free again
+                    return os.stat(path).st_blocks * 512
             except FileNotFoundError:
                 # The directory is not there yet, or somebody tidied it away.
                 self._make_directory(os.path.dirname(path))
-        else:
-            raise OSError(f"{path}: the directory vanishes as often as it is made")
+        raise OSError(f"{path}: the directory vanishes as often as it is made")
+
+    def _name(self, temporary: str, path: str) -> None:
+        for way in self.ways:
+            try:
+                way(temporary, path)
+                return
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+        with self.ledger.locked():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            os.rename(temporary, path)
 
     def _make_directory(self, path: str) -> None:
         try:
@@ -280,6 +307,10 @@ class Volume:
             finally:
                 os.close(descriptor)
             for path in self._temporary.glob(f"{lock.stem}.*"):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    if status.st_nlink > 1:  # published by `link_new`: taking one name away changes the time of the chunk
+                        self._relinked.add(status.st_ino)
                 removed += self._unlink(path) and path.suffix != ".lock"
         return removed
 

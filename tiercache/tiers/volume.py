@@ -34,7 +34,7 @@ from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.core.keys import KEY_BYTES, ChunkKey
 from tiercache.errors import CorruptChunk, TierFull
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
-from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.ledger import Ledger, pledged_bytes
 from tiercache.tiers.naming import UNSUPPORTED, WAYS
 
 logger = logging.getLogger("tiercache.disk")
@@ -58,13 +58,23 @@ class Scanned:
 
 
 class Volume:
-    def __init__(self, root: Path, cap_bytes: int, fingerprint: bytes, *, direct: bool | None, durable: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        cap_bytes: int,
+        fingerprint: bytes,
+        *,
+        direct: bool | None,
+        durable: bool,
+        allowance_bytes: int = 0,
+    ) -> None:
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
         self.wants_direct = direct
         self.direct = False
         self.durable = durable
+        self._allowance_bytes = allowance_bytes
         self._private = root / ".tiercache"
         self._temporary = self._private / "tmp"
         self._quarantine = root / "quarantine"
@@ -92,11 +102,12 @@ class Volume:
         self._locks.append(mine)
         fcntl.flock(mine, fcntl.LOCK_EX)
         unnamed.rename(self._temporary / f"{self._owner}.lock")
-        self.strays_removed = self._remove_dead_temporaries()
+        self.ledger = Ledger(self._private / "ledger", self.cap_bytes, self._allowance_bytes, pledge=mine)
+        self.strays_removed = 0
+        self.bury_the_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
-        self.ledger = Ledger(self._private / "ledger", self.cap_bytes)
         places = [self.root / top for top in TOP_LEVELS]
         self._directories_at_open = {place.name: place.stat().st_blocks * 512 for place in places if place.is_dir()}
         if not self._directories_at_open:
@@ -106,8 +117,10 @@ class Volume:
         self.count_at_open_bytes = self.ledger.used_bytes
 
     def close(self) -> None:
+        """Give back everything, locks last. May wait for other instances' locks."""
         if hasattr(self, "ledger"):
-            self.ledger.close()
+            with contextlib.suppress(OSError):  # the pledge is given back by whoever finds it, then
+                self.ledger.close()
         with contextlib.suppress(OSError):  # the directory may be gone, or never have been one
             (self._temporary / f"{self._owner}.lock").unlink()
         while self._locks:
@@ -290,9 +303,9 @@ class Volume:
             return
         self.ledger.correct(os.stat(path).st_blocks * 512)
 
-    def _remove_dead_temporaries(self) -> int:
-        """Remove what writers that no longer live left half-written: nobody holds their lock."""
-        removed = 0
+    def bury_the_dead(self) -> None:
+        """Remove what writers that no longer live (nobody holds their lock) left half-written, and give back what they had
+        charged for it."""
         for lock in self._temporary.glob("*.lock"):
             if lock.stem == self._owner:
                 continue
@@ -302,17 +315,29 @@ class Volume:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unspent_bytes = pledged_bytes(descriptor)
             except BlockingIOError:
                 continue
             finally:
                 os.close(descriptor)
-            for path in self._temporary.glob(f"{lock.stem}.*"):
-                with contextlib.suppress(FileNotFoundError):
-                    status = path.stat()
-                    if status.st_nlink > 1:  # published by `link_new`: taking one name away changes the time of the chunk
-                        self._relinked.add(status.st_ino)
-                removed += self._unlink(path) and path.suffix != ".lock"
-        return removed
+            for path in self._temporary.glob(f"{lock.stem}.*[0-9]"):
+                self._remove_stray(path)
+            # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
+            if self._unlink(lock):
+                self.ledger.correct(-unspent_bytes)
+
+    def _remove_stray(self, path: Path) -> None:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return
+        published = status.st_nlink > 1  # by `link_new`; taking one name away changes the time of the chunk
+        if published:
+            self._relinked.add(status.st_ino)
+        if self._unlink(path):
+            self.strays_removed += 1
+            if not published:
+                self.ledger.correct(-status.st_blocks * 512)
 
     @staticmethod
     def _unlink(path: Path | str) -> bool:

@@ -11,7 +11,8 @@ Three ways, chosen by `how`, all with the same promise:
 
 Callbacks are enqueued on a stream beside the one that is awaited: work that follows on the latter does not wait for them.
 Since events of one stream happen in order, only the oldest few of each have a pipe: a thousand waits need no thousand files.
-A driver never calls back when the device fails, so pending events are also looked at 20 times a second.
+A driver never calls back when the device fails, and a process forked meanwhile holds the pipes open, so pending events are
+also looked at 20 times a second.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import logging
 import os
 import select
 import threading
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -45,7 +46,9 @@ _PIPES_A_STREAM = 4
 class _Pending:
     event: Event
     future: asyncio.Future[None]
-    armed: bool = False
+    read_end: int | None = None
+    uses: int = 1
+    """Who still needs the event: the lane, and a thread that may be asleep on it. The last one gives it back."""
 
 
 @dataclass(eq=False)
@@ -101,13 +104,14 @@ class EventBridge:
             self._way.begin(lane, pending)
         except BaseException:
             lane.waiting.remove(pending)
+            self.let_go(pending)
             raise
         if self._watch is None:
             self._watch = self.loop.call_later(_WATCH_S, self._look_at_all)
         return pending.future
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. Events still pending are not given back: the device may yet work on them."""
         if self._closed:
             return
         self._closed = True
@@ -131,16 +135,27 @@ class EventBridge:
                 break
             lane.waiting.popleft()
             settled = True
-            self.driver.release(pending.event)
+            self._way.end(pending)
+            self.let_go(pending)
             if not pending.future.done():
                 pending.future.set_result(None)
+        if lane.waiting:
+            self._way.go_on(lane)
         return settled
+
+    def let_go(self, pending: _Pending) -> None:
+        pending.uses -= 1
+        if not pending.uses:
+            self.driver.release(pending.event)
 
     def _fail(self, lane: _Lane, error: DeviceError) -> None:
         while lane.waiting:
             pending = lane.waiting.popleft()
-            if not pending.future.done():
-                pending.future.set_exception(error)
+            self._way.end(pending)
+            # Who waits in a loop that is closed can be told nothing.
+            if not pending.future.done() and not self.loop.is_closed():
+                pending.future.set_exception(DeviceError(str(error), lost=error.lost))
+                pending.future.exception()  # whoever does not await it need not read about it in the log
 
     def _look_at_all(self) -> None:
         self._watch = None
@@ -152,35 +167,56 @@ class EventBridge:
 
 class _Callbacks:
     """The write end of each pipe belongs to the callback from the moment it is enqueued: closing it here as well could close
-    a file that got the same number since."""
+    a file that got the same number since. When the device is lost it stays open, a few for each stream.
+    """
 
     def __init__(self, bridge: EventBridge) -> None:
         self._bridge = bridge
         self._close = ctypes.cast(ctypes.CDLL(None).close, ctypes.c_void_p).value or 0
         self._beside: dict[Stream, Stream] = {}
-        self._read_ends: dict[int, _Lane] = {}
-        self._armed: dict[Stream, int] = {}
+        self._pipes: dict[int, tuple[_Lane, _Pending]] = {}
+        self._armed: Counter[Stream] = Counter()
         self._epoll = select.epoll()
         bridge.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
-        if self._armed.get(lane.stream, 0) < _PIPES_A_STREAM:
+        if self._armed[lane.stream] < _PIPES_A_STREAM:
             self._arm(lane, pending)
+
+    def go_on(self, lane: _Lane) -> None:
+        """Give pipes to the oldest that are left."""
+        for pending in itertools.islice(lane.waiting, _PIPES_A_STREAM):
+            if pending.read_end is None:
+                # What the driver refuses now it will refuse to the watch as well, which tells the waiters.
+                with contextlib.suppress(DeviceError):
+                    self.begin(lane, pending)
+
+    def end(self, pending: _Pending) -> None:
+        """Its signal is no longer needed, or has come."""
+        if pending.read_end is None:
+            return
+        lane, _ = self._pipes.pop(pending.read_end)
+        self._armed[lane.stream] -= 1
+        # Not left to `close`: a forked process may hold the read end too, and it would be reported under a number that is
+        # another's by then.
+        self._epoll.unregister(pending.read_end)
+        os.close(pending.read_end)
+        pending.read_end = None
 
     def close(self) -> None:
         if not self._bridge.loop.is_closed():
             self._bridge.loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
-        for read_end in self._read_ends:
-            os.close(read_end)
-        self._read_ends.clear()
 
     def _arm(self, lane: _Lane, pending: _Pending) -> None:
         driver = self._bridge.driver
         beside = self._beside.get(lane.stream)
         if beside is None:
             beside = self._beside[lane.stream] = driver.make_stream()
-        read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return  # no file is left: the watch sees it
         try:
             driver.wait(beside, pending.event)
             driver.call(beside, self._close, write_end)
@@ -189,54 +225,51 @@ class _Callbacks:
             os.close(write_end)
             raise
         self._epoll.register(read_end, 0)  # a hang-up is always reported
-        self._read_ends[read_end] = lane
-        self._armed[lane.stream] = self._armed.get(lane.stream, 0) + 1
-        pending.armed = True
+        self._pipes[read_end] = lane, pending
+        self._armed[lane.stream] += 1
+        pending.read_end = read_end
 
     def _ready(self) -> None:
         lanes = {}
         for read_end, _ in self._epoll.poll(0, _MOST_READY):
-            lane = self._read_ends.pop(read_end, None)
-            if lane is not None:
-                os.close(read_end)  # which takes it out of the epoll instance
-                self._armed[lane.stream] -= 1
-                lanes[lane.stream] = lane
+            lane, pending = self._pipes[read_end]
+            lanes[lane.stream] = lane
+            self.end(pending)
         for lane in lanes.values():
             self._bridge.settle(lane)
-            for pending in itertools.islice(lane.waiting, _PIPES_A_STREAM):
-                if not pending.armed and self._armed[lane.stream] < _PIPES_A_STREAM:
-                    # What the driver refuses now it will refuse to the watch as well, which tells the waiters.
-                    with contextlib.suppress(DeviceError):
-                        self._arm(lane, pending)
 
 
 class _Threads:
     def __init__(self, bridge: EventBridge) -> None:
         self._bridge = bridge
-        self._queues: dict[Stream, SimpleQueue[Event | None]] = {}
-        self._done: deque[_Lane] = deque()
+        self._queues: dict[Stream, SimpleQueue[_Pending | None]] = {}
+        self._passed: deque[tuple[_Lane, _Pending]] = deque()
         self._wake_pending = False
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
         queue = self._queues.get(lane.stream)
         if queue is None:
-            queue = self._queues[lane.stream] = SimpleQueue()
+            queue = SimpleQueue()
             name = f"tiercache-{self._bridge.driver.name}-events-{len(self._queues)}"
             threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True).start()
-        queue.put(pending.event)
+            self._queues[lane.stream] = queue
+        pending.uses += 1
+        queue.put(pending)
+
+    def go_on(self, lane: _Lane) -> None: ...
+
+    def end(self, pending: _Pending) -> None: ...
 
     def close(self) -> None:
         for queue in self._queues.values():
             queue.put(None)
 
-    def _run(self, lane: _Lane, queue: SimpleQueue[Event | None]) -> None:
-        driver = self._bridge.driver
-        while (event := queue.get()) is not None:
-            # An event that was settled meanwhile and used again makes us wait too long at worst; the watch does not.
+    def _run(self, lane: _Lane, queue: SimpleQueue[_Pending | None]) -> None:
+        while (pending := queue.get()) is not None:
             # An error is found again, and told, by `settle`.
             with contextlib.suppress(DeviceError):
-                driver.synchronize(event)
-            self._done.append(lane)
+                self._bridge.driver.synchronize(pending.event)
+            self._passed.append((lane, pending))
             if not self._wake_pending:
                 self._wake_pending = True
                 try:
@@ -247,8 +280,10 @@ class _Threads:
     def _ready(self) -> None:
         self._wake_pending = False
         lanes = set()
-        while self._done:
-            lanes.add(self._done.popleft())
+        while self._passed:
+            lane, pending = self._passed.popleft()
+            lanes.add(lane)
+            self._bridge.let_go(pending)
         for lane in lanes:
             self._bridge.settle(lane)
 
@@ -265,6 +300,10 @@ class _Polling:
         self._pause_s = _FIRST_POLL_S
         if self._timer is None:
             self._timer = self._bridge.loop.call_later(self._pause_s, self._poll)
+
+    def go_on(self, lane: _Lane) -> None: ...
+
+    def end(self, pending: _Pending) -> None: ...
 
     def close(self) -> None:
         if self._timer is not None:

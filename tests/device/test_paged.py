@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.device.driver import Span
+from tests.device.conftest import settle
+from tiercache.device.driver import Driver, Span
 from tiercache.device.paged import PagedKv, gather_reference, scatter_reference
-from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
 
 BLOCKS, BLOCK_TOKENS, HEADS, HEAD = 24, 16, 4, 32
@@ -39,9 +39,9 @@ def span_of(tensor: Any) -> Span:
 
 
 @pytest.fixture(params=[True, False], ids=["kernel", "copies"])
-def kernel(request: pytest.FixtureRequest, driver: TwinDriver) -> bool:
+def kernel(request: pytest.FixtureRequest, driver: Driver) -> bool:
     if request.param and not driver.has_kernels:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no compiler")
     return bool(request.param)
 
 
@@ -49,7 +49,7 @@ def kernel(request: pytest.FixtureRequest, driver: TwinDriver) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_gather_and_scatter_do_what_plain_indexing_does(
-    driver: TwinDriver, tensor: Callable[..., Any], kernel: bool, shape: str, dtype: Any, layers: int
+    driver: Driver, tensor: Callable[..., Any], kernel: bool, shape: str, dtype: Any, layers: int
 ) -> None:
     layout, dimensions = SHAPES[shape]
     kv = PagedKv(driver, [tensor(dimensions, dtype, seed=layer) for layer in range(layers)], layout)
@@ -67,6 +67,7 @@ def test_gather_and_scatter_do_what_plain_indexing_does(
         after = [sameness(layer).clone() for layer in kv.tensors]
         for layer, memory in zip(kv.tensors, before, strict=True):
             layer.reshape(-1).view(torch.uint8).copy_(memory)
+        settle(driver)
         kv.scatter(span_of(wanted), tokens, 0, blocks, first_token, tokens, stream, kernel=kernel)
         driver.synchronize(driver.record(stream))
         for layer, memory in zip(kv.tensors, after, strict=True):
@@ -74,12 +75,13 @@ def test_gather_and_scatter_do_what_plain_indexing_does(
 
 
 def test_scatter_of_the_end_of_a_chunk_leaves_the_rest_alone(
-    driver: TwinDriver, tensor: Callable[..., Any], kernel: bool
+    driver: Driver, tensor: Callable[..., Any], kernel: bool
 ) -> None:
     kv = PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD), seed=s) for s in range(2)], "NHD")
     chunk = tensor((4, 64, HEADS, HEAD), seed=5)
     stream = driver.make_stream()
     before = [layer.clone() for layer in kv.tensors]
+    settle(driver)
     kv.scatter(span_of(chunk), 64, 48, [9], 0, 16, stream, kernel=kernel)
     driver.synchronize(driver.record(stream))
     assert torch.equal(sameness(gather_reference(kv, [9], 0, 16)), sameness(chunk[:, 48:]))
@@ -88,7 +90,7 @@ def test_scatter_of_the_end_of_a_chunk_leaves_the_rest_alone(
         assert torch.equal(sameness(layer[:, others]), sameness(old[:, others]))
 
 
-def test_more_blocks_than_one_launch_takes(driver: TwinDriver, tensor: Callable[..., Any], kernel: bool) -> None:
+def test_more_blocks_than_one_launch_takes(driver: Driver, tensor: Callable[..., Any], kernel: bool) -> None:
     blocks = 2000
     kv = PagedKv(driver, [tensor((2, blocks, 2, 1, 16), torch.float16)], "NHD")
     order = list(range(blocks - 1, -1, -1))
@@ -100,9 +102,7 @@ def test_more_blocks_than_one_launch_takes(driver: TwinDriver, tensor: Callable[
 
 
 @pytest.mark.parametrize("head", [1, 3, 6, 20], ids=lambda head: f"{head} elements")
-def test_rows_that_fit_no_wide_word(
-    driver: TwinDriver, tensor: Callable[..., Any], kernel: bool, head: int
-) -> None:
+def test_rows_that_fit_no_wide_word(driver: Driver, tensor: Callable[..., Any], kernel: bool, head: int) -> None:
     kv = PagedKv(driver, [tensor((BLOCKS, 2, HEADS, BLOCK_TOKENS, head), torch.uint8)], "HND")
     chunk = tensor((50 * kv.bytes_per_token,), torch.uint8, seed=1)
     stream = driver.make_stream()
@@ -111,9 +111,7 @@ def test_rows_that_fit_no_wide_word(
     assert torch.equal(chunk, sameness(gather_reference(kv, [3, 1, 4, 15], 5, 50)))
 
 
-def test_chunk_format_does_not_depend_on_how_the_engine_pages_it(
-    driver: TwinDriver, tensor: Callable[..., Any]
-) -> None:
+def test_chunk_format_does_not_depend_on_how_the_engine_pages_it(driver: Driver, tensor: Callable[..., Any]) -> None:
     nhd = PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
     hnd = PagedKv(driver, [tensor((BLOCKS, 2, HEADS, 8, HEAD))], "HND")
     assert nhd.describe() == hnd.describe()
@@ -122,7 +120,7 @@ def test_chunk_format_does_not_depend_on_how_the_engine_pages_it(
 
 class TestRefused:
     @pytest.fixture
-    def kv(self, driver: TwinDriver, tensor: Callable[..., Any]) -> PagedKv:
+    def kv(self, driver: Driver, tensor: Callable[..., Any]) -> PagedKv:
         return PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
 
     @pytest.mark.parametrize(
@@ -136,27 +134,27 @@ class TestRefused:
         ],
     )
     def test_blocks_that_do_not_fit(
-        self, kv: PagedKv, driver: TwinDriver, blocks: list[int], first_token: int, tokens: int, message: str
+        self, kv: PagedKv, driver: Driver, blocks: list[int], first_token: int, tokens: int, message: str
     ) -> None:
         chunk = driver.allocate(1 << 20).part(0, tokens * kv.bytes_per_token)
         with pytest.raises(LayoutError, match=message):
             kv.gather(blocks, first_token, tokens, chunk, driver.make_stream())
 
-    def test_chunk_of_another_length(self, kv: PagedKv, driver: TwinDriver) -> None:
+    def test_chunk_of_another_length(self, kv: PagedKv, driver: Driver) -> None:
         chunk = driver.allocate(1 << 20)
         with pytest.raises(LayoutError, match=r"expected \d+ bytes for 16 tokens, found 1048576"):
             kv.gather([1], 0, 16, chunk, driver.make_stream())
 
-    def test_memory_of_another_device(self, driver: TwinDriver) -> None:
-        with pytest.raises(LayoutError, match="expected memory of twin, found cpu"):
+    def test_memory_of_another_device(self, driver: Driver) -> None:
+        with pytest.raises(LayoutError, match=f"expected memory of {driver.name}, found cpu"):
             PagedKv(driver, [torch.zeros((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
 
-    def test_layers_of_different_kinds(self, driver: TwinDriver, tensor: Callable[..., Any]) -> None:
+    def test_layers_of_different_kinds(self, driver: Driver, tensor: Callable[..., Any]) -> None:
         layers = [tensor((2, BLOCKS, 16, 4, 32)), tensor((2, BLOCKS, 16, 4, 64))]
         with pytest.raises(LayoutError, match="KV of layer 1: expected shape, strides and dtype of layer 0"):
             PagedKv(driver, layers, "NHD")
 
-    def test_shape_that_does_not_say_where_k_and_v_are(self, driver: TwinDriver, tensor: Callable[..., Any]) -> None:
+    def test_shape_that_does_not_say_where_k_and_v_are(self, driver: Driver, tensor: Callable[..., Any]) -> None:
         layer = tensor((2, 2, 16, 4, 32))
         with pytest.raises(LayoutError, match="give planes_first"):
             PagedKv(driver, [layer], "NHD")
@@ -172,11 +170,11 @@ class TestRefused:
         ],
     )
     def test_unknown_layouts(
-        self, driver: TwinDriver, tensor: Callable[..., Any], layout: str, shape: tuple[int, ...], message: str
+        self, driver: Driver, tensor: Callable[..., Any], layout: str, shape: tuple[int, ...], message: str
     ) -> None:
         with pytest.raises(LayoutError, match=message):
             PagedKv(driver, [tensor(shape)], layout)
 
-    def test_no_layers(self, driver: TwinDriver) -> None:
+    def test_no_layers(self, driver: Driver) -> None:
         with pytest.raises(LayoutError, match="at least one layer"):
             PagedKv(driver, [], "NHD")

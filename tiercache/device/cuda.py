@@ -25,25 +25,44 @@ _EVENT_BLOCKING_SYNC_WITHOUT_TIMING = 0x1 | 0x2
 _STREAM_NON_BLOCKING = 0x1
 _HOST_REGISTER_PORTABLE = 0x1
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
-_SPARE_EVENTS = 4096
+_CAPTURE_MODE_RELAXED = 2
+_PAGE_BYTES = 4096
 _THREADS_A_BLOCK = 256
 _MOST_BLOCKS = 1024
-# What says that the context is gone for good: illegal address, launch failed, ECC, hardware stack, assertion, NVLink, ...
-_LOST = frozenset({46, 214, 219, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 999})
+# What says that the context is gone for good: driver shut down, ECC, NVLink, illegal address, launch failed, assertion, ...
+_LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
+
+
+class _CudaArray:
+    """uint8[length] in device memory, for libraries that know the CUDA array interface (version 3)."""
+
+    def __init__(self, span: Span) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (span.length_bytes,),
+            "typestr": "|u1",
+            "data": (span.address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class CudaDriver(Driver):
-    """One GPU, in its primary context (the one that torch uses). Raises DeviceError when there is none."""
+    """One GPU, in its primary context (the one that torch uses). Raises DeviceError when there is none.
 
-    def __init__(self, ordinal: int = 0) -> None:
+    A thread that calls a method works on this GPU from then on, as after `torch.cuda.set_device`.
+    """
+
+    def __init__(self, ordinal: int = 0, library: str = "libcuda.so.1") -> None:
         self.name = f"cuda:{ordinal}"
         self.ordinal = ordinal
         try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
+            self._cuda = ctypes.CDLL(library)
         except OSError as error:
             raise DeviceError(f"{self.name}: no NVIDIA driver: {error}") from error
-        self._attached = threading.local()
+        self._thread = threading.local()
+        self._streams: list[int] = []
         self._events: list[int] = []
+        self._allocated: dict[int, int] = {}
         self._kernels: dict[str, ctypes.c_void_p] | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -56,9 +75,12 @@ class CudaDriver(Driver):
         self.attach()
 
     def attach(self) -> None:
-        if not getattr(self._attached, "done", False):
-            self._call("cuCtxSetCurrent", self._context)
-            self._attached.done = True
+        # Each time: whoever else uses the thread may have chosen another GPU.
+        self._call("cuCtxSetCurrent", self._context)
+        if not getattr(self._thread, "relaxed", False):
+            # Or a question about an event would spoil a graph that an engine captures meanwhile in another thread.
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+            self._thread.relaxed = True
 
     # Memory
 
@@ -69,14 +91,23 @@ class CudaDriver(Driver):
         return free.value, total.value
 
     def allocate(self, length_bytes: int) -> Span:
+        origin = self._allocate(length_bytes)
+        if origin % _PAGE_BYTES:  # small ones are aligned to 256 bytes only
+            self._call("cuMemFree_v2", ctypes.c_uint64(origin))
+            origin = self._allocate(length_bytes + _PAGE_BYTES)
+        address = -(-origin // _PAGE_BYTES) * _PAGE_BYTES
+        self._allocated[address] = origin
+        return Span(address, length_bytes)
+
+    def _allocate(self, length_bytes: int) -> int:
         self.attach()
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length_bytes))
-        return Span(address.value, length_bytes)
+        return address.value
 
     def free(self, span: Span) -> None:
         self.attach()
-        self._call("cuMemFree_v2", ctypes.c_uint64(span.address))
+        self._call("cuMemFree_v2", ctypes.c_uint64(self._allocated.pop(span.address)))
 
     def pin(self, memory: np.ndarray) -> bool:
         self.attach()
@@ -85,7 +116,7 @@ class CudaDriver(Driver):
         )
         if status not in (_SUCCESS, _ALREADY_REGISTERED):
             logger.warning(
-                "%s: %.2f GB of host memory could not be pinned (%s); copies will be slower. Raise `ulimit -l`",
+                "%s: %.2f GB of host memory could not be pinned (%s); copies will be slower",
                 self.name,
                 memory.nbytes / 2**30,
                 self._message(status),
@@ -105,6 +136,8 @@ class CudaDriver(Driver):
         self.attach()
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        assert stream.value is not None
+        self._streams.append(stream.value)
         return stream.value
 
     def current_stream(self) -> Stream:
@@ -115,14 +148,15 @@ class CudaDriver(Driver):
     def record(self, stream: Stream) -> Event:
         self.attach()
         event = self._event()
-        self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        try:
+            self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        except DeviceError:
+            self._events.append(event)
+            raise
         return event
 
     def release(self, event: Event) -> None:
-        if len(self._events) < _SPARE_EVENTS:
-            self._events.append(event)
-        else:
-            self._call("cuEventDestroy_v2", ctypes.c_void_p(event))
+        self._events.append(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         self.attach()
@@ -164,6 +198,9 @@ class CudaDriver(Driver):
             ctypes.c_void_p(stream),
         )
 
+    def array(self, span: Span) -> _CudaArray:
+        return _CudaArray(span)
+
     # Kernels
 
     @property
@@ -188,9 +225,13 @@ class CudaDriver(Driver):
             return
         self._closed = True
         # The context may be lost by now; what cannot be given back goes with the process.
+        self._cuda.cuCtxSetCurrent(self._context)
         for event in self._events:
             self._cuda.cuEventDestroy_v2(ctypes.c_void_p(event))
         self._events.clear()
+        for stream in self._streams:
+            self._cuda.cuStreamDestroy_v2(ctypes.c_void_p(stream))
+        self._streams.clear()
         self._cuda.cuDevicePrimaryCtxRelease_v2(self._device)
 
     def compute_capability(self) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
+from pathlib import Path
 
 from tiercache.device.driver import DeviceError
 from tiercache.device.twin import KERNELS
@@ -41,7 +43,8 @@ def _library() -> ctypes.CDLL:
         load_nvidia_dynamic_lib("nvrtc")
     except Exception:
         pass  # not installed, or it found none: the names below may still do
-    for name in _NAMES:
+    wheels = [str(path) for place in sys.path for path in sorted(Path(place).glob("nvidia/*/lib/libnvrtc.so.1?"))]
+    for name in (*_NAMES, *wheels):
         try:
             return ctypes.CDLL(name)
         except OSError:

@@ -268,10 +268,10 @@ def gather_reference(kv: PagedKv, blocks: Sequence[int], first_token: int, token
     """What `gather` must produce, in plain torch indexing: (planes, tokens, heads, row), in the KV's dtype."""
     import torch
 
-    position = torch.arange(first_token, first_token + tokens)
-    ids = torch.as_tensor(blocks)[position // kv.geometry.block_tokens]
-    within = position % kv.geometry.block_tokens
-    return torch.stack([plane[ids.to(plane.device), within.to(plane.device)] for plane in kv.planes])
+    ids, within = _places(kv, blocks, first_token, tokens)
+    # As bytes: torch does not index every dtype on every device.
+    rows = torch.stack([plane.view(torch.uint8)[ids, within] for plane in kv.planes])
+    return rows.view(kv.planes[0].dtype)
 
 
 def scatter_reference(
@@ -280,11 +280,19 @@ def scatter_reference(
     """What `scatter` must do to the engine's blocks; `chunk` as `gather_reference` returns it."""
     import torch
 
-    position = torch.arange(first_token, first_token + tokens)
-    ids = torch.as_tensor(blocks)[position // kv.geometry.block_tokens]
-    within = position % kv.geometry.block_tokens
-    for number, plane in enumerate(kv.planes):
-        plane[ids.to(plane.device), within.to(plane.device)] = chunk[number, skip : skip + tokens].to(plane.device)
+    ids, within = _places(kv, blocks, first_token, tokens)
+    rows = chunk[:, skip : skip + tokens].view(torch.uint8)
+    for plane, plane_rows in zip(kv.planes, rows, strict=True):
+        plane.view(torch.uint8)[ids, within] = plane_rows.to(plane.device)
+
+
+def _places(kv: PagedKv, blocks: Sequence[int], first_token: int, tokens: int) -> tuple[Any, Any]:
+    import torch
+
+    device = kv.planes[0].device
+    position = torch.arange(first_token, first_token + tokens, device=device)
+    ids = torch.as_tensor(blocks, device=device)[position // kv.geometry.block_tokens]
+    return ids, position % kv.geometry.block_tokens
 
 
 def _plane_views(tensor: Any, layout: str, planes_first: bool | None) -> list[Any]:

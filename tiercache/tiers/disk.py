@@ -326,15 +326,17 @@ class DiskTier(Tier):
         volume = shelf.volume
         found = Scanned()
         try:
-            for top in TOP_LEVELS:
-                part = await self._metadata.submit(volume.scan, top)
-                for _, key, occupied_bytes in part.chunks:
-                    if key not in shelf.index and key not in self._refused:
-                        shelf.index.add(key, occupied_bytes, cold=True)
-                found.chunks += part.chunks
-                found.counted_bytes += part.counted_bytes
-                found.strays += part.strays
-                found.foreign += part.foreign
+            lanes = self._metadata.threads
+            for start in range(0, len(TOP_LEVELS), lanes):
+                tops = TOP_LEVELS[start : start + lanes]
+                for part in await asyncio.gather(*(self._metadata.submit(volume.scan, top) for top in tops)):
+                    for _, key, occupied_bytes in part.chunks:
+                        if key not in shelf.index and key not in self._refused:
+                            shelf.index.add(key, occupied_bytes, cold=True)
+                    found.chunks += part.chunks
+                    found.counted_bytes += part.counted_bytes
+                    found.strays += part.strays
+                    found.foreign += part.foreign
             found.counted_bytes += await self._metadata.submit(volume.scan_quarantine)
         except OSError as error:
             logger.warning("%s could not be scanned: %s", volume.root, error)

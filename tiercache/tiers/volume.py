@@ -57,6 +57,17 @@ class Scanned:
     foreign: int = 0
 
 
+@dataclass
+class Deleted:
+    """What `Volume.delete_all` did. Chunks that were gone already are in none of these."""
+
+    chunks: int = 0
+    freed_bytes: int = 0
+    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    """Could not be deleted, for the reason in `error`."""
+    error: OSError | None = None
+
+
 class Volume:
     def __init__(
         self,
@@ -188,14 +199,21 @@ class Volume:
             charged_bytes = occupied_bytes
             others_bytes = self._publish(temporary, self.path(key))
         except BaseException:
-            self._unlink(temporary)
-            self.ledger.correct(-charged_bytes)
+            self._withdraw(temporary, charged_bytes)
             raise
         if others_bytes is None:
             return occupied_bytes
-        self._unlink(temporary)
-        self.ledger.correct(-charged_bytes)
+        self._withdraw(temporary, charged_bytes)
         return others_bytes
+
+    def _withdraw(self, temporary: str, charged_bytes: int) -> None:
+        """Remove a file that will not be published, if it is there, and only then give back what it was charged."""
+        try:
+            self._unlink(temporary)
+        except OSError:
+            if os.path.lexists(temporary):
+                return  # it stays, and stays counted
+        self.ledger.correct(-charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
@@ -203,6 +221,21 @@ class Volume:
             return False
         self.ledger.correct(-occupied_bytes)
         return True
+
+    def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
+        """Unlink many chunks and credit them together, to everybody at once."""
+        done = Deleted()
+        for victim in victims:
+            try:
+                if self._unlink(self.path(victim[0])):
+                    done.chunks += 1
+                    done.freed_bytes += victim[1]
+            except OSError as error:
+                done.left.append(victim)
+                done.error = error
+        if done.freed_bytes:
+            self.ledger.release(done.freed_bytes)
+        return done
 
     def quarantine(self, key: ChunkKey) -> None:
         """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""

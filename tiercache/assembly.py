@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tiercache.core.layout import Layout
+from tiercache.device.device import Device, find_driver
+from tiercache.device.driver import Driver
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.gds import GdsSettings, GdsTier
 
 if TYPE_CHECKING:
     from tiercache.config import Config
+
+
+MIB = 1 << 20
 
 
 def arena_settings(config: Config) -> ArenaSettings:
@@ -23,11 +29,29 @@ def arena_settings(config: Config) -> ArenaSettings:
     )
 
 
-def make_tiers(config: Config, layout: Layout) -> list[Tier]:
+def make_device(config: Config, layout: Layout, driver: Driver | None) -> Device | None:
+    """The accelerator and its pool: `driver`, else the GPU that torch uses, else the first if a tier needs one. Blocks."""
+    wanted = bool(config.gds_path or config.weka_path)
+    pool_bytes = config.gds_buffer_size * MIB if wanted and config.gds_buffer_size else None
+    own = find_driver(wanted=wanted) if driver is None else None
+    chosen = driver or own
+    if chosen is None:
+        return None
+    try:
+        return Device(chosen, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
+    except BaseException:
+        if own is not None:
+            own.close()
+        raise
+
+
+def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
     """The tiers below the hot cache, in the order of the cascade."""
     tiers: list[Tier] = []
     if config.local_disk and config.disk_bytes:
         tiers.append(DiskTier(disk_settings(config, layout), layout.fingerprint))
+    if config.gds_path:
+        tiers.append(GdsTier(gds_settings(config, layout), layout.fingerprint, device))
     return tiers
 
 
@@ -43,4 +67,18 @@ def disk_settings(config: Config, layout: Layout) -> DiskSettings:
         direct=config.use_odirect,
         durable=config.disk_durability == "fdatasync",
         policy=config.cache_policy,
+    )
+
+
+def gds_settings(config: Config, layout: Layout) -> GdsSettings:
+    """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
+    return GdsSettings(
+        directories=(Path(config.gds_path[layout.rank % len(config.gds_path)]),),
+        cap_bytes=config.gds_bytes,
+        threads=config.disk_io_threads,
+        direct=True if config.use_direct_io else None,
+        durable=config.disk_durability == "fdatasync",
+        policy=config.cache_policy,
+        way="auto" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
     )

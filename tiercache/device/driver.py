@@ -114,6 +114,10 @@ class Driver(ABC):
     def fill(self, address: int, value: int, length_bytes: int, stream: Stream) -> None:
         """Set bytes of device memory."""
 
+    @abstractmethod
+    def array(self, span: Span) -> Any:
+        """The span as an object that array libraries accept (`__cuda_array_interface__`, or numpy's)."""
+
     @property
     @abstractmethod
     def has_kernels(self) -> bool:

@@ -153,6 +153,9 @@ class TwinDriver(Driver):
         self._check()
         self._enqueue(stream, lambda: host_view(address, length_bytes).fill(value))
 
+    def array(self, span: Span) -> np.ndarray:
+        return self.view(span)
+
     # Kernels
 
     @property

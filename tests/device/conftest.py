@@ -13,26 +13,29 @@ from tiercache.device.driver import Driver
 from tiercache.device.twin import TwinDriver
 
 
-def cuda_devices() -> int:
+def has_gpu() -> bool:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
+        return False
     count = ctypes.c_int()
-    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+GPU = has_gpu()
 
 
 @pytest.fixture(scope="session")
 def gpu() -> Iterator[CudaDriver]:
     """The first GPU, once for all tests: its kernels take half a second to compile."""
-    if not cuda_devices():
+    if not GPU:
         pytest.skip("no CUDA GPU")
     driver = CudaDriver(0)
     yield driver
     driver.close()
 
 
-@pytest.fixture(params=["twin", "cuda"] if cuda_devices() else ["twin"])
+@pytest.fixture(params=["twin", "cuda"] if GPU else ["twin"])
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     if request.param == "cuda":
         yield request.getfixturevalue("gpu")

@@ -111,7 +111,7 @@ class EventBridge:
         return pending.future
 
     def close(self) -> None:
-        """Idempotent. Events still pending are not given back: the device may yet work on them."""
+        """Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -152,6 +152,7 @@ class EventBridge:
         while lane.waiting:
             pending = lane.waiting.popleft()
             self._way.end(pending)
+            self.let_go(pending)
             # Who waits in a loop that is closed can be told nothing.
             if not pending.future.done() and not self.loop.is_closed():
                 pending.future.set_exception(DeviceError(str(error), lost=error.lost))

@@ -104,9 +104,9 @@ class DevicePath:
                     try:
                         self._enqueue_put(batch, after)
                     finally:
-                        # What was enqueued before something failed has to end before its slots are given back.
+                        # Also what was enqueued before something failed reads the caller's memory.
                         done = self._end_of(self.device.gather, self.device.offload)
-                    await self._copied(done)
+                        await self._copied(done)
             except BaseException:
                 _when_done(done, batch.storing, self._abandon)
                 for lease in batch.leases:

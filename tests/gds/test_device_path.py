@@ -1,4 +1,4 @@
-"""Puts from and gets into device memory under bad luck: whoever gives up, whatever hangs, slots come back and nothing is wrong."""
+"""Puts from and gets into device memory under bad luck: whoever gives up, whatever hangs, slots come back."""
 
 import asyncio
 import threading
@@ -220,12 +220,8 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()
-    try:
-        delivered = await get
-    except DeviceError as error:
-        assert error.lost
-    else:
-        assert delivered == 0, "a read that had not begun is a miss"
+    (outcome,) = await asyncio.gather(get, return_exceptions=True)
+    assert outcome == 0 or (isinstance(outcome, DeviceError) and outcome.lost)
     bench.cpu.clear()
     await bench.until_whole()
 

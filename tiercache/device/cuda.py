@@ -10,12 +10,14 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tiercache.device.driver import DeviceError, Driver, Event, Span, Stream
 from tiercache.device.nvrtc import compile_for_gpu
+from tiercache.device.twin import KERNELS
 
 logger = logging.getLogger("tiercache.device")
 
@@ -51,6 +53,9 @@ class CudaDriver(Driver):
 
     A thread that calls a method works on this GPU from then on, as after `torch.cuda.set_device`.
     """
+
+    sources: tuple[Path, ...] = (KERNELS,)
+    """What `launch` finds its kernels in."""
 
     def __init__(self, ordinal: int = 0, library: str = "libcuda.so.1") -> None:
         self.name = f"cuda:{ordinal}"
@@ -250,18 +255,19 @@ class CudaDriver(Driver):
 
     def _load_kernels(self) -> dict[str, ctypes.c_void_p]:
         self.attach()
-        try:
-            binary, names = compile_for_gpu(self.compute_capability())
-        except DeviceError as error:
-            logger.warning("%s: no kernels, so paged copies go block by block: %s", self.name, error)
-            return {}
-        module = ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(binary))
         functions = {}
-        for name in names:
-            function = ctypes.c_void_p()
-            self._call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
-            functions[name] = function
+        for source in self.sources:
+            try:
+                binary, names = compile_for_gpu(self.compute_capability(), source)
+            except DeviceError as error:
+                logger.warning("%s: no kernels, so paged copies go block by block: %s", self.name, error)
+                return {}
+            module = ctypes.c_void_p()
+            self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(binary))
+            for name in names:
+                function = ctypes.c_void_p()
+                self._call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(name.encode()))
+                functions[name] = function
         return functions
 
     def _event(self) -> int:

@@ -1,4 +1,4 @@
-"""Compiling `kernels.cu` at run time with NVRTC, which comes with torch's CUDA libraries: no compiler on the machine."""
+"""Compiling kernels at run time with NVRTC, which comes with torch's CUDA libraries: no compiler on the machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tiercache.device.twin import KERNELS
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
-def compile_for_gpu(capability: tuple[int, int]) -> tuple[bytes, list[str]]:
-    """Machine code for a GPU of this compute capability, and the names of its kernels. Needs no GPU itself.
+def compile_for_gpu(capability: tuple[int, int], source: Path = KERNELS) -> tuple[bytes, list[str]]:
+    """Machine code of `source` for a GPU of this compute capability, and the names of its kernels. Needs no GPU itself.
 
     Raises DeviceError when NVRTC is not installed or does not know the GPU. Takes about half a second.
     """
     nvrtc = _library()
-    text = KERNELS.read_text()
+    text = source.read_text()
     program = ctypes.c_void_p()
-    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernels.cu", 0, None, None))
+    _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), source.name.encode(), 0, None, None))
     try:
         options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         if status:
-            raise DeviceError(f"kernels.cu: {_log(nvrtc, program) or f'NVRTC error {status}'}")
+            raise DeviceError(f"{source.name}: {_log(nvrtc, program) or f'NVRTC error {status}'}")
         size = ctypes.c_size_t()
         _check(nvrtc, nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         binary = ctypes.create_string_buffer(size.value)

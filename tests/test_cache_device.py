@@ -103,17 +103,18 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])
-async def test_chunks_come_back_from_gds_after_a_restart(
-    opened: Opened, driver: TwinDriver, tmp_path: Path, local_cpu: bool
+@pytest.mark.parametrize("tier", ["gds", "weka"])
+async def test_chunks_come_back_after_a_restart(
+    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool
 ) -> None:
     keys = [key_of(number) for number in range(30)]
     tensors = chunks(driver, range(30))
-    settings = {"gds_path": (str(tmp_path / "gds"),), "local_cpu": local_cpu}
+    settings = {f"{tier}_path": (str(tmp_path / tier),), "local_cpu": local_cpu}
     async with opened(**settings) as cache:
         assert await cache.put_many(keys, tensors) == 30
         report = await cache.flush()
         assert report.complete
-        assert cache.statistics().writers["gds"].written == 30
+        assert cache.statistics().writers[tier].written == 30
         if not local_cpu:
             assert cache.statistics().tiers["cpu"].writes == 0, "nothing came near the hot cache"
     async with opened(**settings) as cache:
@@ -122,7 +123,7 @@ async def test_chunks_come_back_from_gds_after_a_restart(
         assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=True))
         statistics = cache.statistics()
         assert statistics.device is not None
-        assert statistics.device.reader.hits["gds"] == 30
+        assert statistics.device.reader.hits[tier] == 30
         assert statistics.tiers["cpu"].writes == 0, "a get from GDS needs no memory of the CPU tier"
         assert statistics.device.slots_free == statistics.device.slots
 
@@ -250,3 +251,17 @@ async def test_strided_tensor_is_refused(opened: Opened, driver: TwinDriver) -> 
         strided = tensor_on(driver, (64, 64), seed=1).t()
         with pytest.raises(LayoutError, match="expected a contiguous tensor in device memory"):
             await cache.put(key_of(1), strided)
+
+
+async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
+    async with opened(gds_path=(str(tmp_path),)) as cache:
+        assert [tier.name for tier in cache.tiers] == ["weka"]
+
+
+async def test_weka_demands_gpudirect_storage_unless_told_otherwise(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weka_path: GPUDirect Storage does not work with .* Set use_gds: false"):
+        async with opened(weka_path=(str(tmp_path),), use_gds=True):
+            pass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache.commands.mounts import file_system_of
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device, find_driver
 from tiercache.device.driver import Driver
@@ -12,12 +14,17 @@ from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
 
 if TYPE_CHECKING:
     from tiercache.config import Config
 
 
+logger = logging.getLogger("tiercache")
+
 MIB = 1 << 20
+WEKAFS = "wekafs"
+_WEKA_THREADS = 16
 
 
 def arena_settings(config: Config) -> ArenaSettings:
@@ -51,7 +58,15 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     if config.local_disk and config.disk_bytes:
         tiers.append(DiskTier(disk_settings(config, layout), layout.fingerprint))
     if config.gds_path:
-        tiers.append(GdsTier(gds_settings(config, layout), layout.fingerprint, device))
+        directory = Path(config.gds_path[layout.rank % len(config.gds_path)])
+        if file_system_of(directory) == WEKAFS:
+            logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
+            tiers.append(WekaTier(weka_settings(config, layout, (directory,)), layout.fingerprint, device))
+        else:
+            tiers.append(GdsTier(gds_settings(config, layout, (directory,)), layout.fingerprint, device))
+    if config.weka_path:
+        directories = tuple(map(Path, config.weka_path))
+        tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
     return tiers
 
 
@@ -70,15 +85,28 @@ def disk_settings(config: Config, layout: Layout) -> DiskSettings:
     )
 
 
-def gds_settings(config: Config, layout: Layout) -> GdsSettings:
+def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> GdsSettings:
     """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
     return GdsSettings(
-        directories=(Path(config.gds_path[layout.rank % len(config.gds_path)]),),
+        directories=directories,
         cap_bytes=config.gds_bytes,
         threads=config.disk_io_threads,
         direct=True if config.use_direct_io else None,
         durable=config.disk_durability == "fdatasync",
         policy=config.cache_policy,
         way="auto" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
+    )
+
+
+def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> WekaSettings:
+    """GPUDirect Storage is demanded unless the configuration says otherwise."""
+    return WekaSettings(
+        directories=directories,
+        cap_bytes=config.gds_bytes,
+        threads=max(_WEKA_THREADS, config.disk_io_threads),
+        durable=config.disk_durability == "fdatasync",
+        policy=config.cache_policy,
+        way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
     )

@@ -78,7 +78,7 @@ class TierCache:
         settings = arena_settings(self.config)
         self._device = await asyncio.to_thread(make_device, self.config, self.layout, self._driver)
         try:
-            tiers = make_tiers(self.config, self.layout, self._device)
+            tiers = await asyncio.to_thread(make_tiers, self.config, self.layout, self._device)
             self._arena = await asyncio.to_thread(Arena, settings)
         except BaseException:
             self._close_device()

@@ -20,6 +20,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
 
 FINGERPRINT = b"g" * 16
 THREADS = 2
@@ -68,16 +69,20 @@ def files(request: pytest.FixtureRequest, driver: TwinDriver, device: Device) ->
     return CuFileFiles(driver, device.pool.memory, CHUNK_BYTES, 2 * THREADS)
 
 
-@pytest.fixture
-def opened(device: Device, files: DeviceFiles) -> Callable[..., Any]:
+@pytest.fixture(params=["gds", "weka"])
+def opened(request: pytest.FixtureRequest, device: Device, files: DeviceFiles) -> Callable[..., Any]:
     """Opens a tier on a directory; its files move as `files` says."""
 
     @asynccontextmanager
     async def make(
         directory: Path, cap_bytes: int = 64 << 20, fingerprint: bytes = FINGERPRINT
     ) -> AsyncIterator[GdsTier]:
-        settings = GdsSettings((directory,), cap_bytes, threads=THREADS, chunk_bytes=CHUNK_BYTES)
-        tier = GdsTier(settings, fingerprint, device, files)
+        common = {"threads": THREADS, "chunk_bytes": CHUNK_BYTES}
+        if request.param == "gds":
+            tier = GdsTier(GdsSettings((directory,), cap_bytes, **common), fingerprint, device, files)
+        else:
+            settings = WekaSettings((directory,), cap_bytes, direct=None, allowance_bytes=0, **common)
+            tier = WekaTier(settings, fingerprint, device, files)
         await tier.open()
         try:
             yield tier

@@ -18,11 +18,14 @@ from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
+from tiercache.device.device import Device
 from tiercache.errors import TierFull
 from tiercache.memory.workers import Workers
 from tiercache.tiers.base import TierStatistics
-from tiercache.tiers.disk import DiskSettings, DiskTier, Shelf, Victims
+from tiercache.tiers.device_files import DeviceFiles
+from tiercache.tiers.disk import Shelf, Victims
 from tiercache.tiers.evictor import Evictor, EvictorSettings
+from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.listing import Refresher
 from tiercache.tiers.volume import Volume
 
@@ -34,7 +37,7 @@ _METADATA_THREADS = 8
 
 
 @dataclass(frozen=True)
-class WekaSettings(DiskSettings):
+class WekaSettings(GdsSettings):
     threads: int = 16
     direct: bool | None = True
     allowance_bytes: int | None = None
@@ -56,12 +59,18 @@ class _Shared:
         )
 
 
-class WekaTier(DiskTier):
+class WekaTier(GdsTier):
     name = "weka"
     option = "weka_path"
 
-    def __init__(self, settings: WekaSettings, fingerprint: bytes) -> None:
-        super().__init__(settings, fingerprint)
+    def __init__(
+        self,
+        settings: WekaSettings,
+        fingerprint: bytes,
+        device: Device | None = None,
+        files: DeviceFiles | None = None,
+    ) -> None:
+        super().__init__(settings, fingerprint, device, files)
         self.settings: WekaSettings = settings
         self._metadata = Workers(f"{self.name}-metadata", _METADATA_THREADS)
         self._watchers = Workers(f"{self.name}-refresh", len(settings.directories))
@@ -145,7 +154,9 @@ class WekaTier(DiskTier):
         return SharedIndex(make_order(self.settings.policy))
 
     def _forget(self, keys: list[ChunkKey]) -> None:
-        """Chunks are being deleted, or were, by us or by others: whoever holds their files open has to close them."""
+        """Chunks are being deleted, or were, by us or by others: a file that is open still takes its space."""
+        if self.files is not None:
+            self._metadata.submit(_close_files, self.files, [self.path(key) for key in keys])
 
     async def _keep_fresh(self, shelf: Shelf, refresher: Refresher) -> None:
         while not shelf.scanned and self._scans:
@@ -156,6 +167,11 @@ class WekaTier(DiskTier):
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_complain)
         self._tasks.append(task)
+
+
+def _close_files(files: DeviceFiles, paths: list[str]) -> None:
+    for path in paths:
+        files.forget(path)
 
 
 def _complain(task: asyncio.Task[None]) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from tiercache.commands.mounts import file_system_of
 from tiercache.core.layout import Layout
-from tiercache.device.device import Device, find_driver
-from tiercache.device.driver import Driver
+from tiercache.device.cuda import CudaDriver
+from tiercache.device.device import Device
+from tiercache.device.driver import DeviceError, Driver
+from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
@@ -36,20 +38,27 @@ def arena_settings(config: Config) -> ArenaSettings:
     )
 
 
-def make_device(config: Config, layout: Layout, driver: Driver | None) -> Device | None:
-    """The accelerator and its pool: `driver`, else the GPU that torch uses, else the first if a tier needs one. Blocks."""
+def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
+    """The accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
+
+    Without a tier that needs it, a device that cannot be used is no error: its tensors are copied the slow way then.
+    """
     wanted = bool(config.gds_path or config.weka_path)
     pool_bytes = config.gds_buffer_size * MIB if wanted and config.gds_buffer_size else None
-    own = find_driver(wanted=wanted) if driver is None else None
-    chosen = driver or own
-    if chosen is None:
-        return None
+    own: Driver | None = None
     try:
-        return Device(chosen, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
-    except BaseException:
+        if driver is None:
+            if in_use is None and not wanted:
+                return None
+            driver = own = CudaDriver(in_use or 0)
+        return Device(driver, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
+    except (DeviceError, ConfigError) as error:
         if own is not None:
             own.close()
-        raise
+        if isinstance(error, ConfigError) and (wanted or own is None):
+            raise
+        logger.info("no GPU: %s", error)
+        return None
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:

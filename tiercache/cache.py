@@ -14,7 +14,7 @@ import numpy as np
 from tiercache.assembly import arena_settings, make_device, make_tiers
 from tiercache.core.keys import ChunkKey, chunk_keys
 from tiercache.core.layout import Layout
-from tiercache.device.device import Device
+from tiercache.device.device import Device, gpu_in_use
 from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import device_payload
 from tiercache.errors import CacheClosed
@@ -76,7 +76,9 @@ class TierCache:
         """Take the arena (pre-faulted off the loop) and open the tiers."""
         # May raise for a wrong configuration: nothing is taken by then.
         settings = arena_settings(self.config)
-        self._device = await asyncio.to_thread(make_device, self.config, self.layout, self._driver)
+        self._device = await asyncio.to_thread(
+            make_device, self.config, self.layout, self._driver, gpu_in_use()
+        )
         try:
             tiers = await asyncio.to_thread(make_tiers, self.config, self.layout, self._device)
             self._arena = await asyncio.to_thread(Arena, settings)

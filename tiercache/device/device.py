@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 
-from tiercache.device.cuda import CudaDriver
 from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.events import EventBridge
 from tiercache.device.pool import DevicePool
@@ -61,15 +60,9 @@ class Device:
             logger.warning("%s: could not give its memory back: %s", self.driver.name, error)
 
 
-def find_driver(*, wanted: bool) -> Driver | None:
-    """The GPU that this process uses already through torch. Where it uses none, the first GPU if one is `wanted`, else None:
-    who needs no GPU does not pay for a CUDA context. Blocks while the driver starts."""
+def gpu_in_use() -> int | None:
+    """The GPU that the calling thread uses through torch; None when this process uses none yet."""
     torch = sys.modules.get("torch")
-    in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    if not in_use and not wanted:
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
-    try:
-        return CudaDriver(torch.cuda.current_device() if torch is not None and in_use else 0)
-    except DeviceError as error:
-        logger.info("no GPU: %s", error)
-        return None
+    return int(torch.cuda.current_device())

@@ -7,8 +7,8 @@ with Hf3fsEmulator() as emulator:
     ring = make_ioring(str(emulator.mount), 64)
 ```
 
-It is strict: what the real thing forbids fails here, where the real thing would corrupt, leak or wait for ever. What it cannot
-prove, since it is not 3FS:
+It is strict: what the real thing forbids fails here, where the real thing would corrupt, leak or wait for ever. What it
+cannot prove, since it is not 3FS:
 
 - that it is right. It was written from 3FS's source and has never met a cluster; where the source was misread, it is wrong.
 - speed. The bytes come from a page cache next door: no network, no RDMA, no chains of replicas, no storage targets.

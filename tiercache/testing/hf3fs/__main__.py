@@ -17,7 +17,6 @@ def main() -> int:
     parser.add_argument("--no-fuse", action="store_true", help="serve --mount itself, without FUSE")
     parser.add_argument("--socket", type=Path, help="Unix socket for fault injection")
     parser.add_argument("--threads", type=int, default=4, help="transfers at the same time (default: 4)")
-    parser.add_argument("--read-only", action="store_true")
     parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -31,7 +30,6 @@ def main() -> int:
         backing=given.backing and given.backing.resolve(),
         socket=given.socket,
         threads=given.threads,
-        read_only=given.read_only,
         ready_descriptor=given.ready_fd,
         until_stdin_closes=given.until_stdin_closes,
     )

@@ -9,6 +9,7 @@ from tiercache.testing.hf3fs.channel import Channel
 from tiercache.testing.hf3fs.statistics import Statistics
 
 Direction = Literal["read", "write"]
+Call = Literal["open", "fsync", "rename", "unlink", "mkdir"]
 
 
 class Control:
@@ -25,7 +26,7 @@ class Control:
         self._channel.close()
 
     def fail(self, errno: int, count: int | None = 1, direction: Direction | None = None) -> None:
-        """Complete with -errno; nothing is transferred."""
+        """Complete with -errno, or with -EIO for one that 3FS does not report; nothing is transferred."""
         self._channel.ask("fault", action="errno", value=errno, count=count, direction=direction)
 
     def shorten(self, to_bytes: int, count: int | None = 1, direction: Direction | None = None) -> None:
@@ -40,6 +41,14 @@ class Control:
         """Transfer, and never report it: the entry of the ring is gone for good."""
         self._channel.ask("fault", action="lose", count=count, direction=direction)
 
+    def fail_call(self, call: Call, errno: int, count: int | None = 1) -> None:
+        """Let a system call on the mount fail. Raises OSError (ENOTSUP) where there is no FUSE to do it."""
+        self._channel.ask("call_fault", call=call, errno=errno, count=count)
+
+    def make_read_only(self) -> None:
+        """Writing fails with EROFS from now on: by rings, and on a FUSE mount by system calls."""
+        self._channel.ask("read_only")
+
     def hang(self) -> None:
         """From now on the daemon takes operations and does nothing with them. The file system goes on."""
         self._channel.ask("hang")
@@ -49,16 +58,23 @@ class Control:
         self._channel.ask("resume")
 
     def until_hanging(self, operations: int) -> None:
-        """Wait until so many operations hang. On a connection of its own: other threads may go on asking."""
-        channel = Channel(self._socket)
-        try:
-            channel.ask("until_hanging", operations=operations)
-        finally:
-            channel.close()
+        """Wait until so many operations hang."""
+        self._wait("until_hanging", operations=operations)
+
+    def until_registered(self, buffers: int, rings: int) -> None:
+        """Wait until exactly so many buffers and rings are registered."""
+        self._wait("until_registered", buffers=buffers, rings=rings)
 
     def clear(self) -> None:
-        """No more faults, and nothing hangs."""
+        """No more faults, nothing hangs, and writing is allowed."""
         self._channel.ask("clear")
 
     def statistics(self) -> Statistics:
         return Statistics(**self._channel.ask("statistics"))
+
+    def _wait(self, what: str, **arguments: int) -> None:
+        channel = Channel(self._socket)  # of its own: other threads may go on asking
+        try:
+            channel.ask(what, **arguments)
+        finally:
+            channel.close()

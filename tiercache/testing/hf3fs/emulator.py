@@ -14,7 +14,6 @@ import sys
 import tempfile
 from ctypes.util import find_library
 from pathlib import Path
-from typing import Literal
 
 import tiercache
 from tiercache.testing.hf3fs.control import Control
@@ -58,12 +57,10 @@ class Hf3fsEmulator:
         *,
         fuse: bool | None = None,
         threads: int = 4,
-        read_only: bool = False,
     ) -> None:
         self._given_directory = directory
         self.fuse = why_no_fuse() is None if fuse is None else fuse
         self.threads = threads
-        self.read_only = read_only
         self._daemon: subprocess.Popen[bytes] | None = None
         self._control: Control | None = None
         self._semaphores: list[str] = []
@@ -148,7 +145,6 @@ class Hf3fsEmulator:
             sys.executable, "-m", "tiercache.testing.hf3fs", "--mount", str(self.mount), "--socket", str(socket),
             "--threads", str(self.threads), "--ready-fd", str(ready_there), "--until-stdin-closes",
             *(["--backing", str(self.backing)] if self.fuse else ["--no-fuse"]),
-            *(["--read-only"] if self.read_only else []),
         ]  # fmt: skip
         try:
             with self._log.open("ab") as log:

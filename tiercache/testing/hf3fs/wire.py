@@ -1,4 +1,4 @@
-"""The wire ABI of USRBIO: names of registrations, layout of a ring, ioctl numbers. Read from 3FS's source, not from a header.
+"""The wire ABI of USRBIO: names of registrations, layout of a ring, ioctl numbers. Read from 3FS's source.
 
 Little-endian and naturally aligned, as a C++ compiler lays it out on x86-64 and aarch64.
 """

@@ -10,16 +10,14 @@ from typing import Any
 _UUID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
-class iovec:  # noqa: N801
+class iovec:
     """A buffer or, from `iovec[a:b]`, a piece of one, which serves one operation at a time.
 
     The real one holds the bare address: it keeps neither the shared memory nor the registration alive. This one pins the
     memory until it is released, so that closing the shared memory first raises BufferError instead of leaving a trap.
     """
 
-    def __init__(
-        self, base: Any, id: str, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1
-    ) -> None:
+    def __init__(self, base: Any, id: str, hf3fs_mount_point: str, block_size: int = 0, numa: int = -1) -> None:
         if not _UUID.fullmatch(id):
             raise ValueError(f"id {id!r} is not a valid UUID")
         view = memoryview(base)

@@ -1,7 +1,8 @@
 """Descriptors that rings may use.
 
-The real library keeps a table by descriptor number, and never learns that a number was closed: a file that is closed before it
-is deregistered stays open through the library's duplicate, and its inode stays bound to the number, which the next `open` gets.
+The real library keeps a table by descriptor number and never learns that a number was closed. A file that is closed before
+it is deregistered stays open through the library's duplicate, and its inode stays bound to the number, which the next `open`
+gets.
 """
 
 from __future__ import annotations

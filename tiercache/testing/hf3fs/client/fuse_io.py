@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-class iovec:  # noqa: N801
+class iovec:
     """A registered buffer. Slices of it do not keep it: when it goes, the registration goes, and transfers fail."""
 
     def __init__(self, iov: buffers.iovec, link: str) -> None:
@@ -43,7 +43,7 @@ class iovec:  # noqa: N801
         self.iov[slice] = val  # type: ignore[index]  # upstream's, which raises TypeError: the native iovec has no such thing
 
 
-class ioring:  # noqa: N801
+class ioring:
     def __init__(self, ior: rings.ioring) -> None:
         self.ior = ior
 

@@ -6,12 +6,13 @@ directory with a socket in it, and they go there.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import os
 import struct
-import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tiercache.testing.hf3fs.channel import Channel
 from tiercache.testing.hf3fs.wire import IOCTL_FSYNC, IOCTL_GET_MAGIC, MAGIC, SOCKET_NAME, VIRTUAL_DIRECTORY
@@ -55,16 +56,16 @@ def force_fsync(fd: int) -> int:
 
 def add_link(target: str, link: str) -> None:
     """`os.symlink` into `3fs-virt/iovs`, which registers shared memory. Raises OSError with the daemon's errno."""
-    if channel := _channel_of_link(link):
-        channel.ask("symlink", name=os.path.basename(link), target=target)
+    if mount := _plain_mount(Path(link).parent):
+        _ask(mount, "symlink", name=os.path.basename(link), target=target)
     else:
         os.symlink(target, link)
 
 
 def remove_link(link: str) -> None:
     """`os.unlink` of what `add_link` made. Raises OSError."""
-    if channel := _channel_of_link(link):
-        channel.ask("unlink", name=os.path.basename(link))
+    if mount := _plain_mount(Path(link).parent):
+        _ask(mount, "unlink", name=os.path.basename(link))
     else:
         os.unlink(link)
 
@@ -72,32 +73,14 @@ def remove_link(link: str) -> None:
 def hold_inode(descriptor: int) -> int:
     """The inode number by which rings know the file. On a mount, the daemon knows it while it is open."""
     mount = _plain_mount_of(descriptor)
-    if mount is None:
-        return os.fstat(descriptor).st_ino
-    return int(_channel(mount).ask("hold", [descriptor]))
+    return os.fstat(descriptor).st_ino if mount is None else int(_ask(mount, "hold", [descriptor]))
 
 
 def release_inode(descriptor: int, inode: int) -> None:
     mount = _plain_mount_of(descriptor)
     if mount is not None:
-        _channel(mount).ask("release", inode=inode)
-
-
-def hold_mount(mount_point: str) -> None:
-    """Keep `iovs` open, as the real library does for each mount as long as the process lives. Raises OSError."""
-    if not mount_point:
-        raise OSError(errno.EINVAL, "expected a mount point")
-    with _lock:
-        known = _held.get(mount_point)
-        if known is not None:
-            return
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        _held[mount_point] = os.open(f"{mount_point}/{VIRTUAL_DIRECTORY}/iovs", flags)
-
-
-_lock = threading.Lock()
-_held: dict[str, int] = {}
-_channels: dict[Path, Channel] = {}
+        with contextlib.suppress(OSError):  # the daemon that held it may be dead
+            _ask(mount, "release", inode=inode)
 
 
 def _any_type_will_do() -> bool:
@@ -122,14 +105,10 @@ def _plain_mount_of(descriptor: int) -> Path | None:
         return None
 
 
-def _channel(mount: Path) -> Channel:
-    with _lock:
-        channel = _channels.get(mount)
-        if channel is None:
-            channel = _channels[mount] = Channel(mount / VIRTUAL_DIRECTORY / SOCKET_NAME)
-        return channel
-
-
-def _channel_of_link(link: str) -> Channel | None:
-    mount = _plain_mount(Path(link).parent)
-    return None if mount is None else _channel(mount)
+def _ask(mount: Path, what: str, descriptors: Sequence[int] = (), **arguments: Any) -> Any:
+    # A connection each time: no descriptor stays open, and a restarted daemon is reached as well.
+    channel = Channel(mount / VIRTUAL_DIRECTORY / SOCKET_NAME)
+    try:
+        return channel.ask(what, descriptors, **arguments)
+    finally:
+        channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -13,7 +14,7 @@ from datetime import timedelta
 
 from tiercache.testing.hf3fs.client.buffers import iovec
 from tiercache.testing.hf3fs.client.descriptors import registered
-from tiercache.testing.hf3fs.client.mounts import add_link, hold_mount, remove_link
+from tiercache.testing.hf3fs.client.mounts import add_link, remove_link
 from tiercache.testing.hf3fs.client.threads import OneThread
 from tiercache.testing.hf3fs.ring_memory import Arguments, RingMemory
 from tiercache.testing.hf3fs.semaphores import NamedSemaphore
@@ -23,8 +24,8 @@ _WAKES_S = 0.001
 """How often a waiting thread looks by itself: a completion without a wake-up costs no more than this."""
 
 
-class ioring:  # noqa: N801
-    """One direction, one thread that prepares and submits, one that waits (they may be two). Breaking that raises RuntimeError.
+class ioring:
+    """One direction, one thread that prepares and submits, one that waits; they may be two. Else RuntimeError is raised.
 
     A time-out of the ring is in ms, and only of use to `io_depth < 0`; that of `wait` is in s. `priority` has no effect.
     """
@@ -46,12 +47,12 @@ class ioring:  # noqa: N801
             raise OSError(errno.EINVAL, f"entries {entries}, timeout {timeout}: expected entries > 0 and timeout >= 0")
         traits = RingTraits(for_read, io_depth, timeout_ms=timeout or 0, flags=flags)
         self._link, memory = _register(hf3fs_mount_point, traits, entries)
-        self._memory = RingMemory(memory)
         self._traits = traits
         self._mount_point = hf3fs_mount_point
+        self._free = deque(range(entries))
+        self._in_flight: list[tuple[iovec, object] | None] = [None] * entries
+        self._memory = RingMemory(memory)
         self._submitted = NamedSemaphore(_submit_semaphore(hf3fs_mount_point), create=False)
-        self._free = deque(range(self._memory.entries))
-        self._in_flight: list[tuple[iovec, object] | None] = [None] * self._memory.entries
         self._submitter = OneThread("only one thread may prepare and submit a ring")
         self._waiter = OneThread("only one thread may wait on a ring")
 
@@ -112,8 +113,8 @@ class ioring:  # noqa: N801
         """Slices whose operations have ended, in any order; their `result` is set.
 
         Returns when there are `min_results` and no more are at hand, or when there are `max_results` (the larger of both
-        counts; at least one), or after `timeout`, with fewer, perhaps none. Without a time-out it waits for ever for a daemon
-        that died. Releases the GIL.
+        counts; at least one), or after `timeout`, with fewer, perhaps none. Without a time-out it waits for ever when the
+        daemon has died. Releases the GIL.
         """
         self._waiter.check()
         deadline_s = None if timeout is None else time.monotonic() + _seconds(timeout)
@@ -135,13 +136,13 @@ class ioring:  # noqa: N801
         if self._submitted is not None:
             self._submitted.close()
         memory.close()
+        for entry in filter(None, self._in_flight):
+            entry[0]._in_flight = False
         # Created with the flags in binary, taken away with them in decimal: with flags >= 2 the registration stays.
         flags = f".f{self._traits.flags}" if self._traits.flags else ""
         name = self._link.rpartition("/")[2].partition(".f")[0] + flags
-        try:
+        with contextlib.suppress(OSError):  # upstream does not look either
             remove_link(f"{self._mount_point}/{VIRTUAL_DIRECTORY}/iovs/{name}")
-        except OSError:
-            pass  # upstream does not look either
 
     def __del__(self) -> None:
         self.destroy()
@@ -167,7 +168,8 @@ class ioring:  # noqa: N801
         if entry is None:
             raise AssertionError(f"completion {index} came twice")
         self._in_flight[index] = None
-        iov, iov._userdata = entry
+        iov, userdata = entry
+        iov._userdata = userdata
         iov._result = result
         iov._in_flight = False
         self._free.append(index)
@@ -192,7 +194,6 @@ def _register(mount_point: str, traits: RingTraits, entries: int) -> tuple[str, 
     try:
         os.ftruncate(descriptor, size_bytes)
         memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED)
-        hold_mount(mount_point)
         add_link(target, link)
         return link, memory
     finally:

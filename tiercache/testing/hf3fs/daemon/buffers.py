@@ -37,7 +37,7 @@ class _Entry:
 
 class Buffers:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._entries: dict[str, _Entry] = {}
         self._buffers: dict[bytes, Buffer] = {}
         self._rings: dict[bytes, ServedRing] = {}
@@ -58,6 +58,7 @@ class Buffers:
             else:
                 self._rings[registration.id] = ServedRing(RingMemory(memory), registration.ring)
             self._entries[name] = _Entry(registration, target, pid)
+            self._lock.notify_all()
 
     def unregister(self, name: str) -> None:
         """Transfers that are under way keep the memory until they end. Raises OSError: ENOENT."""
@@ -67,6 +68,7 @@ class Buffers:
                 raise OSError(errno.ENOENT, f"{name} is not registered")
             self._buffers.pop(entry.registration.id, None)
             self._rings.pop(entry.registration.id, None)
+            self._lock.notify_all()
 
     def forget_process(self, pid: int) -> None:
         """A client died: nobody else will take its registrations away."""
@@ -89,6 +91,11 @@ class Buffers:
     def counts(self) -> tuple[int, int]:
         """(buffers, rings)"""
         return len(self._buffers), len(self._rings)
+
+    def until(self, buffers: int, rings: int) -> None:
+        """Wait until exactly so many are registered."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.counts() == (buffers, rings))
 
 
 def _map(target: str, registration: Registration) -> mmap.mmap:

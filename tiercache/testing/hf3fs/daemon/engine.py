@@ -29,11 +29,10 @@ _WATCHER_WAKES_S = 1.0
 
 
 class Engine:
-    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, *, threads: int, read_only: bool) -> None:
+    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, *, threads: int) -> None:
         self._files = files
         self._buffers = buffers
         self._faults = faults
-        self._read_only = read_only
         self.semaphores = [NamedSemaphore(f"hf3fs-submit-ios.{uuid.uuid4()}", create=True) for _ in SEMAPHORE_LINKS]
         self._work: SimpleQueue[tuple[Batch, int, Fault | None] | None] = SimpleQueue()
         self._stopping = False
@@ -118,8 +117,8 @@ class Engine:
         traits = batch.ring.traits
         self.operations += 1
         if fault is not None and fault.action == "errno":
-            return -int(fault.value)
-        if self._read_only and not traits.for_read:
+            raise OSError(int(fault.value), "a fault was asked for")
+        if self._faults.read_only and not traits.for_read:
             return -errno.EROFS
         known = self._files.find(arguments.inode)
         if known is None:
@@ -140,7 +139,7 @@ class Engine:
 
 
 def _read(known: KnownFile, piece: memoryview, offset: int, forbid_holes: bool) -> int:
-    """A hole with data after it reads as zeros. One without is no data at all: the read ends before it, as at end of file."""
+    """A hole with data after it reads as zeros; before one without, the read ends, as it does at the end of the file."""
     end = offset + len(piece)
     hole = _seek(known.descriptor, offset, os.SEEK_HOLE)
     if hole < end:

@@ -22,12 +22,23 @@ class Fault:
     """None: both."""
 
 
+@dataclass
+class CallFault:
+    """A failing system call on the mount."""
+
+    call: str
+    errno: int
+    count: int | None = 1
+
+
 class Faults:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._active: list[Fault] = []
         self._hanging = False
         self._parked: list[Callable[[], None]] = []
+        self._calls: list[CallFault] = []
+        self.read_only = False
         self.struck = 0
 
     def add(self, fault: Fault) -> None:
@@ -35,9 +46,11 @@ class Faults:
             self._active.append(fault)
 
     def clear(self) -> None:
-        """Forget all faults and let everything go that hangs."""
+        """Forget all faults, allow writes, and let everything go that hangs."""
         with self._lock:
             self._active.clear()
+            self._calls.clear()
+            self.read_only = False
         self.resume()
 
     def next(self, for_read: bool) -> Fault | None:
@@ -56,10 +69,31 @@ class Faults:
                     return fault
         return None
 
+    def add_call(self, fault: CallFault) -> None:
+        with self._lock:
+            self._calls.append(fault)
+
+    def check_call(self, call: str) -> None:
+        """Raises OSError when a fault waits for this call."""
+        if not self._calls:
+            return
+        with self._lock:
+            for fault in self._calls:
+                if fault.call == call:
+                    if fault.count is not None:
+                        fault.count -= 1
+                        if fault.count == 0:
+                            self._calls.remove(fault)
+                    self.struck += 1
+                    raise OSError(fault.errno, f"a fault was asked for: {call}")
+
     def hang(self) -> None:
         """From now on operations are claimed, and nothing happens to them."""
         with self._lock:
             self._hanging = True
+
+    def hangs(self) -> bool:
+        return self._hanging
 
     def resume(self) -> None:
         with self._lock:
@@ -70,10 +104,10 @@ class Faults:
 
     def parks(self, begin: Callable[[], None]) -> bool:
         """Keep `begin` for later if everything hangs; else False, and the caller goes on."""
-        if not self._hanging:
+        if not self.hangs():
             return False
         with self._lock:
-            if not self._hanging:
+            if not self.hangs():
                 return False
             self._parked.append(begin)
             self._lock.notify_all()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
+from tiercache.testing.hf3fs.daemon.faults import Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFiles
 from tiercache.testing.hf3fs.wire import IOCTL_FSYNC, IOCTL_GET_MAGIC, MAGIC, SEMAPHORE_LINKS, VIRTUAL_DIRECTORY
 
@@ -37,23 +38,23 @@ class Filesystem:
         backing: Path,
         files: KnownFiles,
         buffers: Buffers,
+        faults: Faults,
         semaphore_targets: list[str],
         context: Callable[[], tuple[int, int, int]],
         on_mounted: Callable[[], None],
         on_client: Callable[[int], None],
-        *,
-        read_only: bool,
     ) -> None:
         self._backing = str(backing)
         self._files = files
         self._buffers = buffers
+        self._faults = faults
         self._semaphores = dict(zip(SEMAPHORE_LINKS, semaphore_targets, strict=True))
         self._context = context
         self._on_mounted = on_mounted
         self._on_client = on_client
-        self._read_only = read_only
         self._inode_of: dict[int, int] = {}
         """Open descriptor of a client's file -> inode."""
+        self._writing: set[int] = set()
         self._directories: dict[int, str] = {}
         self._handles = itertools.count(1)
 
@@ -116,25 +117,32 @@ class Filesystem:
         if os.path.dirname(path) == _IOVS:
             self._buffers.unregister(os.path.basename(path))
         else:
+            self._faults.check_call("unlink")
             os.unlink(self._writable(path))
 
     def open(self, path: str, flags: int) -> int:
+        self._faults.check_call("open")
         # O_DIRECT asks for alignment that FUSE's own buffers do not have; append is the kernel's business.
         flags &= ~(os.O_DIRECT | os.O_APPEND)
         real = self._real(path) if flags & os.O_ACCMODE == os.O_RDONLY else self._writable(path)
-        return self._opened(os.open(real, flags | os.O_CLOEXEC))
+        return self._opened(os.open(real, flags | os.O_CLOEXEC), flags)
 
     def create(self, path: str, mode: int, flags: int) -> int:
+        self._faults.check_call("open")
         flags = flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CREAT | os.O_CLOEXEC
-        return self._opened(os.open(self._writable(path), flags, mode))
+        return self._opened(os.open(self._writable(path), flags, mode), flags)
 
-    def _opened(self, descriptor: int) -> int:
+    def _opened(self, descriptor: int, flags: int) -> int:
         self._inode_of[descriptor] = self._files.hold(descriptor)
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            self._writing.add(descriptor)
         return descriptor
 
     def release(self, _path: str | None, handle: int) -> None:
         inode = self._inode_of.pop(handle)
-        self._files.make_visible(inode)
+        if handle in self._writing:
+            self._writing.remove(handle)
+            self._files.make_visible(inode)
         os.close(handle)
         self._files.release(inode)
 
@@ -147,6 +155,7 @@ class Filesystem:
         return written
 
     def fsync(self, _path: str | None, _data_only: int, handle: int) -> None:
+        self._faults.check_call("fsync")
         os.fsync(handle)
         self._files.make_visible(self._inode_of[handle])
 
@@ -167,12 +176,14 @@ class Filesystem:
             self._files.make_visible(os.lstat(self._real(path)).st_ino)
 
     def rename(self, old: str, new: str) -> None:
+        self._faults.check_call("rename")
         os.rename(self._writable(old), self._writable(new))
 
     def link(self, path: str, target: str) -> None:
         os.link(self._real(target), self._writable(path))
 
     def mkdir(self, path: str, mode: int) -> None:
+        self._faults.check_call("mkdir")
         os.mkdir(self._writable(path), mode)
 
     def rmdir(self, path: str) -> None:
@@ -185,11 +196,25 @@ class Filesystem:
         os.chown(self._writable(path), uid, gid)
 
     def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> None:
-        os.utime(self._writable(path), ns=times)
+        real = self._writable(path)
+        if times is None:
+            os.utime(real)
+        else:
+            os.utime(real, ns=times)
 
     def statfs(self, _path: str) -> dict[str, int]:
         status = os.statvfs(self._backing)
-        names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax")
+        names = (
+            "f_bsize",
+            "f_frsize",
+            "f_blocks",
+            "f_bfree",
+            "f_bavail",
+            "f_files",
+            "f_ffree",
+            "f_favail",
+            "f_namemax",
+        )
         return {name: getattr(status, name) for name in names}
 
     @staticmethod
@@ -205,7 +230,7 @@ class Filesystem:
         return self._backing + path
 
     def _writable(self, path: str | None) -> str:
-        if self._read_only:
+        if self._faults.read_only:
             raise OSError(errno.EROFS, path)
         return self._real(path)
 

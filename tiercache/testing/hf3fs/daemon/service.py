@@ -5,6 +5,7 @@ Lines of JSON. A request is `{"what": ..., other arguments}`, an answer `{"value
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -72,3 +73,5 @@ class Service:
             return {"value": handler(**request, pid=pid, descriptors=descriptors)}
         except OSError as error:
             return {"errno": error.errno, "why": str(error)}
+        except (KeyError, TypeError, ValueError) as error:
+            return {"errno": errno.EINVAL, "why": f"{line!r}: {error!r}"}

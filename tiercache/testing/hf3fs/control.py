@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tiercache.testing.hf3fs.channel import Channel
 from tiercache.testing.hf3fs.statistics import Statistics
@@ -65,6 +65,10 @@ class Control:
         """Wait until exactly so many buffers and rings are registered."""
         self._wait("until_registered", buffers=buffers, rings=rings)
 
+    def until_open_files(self, files: int) -> None:
+        """Wait until exactly so many files are held open. The kernel reports a close after `close` has returned."""
+        self._wait("until_open_files", files=files)
+
     def clear(self) -> None:
         """No more faults, nothing hangs, and writing is allowed."""
         self._channel.ask("clear")
@@ -72,7 +76,7 @@ class Control:
     def statistics(self) -> Statistics:
         return Statistics(**self._channel.ask("statistics"))
 
-    def _wait(self, what: str, **arguments: int) -> None:
+    def _wait(self, what: str, **arguments: Any) -> None:
         channel = Channel(self._socket)  # of its own: other threads may go on asking
         try:
             channel.ask(what, **arguments)

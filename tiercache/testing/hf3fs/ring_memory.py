@@ -81,7 +81,7 @@ class RingMemory:
         return Arguments(*ARGUMENTS.unpack_from(self._view, MARKER_BYTES + index * ARGUMENTS.size))
 
     def submit(self, index: int, arguments: Arguments) -> bool:
-        """Client: publish an operation; False when there is no room, which its own slots should have told it."""
+        """Client: publish an operation; False when there is no room."""
         head = self._markers[_SUBMISSION_HEAD]
         following = (head + 1) % self.slots
         if following == self._markers[_SUBMISSION_TAIL]:

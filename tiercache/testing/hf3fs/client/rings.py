@@ -69,7 +69,8 @@ class ioring:
         """Queue a transfer of the whole of `iov`. It may run before `submit`.
 
         Raises OSError: EINVAL for the wrong direction or an empty piece, EBADF when `fd` is not registered, EACCES when it
-        is not open for this, EAGAIN when the ring is full: a slot is free again when its completion was waited for.
+        is not open for this, EAGAIN when the ring is full. A slot is free again when its completion was waited for and
+        all operations before it have ended.
         """
         self._submitter.check()
         if not isinstance(iov, iovec):
@@ -97,7 +98,12 @@ class ioring:
         index = self._free.popleft()
         iov._in_flight = True
         self._in_flight[index] = (iov, userdata)
-        memory.submit(index, Arguments(iov._id, iov.base_off, file.inode, off, iov._size))
+        if not memory.submit(index, Arguments(iov._id, iov.base_off, file.inode, off, iov._size)):
+            # The daemon gives submissions back in order, so one that is slow holds back all that came after it.
+            iov._in_flight = False
+            self._in_flight[index] = None
+            self._free.append(index)
+            raise OSError(errno.EAGAIN, "an early operation has not ended and holds back the room of later ones")
         return self
 
     def submit(self) -> ioring:

@@ -20,6 +20,8 @@ class ClientWatch:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="client-watch", daemon=True)
         self._stopping = False
+
+    def start(self) -> None:
         self._thread.start()
 
     def watch(self, pid: int) -> None:

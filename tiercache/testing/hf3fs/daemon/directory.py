@@ -14,6 +14,8 @@ from tiercache.testing.hf3fs.daemon.files import KnownFiles
 from tiercache.testing.hf3fs.daemon.service import Handler, Service
 from tiercache.testing.hf3fs.wire import SEMAPHORE_LINKS, SOCKET_NAME, VIRTUAL_DIRECTORY
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class Directory:
     def __init__(self, mount: Path, files: KnownFiles, buffers: Buffers, semaphore_targets: list[str]) -> None:
@@ -29,7 +31,7 @@ class Directory:
     def serve(
         self, handlers: dict[str, Handler], on_client: Callable[[int], None], on_ready: Callable[[], None]
     ) -> None:
-        """Until SIGTERM or SIGINT."""
+        """Until one of STOP_SIGNALS, which must be blocked in all threads."""
         self._iovs.mkdir(parents=True, exist_ok=True)
         self._clear()
         for name, target in self._semaphores.items():
@@ -42,11 +44,8 @@ class Directory:
         }
         service = Service(self._virtual / SOCKET_NAME, {**handlers, **mine}, on_client)
         service.start()
-        stop = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
         on_ready()
-        stop.wait()
+        signal.sigwait(STOP_SIGNALS)
         service.stop()
         self._clear()
 

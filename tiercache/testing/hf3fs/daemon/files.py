@@ -25,7 +25,7 @@ class KnownFile:
 
 class KnownFiles:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._files: dict[int, KnownFile] = {}
 
     def __len__(self) -> int:
@@ -47,6 +47,12 @@ class KnownFiles:
             known.holders -= 1
             if known.holders == 0:
                 del self._files[inode]
+                self._lock.notify_all()
+
+    def until(self, files: int) -> None:
+        """Wait until exactly so many are held open."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._files) == files)
 
     def find(self, inode: int) -> KnownFile | None:
         return self._files.get(inode)

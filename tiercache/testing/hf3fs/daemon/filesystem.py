@@ -164,6 +164,7 @@ class Filesystem:
             ctypes.c_uint32.from_address(data).value = MAGIC
         elif command == IOCTL_FSYNC:
             self._files.make_visible(self._inode_of[handle])
+            ctypes.c_uint32.from_address(data).value = 0
         else:
             raise OSError(errno.EINVAL, f"ioctl {command:#x}")
         return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.clients import ClientWatch
-from tiercache.testing.hf3fs.daemon.directory import Directory
+from tiercache.testing.hf3fs.daemon.directory import STOP_SIGNALS, Directory
 from tiercache.testing.hf3fs.daemon.engine import Engine
 from tiercache.testing.hf3fs.daemon.faults import CallFault, Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFiles
@@ -52,9 +52,12 @@ class Daemon:
 
     def serve(self) -> None:
         """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
+        # Only the main thread is to get them: one that comes to another does not wake it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if self.settings.until_stdin_closes:
             threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
         self.engine.start()
+        self.clients.start()
         try:
             if self.directory is not None:
                 self.directory.serve(self._control(), self.clients.watch, self._say_ready)
@@ -87,8 +90,9 @@ class Daemon:
             self._say_ready,
             self.clients.watch,
         )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # libfuse has handlers for them
         try:
-            mfusepy.FUSE(
+            _mount_class()(
                 filesystem,
                 str(self.settings.mount),
                 foreground=True,
@@ -137,6 +141,7 @@ class Daemon:
         return {
             "read_only": make_read_only,
             "until_registered": lambda pid, descriptors, buffers, rings: self.buffers.until(buffers, rings),
+            "until_open_files": lambda pid, descriptors, files: self.files.until(files),
             "fault": add_fault,
             "call_fault": add_call_fault,
             "clear": lambda pid, descriptors: self.faults.clear(),
@@ -156,6 +161,17 @@ class Daemon:
             rings=rings,
             open_files=len(self.files),
         )
+
+
+def _mount_class() -> Any:
+    import mfusepy
+
+    class Mount(mfusepy.FUSE):  # type: ignore[misc]
+        def truncate_fuse_3(self, path: bytes | None, length: int, file: Any) -> int:
+            """The library forgets the handle, which is all that there is of a file without a path."""
+            return int(self.ftruncate(path, length, file) or 0)
+
+    return Mount
 
 
 def _terminate_at_end_of_stdin() -> None:

@@ -1,7 +1,31 @@
-"""What users and we test tiers with: `TierContract`, fault injection, a clock that jumps."""
+"""What users and we test tiers with: `TierContract`, fault injection, a clock that jumps; `hf3fs`, an emulator of 3FS."""
 
-from tiercache.testing.clock import JumpingClockLoop
-from tiercache.testing.contract import TierContract, chunk, page_aligned
-from tiercache.testing.faults import FaultyTier, MemoryTier
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.testing.clock import JumpingClockLoop
+    from tiercache.testing.contract import TierContract, chunk, page_aligned
+    from tiercache.testing.faults import FaultyTier, MemoryTier
+
+_HOME = {
+    "FaultyTier": "faults",
+    "JumpingClockLoop": "clock",
+    "MemoryTier": "faults",
+    "TierContract": "contract",
+    "chunk": "contract",
+    "page_aligned": "contract",
+}
 
 __all__ = ["FaultyTier", "JumpingClockLoop", "MemoryTier", "TierContract", "chunk", "page_aligned"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the emulator's daemon, and peers' Pythons that have no pytest, live in this package too."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'tiercache.testing' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"tiercache.testing.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,130 @@
+"""Rules 4, 5 and 11: shared memory as an I/O buffer, slices of it, its blocks."""
+
+import errno
+import os
+from multiprocessing.shared_memory import SharedMemory
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hf3fs_fuse.io import make_iovec
+
+from tests.hf3fs.emulator.client import BUFFER_BYTES, PATIENCE_S, Client, fails, run
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.testing.hf3fs import Hf3fsEmulator
+
+
+def links(client: Client) -> set[str]:
+    return {name for name in os.listdir(client.mount / "3fs-virt/iovs") if not name.startswith("submit-ios")}
+
+
+def test_rule_4_payload_goes_through_the_shared_memory(client: Client) -> None:
+    np.frombuffer(client.memory, dtype=np.uint8)[:5] = list(b"hello")
+    assert run(client.ring(False), client.iov[:5], False, client.open("file", os.O_RDWR, b"")) == 5
+    client.memory[:5] = bytes(5)
+    assert run(client.ring(), client.iov[:5], True, client.open("file", os.O_RDONLY)) == 5
+    assert bytes(client.memory[:5]) == b"hello"
+
+
+def test_rule_4_registration_is_a_link_that_goes_with_the_iov(client: Client) -> None:
+    before = links(client)
+    shm = SharedMemory(create=True, size=4096)
+    iov = make_iovec(shm, str(client.mount))
+    (link,) = links(client) - before
+    assert os.readlink(client.mount / "3fs-virt/iovs" / link) == f"/dev/shm/{shm.name}"
+    del iov
+    assert links(client) == before
+    shm.close()
+    shm.unlink()
+
+
+def test_rule_4_slices_do_not_keep_the_registration(client: Client) -> None:
+    shm = SharedMemory(create=True, size=4096)
+    iov = make_iovec(shm, str(client.mount))
+    piece = iov[:1]
+    descriptor, ring = client.open("file", os.O_RDONLY, b"x"), client.ring()
+    assert run(ring, piece, True, descriptor) == 1
+    del iov
+    assert run(ring, piece, True, descriptor) == -errno.EINVAL
+    shm.close()
+    shm.unlink()
+
+
+def test_rule_4_iov_is_released_before_its_shared_memory(client: Client) -> None:
+    shm = SharedMemory(create=True, size=4096)
+    iov = make_iovec(shm, str(client.mount))
+    with pytest.raises(BufferError):
+        shm.close()
+    del iov
+    shm.close()
+    shm.unlink()
+
+
+def test_rule_4_name_of_the_shared_memory_may_go_once_it_is_registered(client: Client) -> None:
+    shm = SharedMemory(create=True, size=4096)
+    iov = make_iovec(shm, str(client.mount))
+    shm.unlink()
+    assert run(client.ring(), iov[:1], True, client.open("file", os.O_RDONLY, b"x")) == 1
+    del iov
+    shm.close()
+
+
+def test_rule_4_arena_in_shared_memory_is_an_iov(client: Client) -> None:
+    arena = Arena(ArenaSettings(2 << 20, shm_name="test-3fs"))
+    assert arena.shm_path is not None
+    iov = make_iovec(SimpleNamespace(name=arena.shm_path.name, buf=arena.memory), str(client.mount))
+    assert run(client.ring(), iov[4096:4099], True, client.open("file", os.O_RDONLY, b"abc")) == 3
+    assert arena.memory[4096:4099].tobytes() == b"abc"
+    del iov
+    arena.close()
+
+
+def test_rule_4_only_shared_memory_can_be_registered(client: Client) -> None:
+    for name in ("missing", "../../etc/passwd"):
+        with fails(errno.EINVAL):
+            make_iovec(SimpleNamespace(name=name, buf=bytearray(1)), str(client.mount))
+
+
+def test_rule_5_slices_have_step_1(client: Client) -> None:
+    with pytest.raises(ValueError, match="step not 1"):
+        client.iov[::2]
+    with pytest.raises(TypeError):
+        client.iov[0]
+
+
+def test_rule_5_result_and_place_are_of_the_slice_object(client: Client) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"12345"), client.ring()
+    first, second = client.iov[10:13], client.iov[10:20][2:]
+    assert (first.base_off, second.base_off, first.result) == (10, 12, 0)
+    ring.prepare(first, True, descriptor, 0).prepare(second, True, descriptor, 3)
+    done = ring.submit().wait(min_results=2, timeout=PATIENCE_S)
+    assert {id(piece) for piece in done} == {id(first), id(second)}
+    assert (first.result, second.result) == (3, 2)
+
+
+def test_rule_5_one_operation_in_flight_for_each_slice_object(client: Client) -> None:
+    descriptor, ring, piece = client.open("file", os.O_RDONLY, b"1"), client.ring(), client.iov[:1]
+    ring.prepare(piece, True, descriptor, 0)
+    with pytest.raises(RuntimeError, match="in flight"):
+        ring.prepare(piece, True, descriptor, 0)
+    assert len(ring.submit().wait(min_results=1, timeout=PATIENCE_S)) == 1
+    assert run(ring, piece, True, descriptor) == 1
+
+
+def test_rule_11_transfer_stays_within_a_block(emulator: Hf3fsEmulator) -> None:
+    client = Client(emulator, block_size=4096)
+    descriptor, ring = client.open("file", os.O_RDONLY, bytes(8192)), client.ring()
+    assert run(ring, client.iov[4096:8192], True, descriptor) == 4096
+    assert run(ring, client.iov[4095:4097], True, descriptor) == -errno.EINVAL
+    assert run(ring, client.iov[0:4097], True, descriptor) == -errno.EINVAL
+    client.close()
+
+
+def test_rule_11_whole_buffer_is_one_block_by_default(client: Client) -> None:
+    descriptor = client.open("file", os.O_RDONLY, bytes(BUFFER_BYTES))
+    assert run(client.ring(), client.iov[:], True, descriptor) == BUFFER_BYTES
+
+
+def test_rule_11_block_larger_than_the_buffer_is_refused(client: Client) -> None:
+    with fails(errno.EINVAL):
+        make_iovec(client.shm, str(client.mount), BUFFER_BYTES + 1)

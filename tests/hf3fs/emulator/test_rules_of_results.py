@@ -1,0 +1,191 @@
+"""Rules 9 to 12: waiting, what results say, how large a file looks."""
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hf3fs_fuse.io import force_fsync
+
+from tests.hf3fs.emulator.client import PATIENCE_S, Client, run
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.testing.hf3fs.client.mounts import add_link, remove_link
+
+BLOCK = 4096
+
+
+def test_rule_9_arguments_are_keyword_only(client: Client) -> None:
+    with pytest.raises(TypeError):
+        client.ring().wait(1)
+
+
+def test_rule_9_timeout_is_a_timedelta_or_a_float(client: Client) -> None:
+    ring = client.ring()
+    assert ring.wait(min_results=1, timeout=0.0) == []
+    assert ring.wait(min_results=1, timeout=timedelta(milliseconds=1)) == []
+    with pytest.raises(TypeError):
+        ring.wait(min_results=1, timeout=1)
+
+
+def test_rule_9_no_minimum_polls(client: Client) -> None:
+    assert client.ring().wait() == []
+    assert client.ring().wait(max_results=4) == []
+
+
+def test_rule_9_returns_what_there_is_at_the_timeout(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"12"), client.ring(io_depth=1)
+    emulator.control.lose()
+    lost, kept = client.iov[:1], client.iov[1:2]
+    ring.prepare(lost, True, descriptor, 0).prepare(kept, True, descriptor, 1)
+    ring.submit()
+    assert ring.wait(min_results=1, timeout=PATIENCE_S) == [kept]
+    assert ring.wait(min_results=1, timeout=0.01) == []
+
+
+def test_rule_9_no_more_than_the_maximum(client: Client) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, bytes(8)), client.ring()
+    for number in range(5):
+        ring.prepare(client.iov[number : number + 1], True, descriptor, number)
+    assert len(ring.submit().wait(min_results=2, timeout=PATIENCE_S)) == 2
+    assert len(ring.wait()) == 1, "without any count it takes one"
+    assert len(ring.wait(max_results=8, min_results=2, timeout=PATIENCE_S)) == 2
+
+
+def test_rule_9_waiting_lets_other_threads_run(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"1"), client.ring()
+    emulator.control.hang()
+    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
+    with ThreadPoolExecutor(1) as waiter:
+        waiting = waiter.submit(ring.wait, min_results=1)
+        emulator.control.until_hanging(1)
+        emulator.control.resume()
+        assert len(waiting.result(PATIENCE_S)) == 1
+
+
+def test_rule_9_waiting_with_a_timeout_survives_the_daemon(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"1"), client.ring()
+    emulator.control.hang()
+    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
+    emulator.control.until_hanging(1)
+    emulator.kill()
+    assert ring.wait(min_results=1, timeout=0.05) == []
+    emulator.restart()
+    client.recover()
+
+
+def test_rule_10_short_at_the_end_and_nothing_beyond(client: Client) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"abc"), client.ring()
+    client.memory[:8] = b"........"
+    assert run(ring, client.iov[:8], True, descriptor, 1) == 2
+    assert bytes(client.memory[:8]) == b"bc......"
+    assert run(ring, client.iov[:8], True, descriptor, 3) == 0
+    assert run(ring, client.iov[:8], True, descriptor, 1 << 40) == 0
+    assert bytes(client.memory[:8]) == b"bc......"
+
+
+def holes(client: Client) -> Path:
+    """A block of 1s, one that was never written, one of 2s, and two more that were never written."""
+    path = client.mount / "holes"
+    with path.open("wb") as file:
+        file.write(b"1" * BLOCK)
+        file.seek(2 * BLOCK)
+        file.write(b"2" * BLOCK)
+        file.truncate(5 * BLOCK)
+    return path
+
+
+def test_rule_10_hole_is_zeros_when_data_follows(client: Client) -> None:
+    descriptor = client.open(holes(client).name, os.O_RDONLY)
+    client.memory[: 3 * BLOCK] = b"." * 3 * BLOCK
+    assert run(client.ring(), client.iov[: 3 * BLOCK], True, descriptor) == 3 * BLOCK
+    assert bytes(client.memory[: 3 * BLOCK]) == b"1" * BLOCK + bytes(BLOCK) + b"2" * BLOCK
+
+
+def test_rule_10_hole_without_data_after_it_is_untouched(client: Client) -> None:
+    descriptor, ring = client.open(holes(client).name, os.O_RDONLY), client.ring()
+    client.memory[: 2 * BLOCK] = b"." * 2 * BLOCK
+    assert run(ring, client.iov[: 2 * BLOCK], True, descriptor) == BLOCK
+    assert bytes(client.memory[: 2 * BLOCK]) == b"1" * BLOCK + b"." * BLOCK
+    client.memory[:BLOCK] = b"." * BLOCK
+    assert run(ring, client.iov[:BLOCK], True, descriptor, 3 * BLOCK) == 0
+    assert bytes(client.memory[:BLOCK]) == b"." * BLOCK
+
+
+def test_rule_10_flag_2_makes_a_hole_an_error(client: Client) -> None:
+    descriptor, ring = client.open(holes(client).name, os.O_RDONLY), client.ring(flags=2)
+    assert run(ring, client.iov[: 3 * BLOCK], True, descriptor) == -errno.ENODATA
+    assert run(ring, client.iov[: 2 * BLOCK], True, descriptor) == BLOCK
+    assert run(ring, client.iov[:BLOCK], True, descriptor) == BLOCK
+
+
+def test_rule_10_write_beyond_the_end_leaves_a_hole(client: Client) -> None:
+    descriptor = client.open("file", os.O_RDWR, b"")
+    client.memory[:1] = b"x"
+    assert run(client.ring(False), client.iov[:1], False, descriptor, 2 * BLOCK) == 1
+    assert run(client.ring(), client.iov[: 3 * BLOCK], True, descriptor) == 2 * BLOCK + 1
+    assert bytes(client.memory[: 2 * BLOCK + 1]) == bytes(2 * BLOCK) + b"x"
+
+
+def test_rule_11_unknown_inode(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor = client.open("file", os.O_RDONLY, b"x")
+    emulator.restart()
+    add_link(f"/dev/shm/{client.shm.name}", client.iov.link)
+    assert run(client.ring(), client.iov[:1], True, descriptor) == -errno.EBADF
+    remove_link(client.iov.link)
+    client.recover()
+
+
+def test_rule_11_read_only(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor = client.open("file", os.O_RDWR, b"x")
+    emulator.control.make_read_only()
+    assert run(client.ring(False), client.iov[:1], False, descriptor) == -errno.EROFS
+    assert run(client.ring(), client.iov[:1], True, descriptor) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EREMOTEIO])
+def test_rule_11_errors_that_clients_get_to_see(client: Client, emulator: Hf3fsEmulator, number: int) -> None:
+    emulator.control.fail(number)
+    assert run(client.ring(), client.iov[:1], True, client.open("file", os.O_RDONLY, b"x")) == -number
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EPERM, errno.ETIMEDOUT])
+def test_rule_11_all_others_are_eio(client: Client, emulator: Hf3fsEmulator, number: int) -> None:
+    emulator.control.fail(number)
+    assert run(client.ring(), client.iov[:1], True, client.open("file", os.O_RDONLY, b"x")) == -errno.EIO
+
+
+@needs_fuse
+@pytest.mark.parametrize("kind", ["fuse"], indirect=True)
+def test_rule_12_size_lags_until_it_is_forced(client: Client) -> None:
+    descriptor = client.open("file", os.O_RDWR, b"")
+    assert run(client.ring(False), client.iov[:100], False, descriptor) == 100
+    assert os.stat(client.mount / "file").st_size == 0
+    assert os.fstat(descriptor).st_size == 0
+    assert run(client.ring(), client.iov[:200], True, descriptor) == 100, "rings do not ask for the size"
+    assert force_fsync(descriptor) == -1
+    assert os.stat(client.mount / "file").st_size == 100
+
+
+@needs_fuse
+@pytest.mark.parametrize("kind", ["fuse"], indirect=True)
+def test_rule_12_fsync_and_closing_tell_the_size_too(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor, reader = client.open("file", os.O_RDWR, b""), client.open("file", os.O_RDONLY)
+    ring, size = client.ring(False), lambda: os.stat(client.mount / "file").st_size
+    assert run(ring, client.iov[:100], False, descriptor) == 100
+    os.fsync(descriptor)
+    assert size() == 100
+    assert run(ring, client.iov[:50], False, descriptor, 100) == 50
+    client.close_descriptor(reader)
+    assert size() == 100
+    client.close_descriptor(descriptor)
+    emulator.control.until_open_files(0)  # the kernel reports it after close() has returned
+    assert size() == 150
+
+
+def test_rule_12_force_fsync_elsewhere_does_nothing(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    assert force_fsync(descriptor) == -1
+    os.close(descriptor)

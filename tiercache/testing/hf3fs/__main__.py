@@ -1,0 +1,41 @@
+"""`python -m tiercache.testing.hf3fs --mount DIR`: the emulator's daemon, until it gets SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from tiercache.testing.hf3fs.daemon.run import Daemon, Settings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tiercache.testing.hf3fs", description=__doc__)
+    parser.add_argument("--mount", type=Path, required=True, help="where to mount, or the plain directory to serve")
+    parser.add_argument("--backing", type=Path, help="directory that holds the files of a FUSE mount")
+    parser.add_argument("--no-fuse", action="store_true", help="serve --mount itself, without FUSE")
+    parser.add_argument("--socket", type=Path, help="Unix socket for fault injection")
+    parser.add_argument("--threads", type=int, default=4, help="transfers at the same time (default: 4)")
+    parser.add_argument("--ready-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--until-stdin-closes", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.no_fuse == (given.backing is not None):
+        parser.error("give either --backing DIR, for a FUSE mount, or --no-fuse")
+    for directory in filter(None, (given.mount, given.backing)):
+        directory.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.WARNING)
+    settings = Settings(
+        mount=given.mount.resolve(),
+        backing=given.backing and given.backing.resolve(),
+        socket=given.socket,
+        threads=given.threads,
+        ready_descriptor=given.ready_fd,
+        until_stdin_closes=given.until_stdin_closes,
+    )
+    Daemon(settings).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

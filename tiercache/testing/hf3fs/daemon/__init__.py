@@ -1,0 +1,1 @@
+"""The daemon of the emulator: a file system, and the rings that go past it."""

@@ -1,0 +1,87 @@
+"""The inodes that the daemon knows: those of files that somebody holds open.
+
+3FS counts what a ring wrote into a file's length when the file is synced or closed, not when the write ends. So does this.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+class KnownFile:
+    """One inode, with a descriptor of the daemon's own. The last reference closes it: a transfer may outlive the file."""
+
+    def __init__(self, descriptor: int, writable: bool) -> None:
+        self.descriptor = descriptor
+        self.writable = writable
+        self.holders = 0
+        self.visible_bytes: int | None = None
+        """What `stat` says while it lags behind what rings wrote; None when it does not lag."""
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class KnownFiles:
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._files: dict[int, KnownFile] = {}
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def hold(self, descriptor: int) -> int:
+        """Somebody opened the file behind `descriptor`; its inode number."""
+        inode = os.fstat(descriptor).st_ino
+        with self._lock:
+            known = self._files.get(inode)
+            if known is None:
+                known = self._files[inode] = _own(descriptor)
+            known.holders += 1
+        return inode
+
+    def release(self, inode: int) -> None:
+        with self._lock:
+            known = self._files[inode]
+            known.holders -= 1
+            if known.holders == 0:
+                del self._files[inode]
+                self._lock.notify_all()
+
+    def until(self, files: int) -> None:
+        """Wait until exactly so many are held open."""
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._files) == files)
+
+    def find(self, inode: int) -> KnownFile | None:
+        return self._files.get(inode)
+
+    def will_write(self, known: KnownFile, until: int) -> None:
+        """A ring is about to write up to the offset `until`."""
+        if known.visible_bytes is None:
+            with self._lock:
+                size_bytes = os.fstat(known.descriptor).st_size
+                if known.visible_bytes is None and until > size_bytes:
+                    known.visible_bytes = size_bytes
+
+    def make_visible(self, inode: int) -> None:
+        """Let `stat` see everything that was written so far."""
+        known = self._files.get(inode)
+        if known is not None:
+            known.visible_bytes = None
+
+    def visible_bytes(self, inode: int, size_bytes: int) -> int:
+        known = self._files.get(inode)
+        if known is None or known.visible_bytes is None:
+            return size_bytes
+        return known.visible_bytes
+
+
+def _own(descriptor: int) -> KnownFile:
+    """Open it once more, for both directions where its permissions let us: rings of either kind may use it."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return KnownFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), True)
+    except OSError:
+        return KnownFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), False)

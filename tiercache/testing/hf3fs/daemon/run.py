@@ -1,0 +1,180 @@
+"""One daemon: builds its parts, says that it is ready, serves until it is told to stop."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tiercache.testing.hf3fs.daemon.buffers import Buffers
+from tiercache.testing.hf3fs.daemon.clients import ClientWatch
+from tiercache.testing.hf3fs.daemon.directory import STOP_SIGNALS, Directory
+from tiercache.testing.hf3fs.daemon.engine import Engine
+from tiercache.testing.hf3fs.daemon.faults import CallFault, Fault, Faults
+from tiercache.testing.hf3fs.daemon.files import KnownFiles
+from tiercache.testing.hf3fs.daemon.service import Handler, Service
+from tiercache.testing.hf3fs.statistics import Statistics
+
+
+@dataclass
+class Settings:
+    mount: Path
+    backing: Path | None
+    """None: no FUSE; `mount` is a plain directory."""
+    socket: Path | None = None
+    """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
+    threads: int = 4
+    ready_descriptor: int | None = None
+    """Gets a line of JSON once clients can come."""
+    until_stdin_closes: bool = False
+
+
+class Daemon:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.files = KnownFiles()
+        self.buffers = Buffers()
+        self.faults = Faults()
+        self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
+        self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
+        self.directory = (
+            Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)
+            if settings.backing is None
+            else None
+        )
+        self.clients = ClientWatch(self._forget_process)
+        self.ready = False
+
+    def serve(self) -> None:
+        """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
+        # Only the main thread is to get them: one that comes to another does not wake it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        if self.settings.until_stdin_closes:
+            threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
+        self.engine.start()
+        self.clients.start()
+        try:
+            if self.directory is not None:
+                self.directory.serve(self._control(), self.clients.watch, self._say_ready)
+            else:
+                self._serve_fuse()
+        finally:
+            self.faults.clear()
+            self.engine.stop()
+            self.clients.stop()
+
+    def _serve_fuse(self) -> None:
+        # Bound late: it needs libfuse3, which a plain directory does without.
+        os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
+        import mfusepy
+
+        from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
+
+        assert self.settings.backing is not None
+        service = None
+        if self.settings.socket is not None:
+            service = Service(self.settings.socket, self._control(), lambda pid: None)
+            service.start()
+        filesystem = Filesystem(
+            self.settings.backing,
+            self.files,
+            self.buffers,
+            self.faults,
+            self.semaphore_targets,
+            mfusepy.fuse_get_context,
+            self._say_ready,
+            self.clients.watch,
+        )
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # libfuse has handlers for them
+        try:
+            _mount_class()(
+                filesystem,
+                str(self.settings.mount),
+                foreground=True,
+                fsname="hf3fs.emulator",
+                subtype="hf3fs",
+                use_ino=True,
+                hard_remove=True,
+                # The real client invalidates the kernel's copy of what it changes; this interface cannot.
+                attr_timeout=0,
+                entry_timeout=0,
+                negative_timeout=0,
+            )
+        except RuntimeError:
+            if not self.ready:
+                raise  # else it reports the signal that ended it as a failure
+        finally:
+            if service is not None:
+                service.stop()
+
+    def _say_ready(self) -> None:
+        self.ready = True
+        if self.settings.ready_descriptor is not None:
+            names = [semaphore.name for semaphore in self.engine.semaphores]
+            os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
+            os.close(self.settings.ready_descriptor)
+        else:
+            print(f"serving {self.settings.mount}", flush=True)
+
+    def _forget_process(self, pid: int) -> None:
+        self.buffers.forget_process(pid)
+        if self.directory is not None:
+            self.directory.forget_process(pid)
+
+    def _control(self) -> dict[str, Handler]:
+        def add_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
+            self.faults.add(Fault(**fault))
+
+        def add_call_fault(pid: int, descriptors: list[int], **fault: Any) -> None:
+            if self.directory is not None:
+                raise OSError(errno.ENOTSUP, "system calls on a plain directory do not come by here")
+            self.faults.add_call(CallFault(**fault))
+
+        def make_read_only(pid: int, descriptors: list[int]) -> None:
+            self.faults.read_only = True
+
+        return {
+            "read_only": make_read_only,
+            "until_registered": lambda pid, descriptors, buffers, rings: self.buffers.until(buffers, rings),
+            "until_open_files": lambda pid, descriptors, files: self.files.until(files),
+            "fault": add_fault,
+            "call_fault": add_call_fault,
+            "clear": lambda pid, descriptors: self.faults.clear(),
+            "hang": lambda pid, descriptors: self.faults.hang(),
+            "resume": lambda pid, descriptors: self.faults.resume(),
+            "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),
+            "statistics": lambda pid, descriptors: asdict(self.statistics()),
+        }
+
+    def statistics(self) -> Statistics:
+        buffers, rings = self.buffers.counts()
+        return Statistics(
+            operations=self.engine.operations,
+            transferred_bytes=self.engine.transferred_bytes,
+            faults_struck=self.faults.struck,
+            buffers=buffers,
+            rings=rings,
+            open_files=len(self.files),
+        )
+
+
+def _mount_class() -> Any:
+    import mfusepy
+
+    class Mount(mfusepy.FUSE):  # type: ignore[misc]
+        def truncate_fuse_3(self, path: bytes | None, length: int, file: Any) -> int:
+            """The library forgets the handle, which is all that there is of a file without a path."""
+            return int(self.ftruncate(path, length, file) or 0)
+
+    return Mount
+
+
+def _terminate_at_end_of_stdin() -> None:
+    while os.read(0, 4096):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -6,16 +6,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiercache.commands.mounts import file_system_of
+from tiercache.config.schema import available_memory_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.cuda import CudaDriver
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Driver
+from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.mounts import file_system_of
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 if TYPE_CHECKING:
@@ -41,24 +43,36 @@ def arena_settings(config: Config) -> ArenaSettings:
 def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
     """The accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
 
-    Without a tier that needs it, a device that cannot be used is no error: its tensors are copied the slow way then.
+    Without a tier that needs it, a device that cannot be used is no error, unless it was handed in or asked for by
+    `device`: its tensors are copied the slow way then.
     """
+    if config.device == "none":
+        return None
     wanted = bool(config.gds_path or config.weka_path)
+    asked_for = driver is not None or config.device == "twin"
     pool_bytes = config.gds_buffer_size * MIB if wanted and config.gds_buffer_size else None
     own: Driver | None = None
     try:
         if driver is None:
-            if in_use is None and not wanted:
+            if config.device == "twin":
+                driver = own = make_twin()
+            elif in_use is None and not wanted:
                 return None
-            driver = own = CudaDriver(in_use or 0)
+            else:
+                driver = own = CudaDriver(in_use or 0)
         return Device(driver, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
     except (DeviceError, ConfigError) as error:
         if own is not None:
             own.close()
-        if isinstance(error, ConfigError) and (wanted or own is None):
+        if asked_for or (wanted and isinstance(error, ConfigError)):
             raise
         logger.info("no GPU: %s", error)
         return None
+
+
+def make_twin() -> TwinDriver:
+    """The CPU twin with all memory that the machine can spare."""
+    return TwinDriver(available_memory_bytes() or 1 << 30)
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:

@@ -274,3 +274,13 @@ class TestFindingTheWay:
         space = os.statvfs(tmp_path)
         assert tier.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.02)
         await tier.close()
+
+    async def test_what_is_there_already_counts_as_room_after_a_restart(self, tmp_path: Path) -> None:
+        first = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
+        await first.open()
+        first._shelves[0].volume.ledger.correct(1 << 40)
+        await first.close()
+        second = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
+        await second.open()
+        assert second.settings.cap_bytes - first.settings.cap_bytes == pytest.approx(0.9 * (1 << 40), rel=0.02)
+        await second.close()

@@ -99,6 +99,14 @@ class Config:
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
 
+    device: str = _key(
+        Choice(("auto", "none", "twin")),
+        "auto",
+        "auto: the GPU in use, or the first one where a tier needs one; none: no GPU; twin: host memory treated as a GPU's, "
+        "for tests and debugging",
+        ours=True,
+    )
+
     local_cpu: bool = _key(Switch(), True, "keep chunks hot in RAM; false: the arena is for staging only", tier="cpu")
     max_local_cpu_size: float = _key(Number(above=True, unit="GB"), 5.0, "RAM for chunks, per worker", tier="cpu")
     reserve_local_cpu_size: float = _key(

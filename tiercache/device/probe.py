@@ -58,7 +58,7 @@ async def _ask(command: Sequence[str], timeout_s: float) -> str:
 
 def try_gds(directory: Path, ordinal: int) -> str:
     """Write and read back 1 MiB of device memory with every fallback of kvikio's switched off; why it did not work."""
-    from tiercache.commands.mounts import file_system_of
+    from tiercache.tiers.mounts import file_system_of
 
     kind = file_system_of(directory)
     if kind.startswith(_UNFIT):

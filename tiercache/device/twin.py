@@ -64,6 +64,7 @@ class TwinDriver(Driver):
         self.name = name
         self.total_bytes = total_bytes
         self._mappings: dict[int, mmap.mmap] = {}
+        self._adopted: list[Span] = []
         self._streams: list[TwinStream] = []
         self._lost = threading.Event()
         self._kernels: ctypes.CDLL | None = None
@@ -95,6 +96,10 @@ class TwinDriver(Driver):
     def free(self, span: Span) -> None:
         self._mappings.pop(span.address, None)
 
+    def adopt(self, memory: Span) -> None:
+        """Treat host memory that somebody else allocated, and keeps, as the device's own."""
+        self._adopted.append(memory)
+
     def view(self, span: Span) -> np.ndarray:
         """The span's bytes, uint8[length]. Of the twin only: the memory of a GPU has no such view."""
         return host_view(span.address, span.length_bytes)
@@ -106,7 +111,9 @@ class TwinDriver(Driver):
 
     def owns(self, tensor: Any) -> bool:
         address = tensor.data_ptr()
-        return any(start <= address < start + len(mapping) for start, mapping in self._mappings.items())
+        spans = [(start, len(mapping)) for start, mapping in list(self._mappings.items())]
+        spans += [(span.address, span.length_bytes) for span in self._adopted]
+        return any(start <= address < start + length for start, length in spans)
 
     # Streams and events
 

@@ -21,6 +21,7 @@ from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.ledger import counted_in
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.gds")
@@ -159,11 +160,12 @@ class GdsTier(DiskTier, DeviceTier):
 
 
 def _cap(directories: Sequence[Path]) -> int:
-    """Nine tenths of what is free, and of what lies there already, in all directories together."""
-    total = 0
+    """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
+    every instance that shares them, and after every restart."""
+    total_bytes = 0
     for directory in directories:
         directory.mkdir(parents=True, exist_ok=True)
         space = os.statvfs(directory)
-        ours = sum(entry.stat().st_blocks * 512 for entry in directory.glob("[0-9a-f][0-9a-f]/*"))
-        total += int(_SHARE_OF_FREE * (space.f_bavail * space.f_frsize + ours))
-    return total
+        counted_bytes = counted_in(directory / ".tiercache" / "ledger")
+        total_bytes += int(_SHARE_OF_FREE * (space.f_bavail * space.f_frsize + counted_bytes))
+    return total_bytes

@@ -190,3 +190,13 @@ def pledged_bytes(descriptor: int) -> int:
     raw = os.pread(descriptor, _COUNT.size, 0)
     magic, amount_bytes = _COUNT.unpack(raw) if len(raw) == _COUNT.size else (b"", 0)
     return int(amount_bytes) if magic == _PLEDGE_MAGIC else 0
+
+
+def counted_in(path: Path) -> int:
+    """What a ledger says that nobody here has open; 0 where there is none."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    magic, counted_bytes = _COUNT.unpack_from(raw) if len(raw) >= _COUNT.size else (b"", 0)
+    return int(counted_bytes) if magic == _MAGIC else 0

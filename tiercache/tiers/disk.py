@@ -134,13 +134,13 @@ class DiskTier(Tier):
         return position + self.prefix(keys[position:])
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: volume.read(key, into))
+        return await self._read(key, lambda volume: self._readers.submit(volume.read, key, into))
 
-    async def _read(self, key: ChunkKey, read: Callable[[Volume], int | None]) -> int | None:
-        """`read` runs in a worker thread, and does as `Volume.read`."""
+    async def _read(self, key: ChunkKey, read: Callable[[Volume], asyncio.Future[int | None]]) -> int | None:
+        """`read` begins what does as `Volume.read`."""
         shelf = self._shelf(key)
         try:
-            length = await to_the_end(self._readers.submit(read, shelf.volume))
+            length = await to_the_end(read(shelf.volume))
         except CorruptChunk as error:
             shelf.index.remove(key)
             self._refuse(key)
@@ -161,11 +161,15 @@ class DiskTier(Tier):
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._write(
-            key, payload_bytes, lambda volume, victims: volume.write(key, payload, payload_bytes, victims)
+            key,
+            payload_bytes,
+            lambda volume, victims: self._writers.submit(volume.write, key, payload, payload_bytes, victims),
         )
 
-    async def _write(self, key: ChunkKey, payload_bytes: int, write: Callable[[Volume, Victims], int]) -> bool:
-        """`write` runs in a worker thread, perhaps several times, and does as `Volume.write`."""
+    async def _write(
+        self, key: ChunkKey, payload_bytes: int, write: Callable[[Volume, Victims], asyncio.Future[int]]
+    ) -> bool:
+        """`write` begins what does as `Volume.write`, perhaps several times."""
         shelf = self._shelf(key)
         if key in shelf.index:
             shelf.index.touch(key)
@@ -249,14 +253,14 @@ class DiskTier(Tier):
             raise
 
     async def _write_evicting(
-        self, shelf: Shelf, needed_bytes: int, write: Callable[[Volume, Victims], int]
+        self, shelf: Shelf, needed_bytes: int, write: Callable[[Volume, Victims], asyncio.Future[int]]
     ) -> int:
         deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
         for attempt in range(_ATTEMPTS):
             victims = await self._make_room(shelf, needed_bytes, deficit_bytes)
             volume, index = shelf.volume, shelf.index
             try:
-                return await to_the_end(self._writers.submit(write, volume, victims))
+                return await to_the_end(write(volume, victims))
             except TierFull:
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:

@@ -94,7 +94,7 @@ class GdsTier(DiskTier, DeviceTier):
                 files.forget(volume.path(key))
                 raise
 
-        return await self._read(key, read)
+        return await self._read(key, lambda volume: self._readers.submit(read, volume))
 
     async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
         files = self._files()
@@ -111,7 +111,9 @@ class GdsTier(DiskTier, DeviceTier):
                 ),
             )
 
-        return await self._write(key, payload_bytes, write)
+        return await self._write(
+            key, payload_bytes, lambda volume, victims: self._writers.submit(write, volume, victims)
+        )
 
     async def remove(self, key: ChunkKey) -> bool:
         if self.files is not None:

@@ -58,6 +58,15 @@ class Scanned:
 
 
 @dataclass
+class Unborn:
+    """A chunk that is charged for, and a path at which its file may be made."""
+
+    key: ChunkKey
+    path: str
+    charged_bytes: int
+
+
+@dataclass
 class Deleted:
     """What `Volume.delete_all` did. Chunks that were gone already are in none of these."""
 
@@ -186,34 +195,46 @@ class Volume:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
         that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
         discarded and theirs counts."""
+        unborn = self.begin_write(key, payload_bytes, victims)
+        try:
+            occupied_bytes = create(unborn.path)
+        except BaseException:
+            self.abandon_write(unborn)
+            raise
+        return self.finish_write(unborn, occupied_bytes)
+
+    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> Unborn:
+        """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
         for victim, occupied_bytes in victims:
             self.delete(victim, occupied_bytes)
         charged_bytes = file_bytes(payload_bytes)
         if not self.ledger.charge(charged_bytes):
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
-        temporary = f"{self._temporary}/{self._owner}.{next(self._numbers)}"
+        return Unborn(key, f"{self._temporary}/{self._owner}.{next(self._numbers)}", charged_bytes)
+
+    def finish_write(self, unborn: Unborn, occupied_bytes: int) -> int:
+        """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
         try:
-            occupied_bytes = create(temporary)
             # Settled before the file has its name: a crash may leave the count too high, never too low.
-            self.ledger.correct(occupied_bytes - charged_bytes)
-            charged_bytes = occupied_bytes
-            others_bytes = self._publish(temporary, self.path(key))
+            self.ledger.correct(occupied_bytes - unborn.charged_bytes)
+            unborn.charged_bytes = occupied_bytes
+            others_bytes = self._publish(unborn.path, self.path(unborn.key))
         except BaseException:
-            self._withdraw(temporary, charged_bytes)
+            self.abandon_write(unborn)
             raise
         if others_bytes is None:
             return occupied_bytes
-        self._withdraw(temporary, charged_bytes)
+        self.abandon_write(unborn)
         return others_bytes
 
-    def _withdraw(self, temporary: str, charged_bytes: int) -> None:
+    def abandon_write(self, unborn: Unborn) -> None:
         """Remove a file that will not be published, if it is there, and only then give back what it was charged."""
         try:
-            self._unlink(temporary)
+            self._unlink(unborn.path)
         except OSError:
-            if os.path.lexists(temporary):
+            if os.path.lexists(unborn.path):
                 return  # it stays, and stays counted
-        self.ledger.correct(-charged_bytes)
+        self.ledger.correct(-unborn.charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""

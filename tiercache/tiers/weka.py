@@ -113,7 +113,7 @@ class WekaTier(GdsTier):
         await self.scanned()
         await asyncio.gather(*(shared.refresher.refreshed() for shared in self._shared.values()))
 
-    async def _read(self, key: ChunkKey, read: Callable[[Volume], int | None]) -> int | None:
+    async def _read(self, key: ChunkKey, read: Callable[[Volume], asyncio.Future[int | None]]) -> int | None:
         unknown = not self.contains(key)
         length = await super()._read(key, read)
         if unknown:

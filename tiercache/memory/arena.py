@@ -26,7 +26,7 @@ logger = logging.getLogger("tiercache.memory")
 HUGE_PAGE_BYTES = 2 << 20
 _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23
-_SHM_DIRECTORY = Path("/dev/shm")
+SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
 _PREFAULT_STEP_BYTES = 64 << 20
 _PROGRESS_FROM_BYTES = 8 << 30
@@ -111,7 +111,7 @@ class Arena:
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
         _sweep_dead_arenas()
-        path = _SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
+        path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -119,11 +119,11 @@ class Arena:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
-            free = os.statvfs(_SHM_DIRECTORY)
+            free = os.statvfs(SHM_DIRECTORY)
             if free.f_bavail * free.f_frsize < self.size_bytes:
                 raise ConfigError(
-                    f"shm_name: {_SHM_DIRECTORY} has {free.f_bavail * free.f_frsize / 2**30:.2f} GB free, the arena needs "
-                    f"{self.size_bytes / 2**30:.2f}; lower max_local_cpu_size or enlarge {_SHM_DIRECTORY}"
+                    f"shm_name: {SHM_DIRECTORY} has {free.f_bavail * free.f_frsize / 2**30:.2f} GB free, the arena needs "
+                    f"{self.size_bytes / 2**30:.2f}; lower max_local_cpu_size or enlarge {SHM_DIRECTORY}"
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
@@ -196,7 +196,7 @@ class Arena:
 
 def _sweep_dead_arenas() -> None:
     """Remove arenas whose process died: nobody holds their lock. Empty files are left: one may be just being made."""
-    for path in _SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
+    for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:

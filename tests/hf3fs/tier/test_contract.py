@@ -1,0 +1,41 @@
+"""The 3FS tier against the contract of all tiers, on a FUSE mount and on a plain directory."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
+from tiercache.core.keys import ChunkKey
+from tiercache.testing import TierContract
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers.base import Tier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+
+
+class TestHf3fsTier(TierContract):
+    spread = 1
+
+    @pytest.fixture(autouse=True)
+    def _mounted(self, emulator: Hf3fsEmulator, place: Path) -> None:
+        self.place = place
+
+    async def make_tier(self, place: Path) -> Tier:
+        directories = tuple(self.place / str(number) for number in range(self.spread))
+        settings = Hf3fsSettings(
+            directories, 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS
+        )
+        return Hf3fsTier(settings, FINGERPRINT)
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        assert isinstance(tier, Hf3fsTier)
+        with open(tier.path(key), "r+b") as file:
+            file.seek(4096 + 17)
+            byte = file.read(1)
+            file.seek(4096 + 17)
+            file.write(bytes([byte[0] ^ 1]))
+        return True
+
+
+class TestHf3fsTierOverThreePaths(TestHf3fsTier):
+    spread = 3

@@ -1,0 +1,95 @@
+"""Shared memory that rings read into and write from: the arena itself, or buffers of our own.
+
+A transfer moves a chunk file's header and its payload. With buffers of our own both lie side by side and a worker thread
+copies the payload; where the arena lies in shared memory it is registered itself, and only headers have a place of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from typing import Any
+
+import numpy as np
+
+from tiercache.core.header import HEADER_BYTES, aligned
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.memory.arena import SHM_DIRECTORY, Arena, ArenaSettings
+
+Piece = tuple["Segment", int, int]
+"""A segment, an offset in it, a length."""
+
+
+class Segment:
+    """One registered run of shared memory, with the two attributes that `make_iovec` asks of a SharedMemory.
+
+    That class of the standard library has a second process remove the memory of whoever it thinks is gone; our arenas
+    have a lock for that.
+    """
+
+    def __init__(self, name: str, memory: np.ndarray) -> None:
+        self.name = name
+        self.buf = memory.data
+        self.memory = memory
+        self.iov: Any = None
+
+    def register(self, library: Any, mount: str, numa: int) -> None:
+        self.iov = library.make_iovec(self, mount, 0, numa)
+
+    def release(self) -> None:
+        """The registration goes before the memory does."""
+        self.iov = None
+        self.buf.release()
+        self.memory = np.empty(0, dtype=np.uint8)
+
+
+class Buffers:
+    """`count` places for a transfer each, in shared memory of `size_bytes` that is ours and goes with us."""
+
+    def __init__(self, size_bytes: int, place_bytes: int, what: str) -> None:
+        self.place_bytes = place_bytes
+        self.count = size_bytes // place_bytes
+        if self.count < 2:
+            raise ConfigError(
+                f"hf3fs_iov_size: {size_bytes} bytes hold {self.count} {what} of {place_bytes} bytes; at least 2 are needed"
+            )
+        self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{uuid.uuid4().hex}"))
+        assert self._arena.shm_path is not None
+        self.segment = Segment(self._arena.shm_path.name, self._arena.memory)
+        self._free = list(range(self.count - 1, -1, -1))
+
+    @property
+    def size_bytes(self) -> int:
+        return self._arena.size_bytes
+
+    def take(self) -> int:
+        """A free place. Raises TierUnavailable when there is none: transfers that hang have them all."""
+        if not self._free:
+            raise TierUnavailable("every transfer buffer is in use")
+        return self._free.pop()
+
+    def give_back(self, place: int) -> None:
+        self._free.append(place)
+
+    def view(self, place: int) -> np.ndarray:
+        start = place * self.place_bytes
+        return self.segment.memory[start : start + self.place_bytes]
+
+    def piece(self, place: int, start: int, length_bytes: int) -> Piece:
+        return self.segment, place * self.place_bytes + start, length_bytes
+
+    def close(self) -> None:
+        self.segment.release()
+        self._arena.close()
+
+
+def transfer_bytes(chunk_bytes: int) -> int:
+    """Of a whole chunk file."""
+    return HEADER_BYTES + aligned(chunk_bytes)
+
+
+def arena_segment(arena: Arena) -> Segment | None:
+    """The arena as a segment; None where it does not lie in shared memory."""
+    if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
+        return None
+    return Segment(arena.shm_path.name, arena.memory)

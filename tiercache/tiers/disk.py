@@ -16,6 +16,7 @@ from pathlib import Path
 
 import aiofiles
 import numpy as np
+import xxhash
 
 from tiercache.core.eviction import make_order
 from tiercache.core.header import file_bytes
@@ -64,6 +65,7 @@ class Shelf:
         self.scanned = False
         self.used_while_scanning: set[ChunkKey] = set()
         self.next_scan_s = 0.0
+        self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
 
 
 class DiskTier(Tier):
@@ -115,7 +117,7 @@ class DiskTier(Tier):
         return f"{self.name} ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB)"
 
     def contains(self, key: ChunkKey) -> bool:
-        return key in self._shelf(key).index
+        return any(key in shelf.index for shelf in self._shelves)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         if len(self._shelves) == 1:
@@ -126,9 +128,9 @@ class DiskTier(Tier):
         position = self.prefix(keys)
         if position == len(keys):
             return position
-        unknown = [(self._shelf(key), key) for key in keys[position:] if key not in self._refused]
+        unknown = [(self._places(key), key) for key in keys[position:] if key not in self._refused]
         found = await self._metadata.submit(_existing, unknown)
-        for (shelf, key), occupied_bytes in zip(unknown, found, strict=False):
+        for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
             if key not in shelf.index:
                 shelf.index.add(key, occupied_bytes)
         return position + self.prefix(keys[position:])
@@ -138,7 +140,21 @@ class DiskTier(Tier):
 
     async def _read(self, key: ChunkKey, read: Callable[[Volume], asyncio.Future[int | None]]) -> int | None:
         """`read` begins what does as `Volume.read`."""
-        shelf = self._shelf(key)
+        length = None
+        for shelf in self._places(key):
+            length = await self._read_from(shelf, key, read)
+            if length is not None:
+                break
+        if length is None:
+            self._statistics.read_misses += 1
+            return None
+        self._statistics.reads += 1
+        self._statistics.read_bytes += length
+        return length
+
+    async def _read_from(
+        self, shelf: Shelf, key: ChunkKey, read: Callable[[Volume], asyncio.Future[int | None]]
+    ) -> int | None:
         try:
             length = await to_the_end(read(shelf.volume))
         except CorruptChunk as error:
@@ -149,14 +165,11 @@ class DiskTier(Tier):
             raise
         if length is None:
             shelf.index.remove(key)
-            self._statistics.read_misses += 1
             return None
         if key in shelf.index:
             shelf.index.touch(key)
         if not shelf.scanned:
             shelf.used_while_scanning.add(key)
-        self._statistics.reads += 1
-        self._statistics.read_bytes += length
         return length
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
@@ -213,9 +226,21 @@ class DiskTier(Tier):
         return self._shelf(key).volume.path(key)
 
     def _shelf(self, key: ChunkKey) -> Shelf:
+        """Where a chunk is, or is to be."""
+        return self._places(key)[0]
+
+    def _places(self, key: ChunkKey) -> list[Shelf]:
+        """Where a chunk is known to be, else where it may be, the likeliest first.
+
+        Directories are ranked by rendezvous hashing (Thaler and Ravishankar): each gets an equal share, and one that is added
+        takes its own from all alike. What lies elsewhere since before is still found.
+        """
         if len(self._shelves) == 1:
-            return self._shelves[0]
-        return self._shelves[int.from_bytes(key[:4], "big") % len(self._shelves)]
+            return self._shelves
+        for shelf in self._shelves:
+            if key in shelf.index:
+                return [shelf]
+        return sorted(self._shelves, key=lambda shelf: xxhash.xxh3_64_intdigest(key, shelf.seed), reverse=True)
 
     def _refuse(self, key: ChunkKey) -> None:
         """Remember a bad chunk that may still lie there (read-only directory), so that a probe does not find it again."""
@@ -366,12 +391,14 @@ class DiskTier(Tier):
         )
 
 
-def _existing(unknown: list[tuple[Shelf, ChunkKey]]) -> list[int]:
-    """Occupied bytes of the chunks on disk, up to the first that is not there. For a worker thread."""
-    found: list[int] = []
-    for shelf, key in unknown:
-        occupied = shelf.volume.exists([key])
-        if not occupied:
+def _existing(unknown: list[tuple[list[Shelf], ChunkKey]]) -> list[tuple[Shelf, int]]:
+    """Where chunks are and the bytes they occupy, up to the first that is nowhere. For a worker thread."""
+    found: list[tuple[Shelf, int]] = []
+    for shelves, key in unknown:
+        for shelf in shelves:
+            if occupied := shelf.volume.exists([key]):
+                found.append((shelf, occupied[0]))
+                break
+        else:
             break
-        found += occupied
     return found

@@ -149,7 +149,7 @@ class GdsTier(DiskTier, DeviceTier):
                     return
             if self.settings.way == "cufile":
                 raise ConfigError(
-                    f"{self.option}: GPUDirect Storage does not work with {self._places()}: {reason}. Set use_gds: false to "
+                    f"{self.option}: GPUDirect Storage does not work with {self._where()}: {reason}. Set use_gds: false to "
                     "go through pinned host memory instead"
                 )
             logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", self.option, reason)
@@ -157,7 +157,7 @@ class GdsTier(DiskTier, DeviceTier):
         await self._metadata.submit(files.open)
         self.files = files
 
-    def _places(self) -> str:
+    def _where(self) -> str:
         return ", ".join(map(str, self.settings.directories))
 
 

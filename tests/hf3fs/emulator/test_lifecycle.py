@@ -27,7 +27,9 @@ register_fd(descriptor)
 ring.prepare(iov[:1], True, descriptor, 0)
 assert ring.submit().wait(min_results=1, timeout=20.0)[0].result == 1
 print("ready", flush=True)
-sys.stdin.read()
+sys.stdin.readline()
+ring.prepare(iov[:1], True, descriptor, 0)
+ring.submit().wait(min_results=1)
 """
 
 OWNER = """
@@ -50,32 +52,47 @@ def start(code: str, argument: str, emulator: Hf3fsEmulator) -> subprocess.Popen
     )
 
 
-def test_files_survive_a_restart(client: Client, emulator: Hf3fsEmulator) -> None:
-    client.file("file", b"kept")
-    emulator.restart()
-    client.recover()
-    assert (client.mount / "file").read_bytes() == b"kept"
-    assert run(client.ring(), client.iov[:4], True, client.open("file", os.O_RDONLY)) == 4
+def test_files_survive_a_restart(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    mortal_client.file("file", b"kept")
+    mortal.restart()
+    mortal_client.recover()
+    assert (mortal_client.mount / "file").read_bytes() == b"kept"
+    assert run(mortal_client.ring(), mortal_client.iov[:4], True, mortal_client.open("file", os.O_RDONLY)) == 4
 
 
 @needs_fuse
 @pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_mount_of_a_killed_daemon_is_dead(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor = client.open("file", os.O_RDONLY, b"x")
-    emulator.kill()
-    for call in (lambda: os.stat(client.mount), lambda: os.pread(descriptor, 1, 0)):
+def test_mount_of_a_killed_daemon_is_dead(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor = mortal_client.open("file", os.O_RDONLY, b"x")
+    mortal.kill()
+    for call in (lambda: os.stat(mortal_client.mount), lambda: os.pread(descriptor, 1, 0)):
         with fails(errno.ENOTCONN):
             call()
-    emulator.restart()
-    client.recover()
+    mortal.restart()
+    mortal_client.recover()
 
 
-def test_ring_of_a_killed_daemon_stays_dead(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, b"x"), client.ring()
-    emulator.restart()
-    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
+def test_ring_of_a_killed_daemon_stays_dead(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor, ring = mortal_client.open("file", os.O_RDONLY, b"x"), mortal_client.ring()
+    mortal.restart()
+    ring.prepare(mortal_client.iov[:1], True, descriptor, 0).submit()
     assert ring.wait(min_results=1, timeout=0.05) == []
-    client.recover()
+    mortal_client.recover()
+
+
+def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(mortal: Hf3fsEmulator) -> None:
+    (mortal.mount / "file").write_bytes(b"x")
+    with start(CLIENT, str(mortal.mount), mortal) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        mortal.control.hang()
+        assert process.stdin is not None
+        print(file=process.stdin, flush=True)
+        mortal.control.until_hanging(1)
+        mortal.kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        process.kill()
+    Path("/dev/shm/test-3fs-client").unlink()
 
 
 def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:

@@ -185,10 +185,10 @@ def test_rule_14_ring_that_goes_takes_its_registration_along(client: Client, emu
     assert emulator.control.statistics().rings == 0
 
 
-def test_rule_14_flags_from_2_leak_the_registration(client: Client, emulator: Hf3fsEmulator) -> None:
-    ring = client.ring(flags=2)
+def test_rule_14_flags_from_2_leak_the_registration(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    ring = mortal_client.ring(flags=2)
     del ring
-    assert emulator.control.statistics().rings == 1
+    assert mortal.control.statistics().rings == 1
 
 
 def test_destroyed_ring_is_of_no_use(client: Client, emulator: Hf3fsEmulator) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hf3fs_fuse.io import extract_mount_point
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
 from tests.hf3fs.emulator.conftest import needs_fuse
@@ -102,6 +103,28 @@ def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:
     emulator.stop()
     emulator.stop()
     assert not emulator.directory.exists()
+
+
+def test_stopping_does_not_wait_for_open_files(kind: str) -> None:
+    with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
+        (emulator.mount / "file").touch()
+        descriptor = os.open(emulator.mount / "file", os.O_RDONLY)
+    assert not emulator.directory.exists()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", ["directory"], indirect=True)
+def test_daemon_by_hand(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercache.testing.hf3fs", "--mount", str(tmp_path / "mount")]
+    with subprocess.Popen([*command, "--no-fuse"], stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == f"serving {tmp_path}/mount\n"
+        assert extract_mount_point(str(tmp_path / "mount")) == str(tmp_path / "mount")
+        daemon.send_signal(signal.SIGINT)
+    assert daemon.returncode == 0
+    refused = subprocess.run([*command, "--no-fuse", "--backing", str(tmp_path)], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--no-fuse" in refused.stderr
 
 
 def test_exception_leaves_nothing(kind: str) -> None:

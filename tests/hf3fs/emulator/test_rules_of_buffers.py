@@ -92,6 +92,14 @@ def test_rule_5_slices_have_step_1(client: Client) -> None:
         client.iov[0]
 
 
+def test_rule_5_slice_by_the_memory_itself(client: Client) -> None:
+    piece = client.iov.iov.slice_by(client.memory[100:103])
+    assert piece.base_off == 100
+    assert run(client.ring(), piece, True, client.open("file", os.O_RDONLY, b"abcdef")) == 3
+    with pytest.raises(IndexError):
+        client.iov.iov.slice_by(bytearray(10))
+
+
 def test_rule_5_result_and_place_are_of_the_slice_object(client: Client) -> None:
     descriptor, ring = client.open("file", os.O_RDONLY, b"12345"), client.ring()
     first, second = client.iov[10:13], client.iov[10:20][2:]

@@ -19,7 +19,7 @@ CLIENT = """
 import os, sys
 from multiprocessing import resource_tracker, shared_memory
 from hf3fs_fuse.io import make_iovec, make_ioring, register_fd
-shm = shared_memory.SharedMemory("test-3fs-client", create=True, size=4096)
+shm = shared_memory.SharedMemory(sys.argv[2], create=True, size=4096)
 resource_tracker.unregister(shm._name, "shared_memory")  # the test looks after it
 mount = sys.argv[1]
 iov, ring = make_iovec(shm, mount), make_ioring(mount, 4)
@@ -33,6 +33,8 @@ ring.prepare(iov[:1], True, descriptor, 0)
 ring.submit().wait(min_results=1)
 """
 
+CLIENT_MEMORY = f"test-3fs-client-{os.getpid()}"
+
 OWNER = """
 import sys
 from tiercache.testing.hf3fs import Hf3fsEmulator
@@ -45,7 +47,7 @@ sys.stdin.read()
 
 def start(code: str, argument: str, emulator: Hf3fsEmulator) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code, argument],
+        [sys.executable, "-c", code, argument, CLIENT_MEMORY],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -93,7 +95,7 @@ def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(morta
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
         process.kill()
-    Path("/dev/shm/test-3fs-client").unlink()
+    Path("/dev/shm", CLIENT_MEMORY).unlink()
 
 
 def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:
@@ -169,7 +171,7 @@ def test_what_a_client_registered_goes_with_it(client: Client, emulator: Hf3fsEm
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         assert (emulator.control.statistics().buffers, emulator.control.statistics().rings) == (2, 1)
         process.send_signal(death)
-    Path("/dev/shm/test-3fs-client").unlink()
+    Path("/dev/shm", CLIENT_MEMORY).unlink()
     emulator.control.until_registered(buffers=1, rings=0)
     emulator.control.until_open_files(0)
 

@@ -70,7 +70,7 @@ def test_rule_4_name_of_the_shared_memory_may_go_once_it_is_registered(client: C
 
 
 def test_rule_4_arena_in_shared_memory_is_an_iov(client: Client) -> None:
-    arena = Arena(ArenaSettings(2 << 20, shm_name="test-3fs"))
+    arena = Arena(ArenaSettings(2 << 20, shm_name=f"test-3fs-{os.getpid()}"))
     assert arena.shm_path is not None
     iov = make_iovec(SimpleNamespace(name=arena.shm_path.name, buf=arena.memory), str(client.mount))
     assert run(client.ring(), iov[4096:4099], True, client.open("file", os.O_RDONLY, b"abc")) == 3

@@ -97,7 +97,7 @@ class Hf3fsEmulator:
     def start(self) -> None:
         """Returns once clients can come. Raises RuntimeError, with what the daemon said, when it does not get so far."""
         if self._given_directory is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="hf3fs-")
+            self._temporary = tempfile.TemporaryDirectory(prefix=f"hf3fs-{os.getpid()}-")
             self.directory = Path(self._temporary.name).resolve()
         else:
             self.directory = self._given_directory.resolve()

@@ -33,7 +33,9 @@ class Engine:
         self._files = files
         self._buffers = buffers
         self._faults = faults
-        self.semaphores = [NamedSemaphore(f"hf3fs-submit-ios.{uuid.uuid4()}", create=True) for _ in SEMAPHORE_LINKS]
+        # With whose they are in the name: who finds some can tell what they are left from.
+        names = [f"hf3fs-submit-ios.{os.getppid()}.{uuid.uuid4()}" for _ in SEMAPHORE_LINKS]
+        self.semaphores = [NamedSemaphore(name, create=True) for name in names]
         self._work: SimpleQueue[tuple[Batch, int, Fault | None] | None] = SimpleQueue()
         self._stopping = False
         self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(threads)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,23 @@ from tiercache.device.cuda import CudaDriver
 from tiercache.device.driver import Driver, Span, Stream
 from tiercache.device.twin import KERNELS, TwinDriver
 
-_ROUNDS = 400
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The same moment on two clocks, in nanoseconds: the one that writes stamps, and `time.perf_counter_ns`."""
+
+    device_ns: int
+    host_ns: int
+    error_ns: int
+    """By how much they may not be the same."""
+
+    def to_host(self, stamp: int, later: Moment) -> float:
+        """A stamp between this moment and a later one, on the host's clock. Their speeds differ by a few millionths."""
+        passed = later.device_ns - self.device_ns
+        speed = (later.host_ns - self.host_ns) / passed if passed else 1.0
+        return self.host_ns + (stamp - self.device_ns) * speed
 
 
 class Accelerator(ABC):
@@ -53,13 +69,8 @@ class Accelerator(ABC):
         """Enqueue work of that length which writes to stamps[position] (int64, pinned) when it ended."""
 
     @abstractmethod
-    def host_ns(self, stamp: int) -> float:
-        """A stamp as `time.perf_counter_ns`."""
-
-    @property
-    def clock_error_ns(self) -> float:
-        """By how much `host_ns` may be wrong."""
-        return 0.0
+    def clock(self) -> Moment:
+        """Now, on the clock that writes stamps and on the host's. The device must be idle."""
 
     def seconds(self, work: Callable[[], None]) -> float:
         """From an idle device until all that `work` enqueued has ended."""
@@ -101,8 +112,9 @@ class Twin(Accelerator):
 
         stream.enqueue(sleep_and_stamp)
 
-    def host_ns(self, stamp: int) -> float:
-        return float(stamp)
+    def clock(self) -> Moment:
+        now = time.perf_counter_ns()
+        return Moment(now, now, 0)
 
 
 class _StampingDriver(CudaDriver):
@@ -110,9 +122,6 @@ class _StampingDriver(CudaDriver):
 
 
 class Cuda(Accelerator):
-    """Its clock is set to the host's by asking a kernel for the time, many times: the answer that took the shortest bounds
-    the difference to half of what it took."""
-
     torch_device = "cuda:0"
 
     def __init__(self) -> None:
@@ -122,8 +131,8 @@ class Cuda(Accelerator):
         self.driver = _StampingDriver(0)
         self.name = torch.cuda.get_device_name(0)
         self._pinned: list[Any] = []
-        self._offset_ns: float | None = None
-        self._error_ns = 0.0
+        self._flag, self._answers = self.pinned(8).view(np.uint64), self.pinned(_ROUNDS * 8).view(np.int64)
+        self._asking = self.driver.make_stream()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         import torch
@@ -151,15 +160,6 @@ class Cuda(Accelerator):
         ]
         self.driver.launch("spin_and_stamp", 1, arguments, stream)
 
-    def host_ns(self, stamp: int) -> float:
-        if self._offset_ns is None:
-            self._offset_ns, self._error_ns = self._set_clock()
-        return stamp + self._offset_ns
-
-    @property
-    def clock_error_ns(self) -> float:
-        return self._error_ns
-
     def facts(self) -> dict[str, Any]:
         import torch
 
@@ -178,24 +178,26 @@ class Cuda(Accelerator):
             "kernels": self.driver.has_kernels,
         }
 
-    def _set_clock(self) -> tuple[float, float]:
-        flag, stamps = self.pinned(8).view(np.uint64), self.pinned(_ROUNDS * 8).view(np.int64)
-        arguments = [np.array([n], dtype=np.uint64) for n in (flag.ctypes.data, stamps.ctypes.data, _ROUNDS)]
-        self.driver.launch("answer", 1, arguments, self.driver.make_stream())
-        asked, answered = [], []
-        limit = time.perf_counter_ns() + 2_000_000_000
+    def clock(self) -> Moment:
+        """A kernel is asked for the time, many times; the answer that took the shortest is the nearest to both clocks."""
+        self._flag[0] = 0
+        self._answers[:] = 0
+        arguments = [self._flag.ctypes.data, self._answers.ctypes.data, _ROUNDS]
+        self.driver.launch("answer", 1, [np.array([each], dtype=np.uint64) for each in arguments], self._asking)
+        best: Moment | None = None
+        limit_ns = time.perf_counter_ns() + 2_000_000_000
         for number in range(1, _ROUNDS + 1):
-            asked.append(time.perf_counter_ns())
-            flag[0] = number
-            while not stamps[number - 1]:
-                if time.perf_counter_ns() > limit:
+            asked = time.perf_counter_ns()
+            self._flag[0] = number
+            while not self._answers[number - 1]:
+                if time.perf_counter_ns() > limit_ns:
                     raise RuntimeError("the GPU's clock does not answer")
-            answered.append(time.perf_counter_ns())
+            answered = time.perf_counter_ns()
+            if best is None or answered - asked < 2 * best.error_ns:
+                best = Moment(int(self._answers[number - 1]), (asked + answered) // 2, (answered - asked) // 2)
         self.synchronize()
-        took = [there - here for here, there in zip(asked, answered, strict=True)]
-        best = sorted(range(_ROUNDS), key=took.__getitem__)[:20]
-        offsets = [(asked[n] + answered[n]) / 2 - int(stamps[n]) for n in best]
-        return statistics.median(offsets), took[best[0]] / 2
+        assert best is not None
+        return best
 
 
 def open_accelerator(*, twin: bool) -> Accelerator:

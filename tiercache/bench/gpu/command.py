@@ -166,19 +166,19 @@ class _Run:
 
 
 def _figures_table(figures: dict[str, Any]) -> Table:
-    table = Table()
+    table = Table(box=None)
     table.add_column("figure", no_wrap=True)
     for column in ("median", "min", "max", "count"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("beside others, pair by pair")
+    table.add_column("of what it is beside, pair by pair")
     for name, row in figures.items():
-        ratios = ", ".join(f"{ratio:.3g} of {other}" for other, ratio in row.get("ratios", {}).items())
+        ratios = ", ".join(f"{ratio:.3g} {other.rpartition('.')[2]}" for other, ratio in row.get("ratios", {}).items())
         table.add_row(name, *(f"{row[key]:,.4g}" for key in ("median", "min", "max")), str(row["count"]), ratios)
     return table
 
 
 def _targets_table(targets: list[dict[str, Any]]) -> Table:
-    table = Table()
+    table = Table(box=None)
     for column in ("target", "found", "wanted", ""):
         table.add_column(column, no_wrap=column != "target")
     for row in targets:

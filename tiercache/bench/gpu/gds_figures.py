@@ -184,6 +184,10 @@ async def _measure_tier(report: Report, accelerator: Accelerator) -> None:
         _copy(accelerator, slot, span_of(accelerator.random((chunk_bytes,), torch.uint8, seed=seed)))
     place = report.directory / "throughput"
     ways = ["posix"] if _without_kvikio() else ["posix", "cufile"]
+    if "cufile" in ways:
+        for way in ways:
+            report.figures.compare(f"gds.{way}.put_gbps", "gds.kvikio.write_gbps")
+            report.figures.compare(f"gds.{way}.get_gbps", "gds.kvikio.read_gbps")
     keys = {way: new_keys(count) for way in ways}
     paths: dict[str, list[Path]] = {}
     with ThreadPoolExecutor(_THREADS) as executor:
@@ -219,10 +223,6 @@ async def _measure_tier(report: Report, accelerator: Accelerator) -> None:
             report.save()
         for manager in tiers.values():
             await manager.__aexit__(None, None, None)
-    if "cufile" in ways:
-        for way in ways:
-            report.figures.compare(f"gds.{way}.put_gbps", "gds.kvikio.write_gbps")
-            report.figures.compare(f"gds.{way}.get_gbps", "gds.kvikio.read_gbps")
     device.close()
 
 

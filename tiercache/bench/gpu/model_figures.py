@@ -102,6 +102,9 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
     engine.prefill()
     expected = engine.rest(engine.before, engine.old_blocks).cpu()
     places = {"disk": report.directory / "ttft", "memory": Path("/dev/shm") / f"tiercache-ttft-{report.directory.name}"}
+    for name in ("floor", "cpu", *places, "gds"):
+        report.figures.compare("ttft.cold_s", f"ttft.{name}_s")
+    report.facts |= {"model": vars(engine.shape), "prompt_tokens": engine.prompt_tokens, "loaded_bytes": total}
     async with _caches(engine, places, room) as caches:
 
         async def cold() -> None:
@@ -141,9 +144,6 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
                 if repetition:  # the first one warms up
                     report.figures.add(f"ttft.{name}_s", time.perf_counter() - began)
             report.save()
-    for name in ("floor", "cpu", *places, "gds"):
-        report.figures.compare("ttft.cold_s", f"ttft.{name}_s")
-    report.facts |= {"model": vars(engine.shape), "prompt_tokens": engine.prompt_tokens, "loaded_bytes": total}
 
 
 @asynccontextmanager

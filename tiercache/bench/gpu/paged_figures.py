@@ -202,6 +202,8 @@ def _measure(report: Report, accelerator: Accelerator, name: str, kernel: bool) 
         (f"{ours}.load_gbps", lambda: run.load(kernel)),
         (f"{ours}.ceiling_h2d_gbps", run.ceiling_h2d),
     ]
+    report.figures.compare(f"{ours}.offload_gbps", f"{ours}.ceiling_d2h_gbps")
+    report.figures.compare(f"{ours}.load_gbps", f"{ours}.ceiling_h2d_gbps")
     for _, measure in measurements:
         measure()
     run.offload(kernel)
@@ -215,8 +217,6 @@ def _measure(report: Report, accelerator: Accelerator, name: str, kernel: bool) 
     for pair in range(report.amount.pairs):
         for figure, measure in measurements if pair % 2 == 0 else measurements[::-1]:
             report.figures.add(figure, run.total_bytes / accelerator.seconds(measure) / 1e9)
-    report.figures.compare(f"{ours}.offload_gbps", f"{ours}.ceiling_d2h_gbps")
-    report.figures.compare(f"{ours}.load_gbps", f"{ours}.ceiling_h2d_gbps")
     kv.close()
 
 
@@ -226,6 +226,8 @@ async def _measure_cache(report: Report, accelerator: Accelerator) -> None:
     layout = Layout("bench", chunk_tokens=chunk_tokens, bytes_per_token=kv.bytes_per_token)
     chunks = [PagedChunk(kv, each) for each in blocks]
     config = config_of(3 * run.total_bytes + (64 << 20))
+    report.figures.compare("cache.offload_gbps", "cache.ceiling_d2h_gbps")
+    report.figures.compare("cache.load_gbps", "cache.ceiling_h2d_gbps")
     async with TierCache.open(config, layout, device=accelerator.driver) as cache:
         stored: list[bytes] = []
 
@@ -265,6 +267,4 @@ async def _measure_cache(report: Report, accelerator: Accelerator) -> None:
                 accelerator.synchronize()
                 took = asyncio.get_running_loop().time() - began
                 report.figures.add(figure, run.total_bytes / took / 1e9)
-    report.figures.compare("cache.offload_gbps", "cache.ceiling_d2h_gbps")
-    report.figures.compare("cache.load_gbps", "cache.ceiling_h2d_gbps")
     kv.close()

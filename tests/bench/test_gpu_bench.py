@@ -1,4 +1,4 @@
-"""`python -m tiercache.bench.gpu` on the CPU twin: all checks pass, figures have their names, a failure loses nothing else."""
+"""`python -m tiercache.bench.gpu` on the CPU twin: all checks pass, figures have names, a failure loses nothing else."""
 
 import json
 import subprocess

@@ -105,25 +105,26 @@ def _check_shape(name: str, tensor: Any, blocks: int, heads: int, block_tokens: 
 
 def _find_runs(name: str, tensor: Any, blocks: int) -> _Runs:
     """The runs of bytes that make a block of a layer."""
+    size = tensor.element_size()
     split = tensor.shape[0] // blocks
-    kernel_stride, *inner = (stride * tensor.element_size() for stride in tensor.stride())
-    sizes = dict(zip(("split", "heads", "tokens", "content"), (split, *tensor.shape[1:]), strict=True))
-    strides = dict(zip(sizes, (kernel_stride, *inner), strict=True))
-    run_bytes = tensor.element_size()
-    block_stride = split * kernel_stride
-    outside = [dimension for dimension, size in sizes.items() if size > 1]
+    sizes = dict(zip(("split", "heads", "tokens"), (split, *tensor.shape[1:3]), strict=True))
+    strides = dict(zip(sizes, (stride * size for stride in tensor.stride()[:3]), strict=True))
+    block_stride = split * strides["split"]
+    run_bytes = tensor.shape[3] * size
+    outside = [dimension for dimension, count in sizes.items() if count > 1]
     while outside:
         nearest = min(outside, key=strides.__getitem__)
         if strides[nearest] != run_bytes:
             break
         run_bytes *= sizes[nearest]
         outside.remove(nearest)
-    if not outside and block_stride >= run_bytes:
+    known = tensor.stride(3) == 1
+    if known and not outside and block_stride >= run_bytes:
         return _Runs(run_bytes, block_stride)
-    head_stride, heads = strides["heads"], sizes["heads"]
+    heads, head_stride = sizes["heads"], strides["heads"]
     heads_outside = head_stride >= (blocks - 1) * block_stride + run_bytes and block_stride >= run_bytes
     blocks_outside = head_stride >= run_bytes and block_stride >= (heads - 1) * head_stride + run_bytes
-    if outside == ["heads"] and split == 1 and (heads_outside or blocks_outside):
+    if known and outside == ["heads"] and split == 1 and (heads_outside or blocks_outside):
         return _Runs(run_bytes, block_stride, heads, head_stride)
     raise LayoutError(
         f"KV of layer {name}: expected blocks, or heads of blocks, that are one run of bytes each and do not overlap, found "

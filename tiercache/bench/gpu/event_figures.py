@@ -33,7 +33,7 @@ def measure_events(report: Report, accelerator: Accelerator) -> None:
     process while 64 are pending and nothing ends, as a part of one core."""
     streams = [accelerator.driver.make_stream() for _ in range(_STREAMS)]
     for loop_name, factory in _loops().items():
-        for repetition in range(report.amount.of(3, 2, 1)):
+        for repetition in range(report.amount.of(2, 1, 1)):
             for way in WAYS if repetition % 2 == 0 else WAYS[::-1]:
                 with report.step(f"events: {loop_name}, {way}"), asyncio.Runner(loop_factory=factory) as runner:
                     runner.run(_measure(report, accelerator, streams, f"events.{loop_name}.{way}", way))

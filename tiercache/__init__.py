@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tiercache.bridge import CacheThread  # noqa: F401
-    from tiercache.cache import Statistics, TierCache  # noqa: F401
+    from tiercache.cache import TierCache  # noqa: F401
     from tiercache.config import Config  # noqa: F401
     from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes  # noqa: F401
     from tiercache.core.layout import Layout  # noqa: F401
     from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError  # noqa: F401
     from tiercache.scheduler.reader import Hit  # noqa: F401
     from tiercache.scheduler.writer import FlushReport  # noqa: F401
+    from tiercache.statistics import Statistics  # noqa: F401
     from tiercache.tiers.cpu import Lease  # noqa: F401
 
 __version__ = "0.1.0"
@@ -37,7 +38,7 @@ _HOME = {
     "Layout": "core.layout",
     "LayoutError": "errors",
     "Lease": "tiers.cpu",
-    "Statistics": "cache",
+    "Statistics": "statistics",
     "TierCache": "cache",
     "TierCacheError": "errors",
     "chunk_keys": "core.keys",

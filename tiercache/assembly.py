@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache.config.schema import available_memory_bytes
 from tiercache.core.layout import Layout
+from tiercache.device.cuda import CudaDriver
+from tiercache.device.device import Device
+from tiercache.device.driver import DeviceError, Driver
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.mounts import file_system_of
+from tiercache.tiers.weka import WekaSettings, WekaTier
 
 if TYPE_CHECKING:
     from tiercache.config import Config
+
+
+logger = logging.getLogger("tiercache")
+
+MIB = 1 << 20
+WEKAFS = "wekafs"
+_WEKA_THREADS = 16
 
 
 def arena_settings(config: Config) -> ArenaSettings:
@@ -23,11 +40,56 @@ def arena_settings(config: Config) -> ArenaSettings:
     )
 
 
-def make_tiers(config: Config, layout: Layout) -> list[Tier]:
+def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
+    """The accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
+
+    Without a tier that needs it, a device that cannot be used is no error, unless it was handed in or asked for by
+    `device`: its tensors are copied the slow way then.
+    """
+    if config.device == "none":
+        return None
+    wanted = bool(config.gds_path or config.weka_path)
+    asked_for = driver is not None or config.device == "twin"
+    pool_bytes = config.gds_buffer_size * MIB if wanted and config.gds_buffer_size else None
+    own: Driver | None = None
+    try:
+        if driver is None:
+            if config.device == "twin":
+                driver = own = make_twin()
+            elif in_use is None and not wanted:
+                return None
+            else:
+                driver = own = CudaDriver(in_use or 0)
+        return Device(driver, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
+    except (DeviceError, ConfigError) as error:
+        if own is not None:
+            own.close()
+        if asked_for or (wanted and isinstance(error, ConfigError)):
+            raise
+        logger.info("no GPU: %s", error)
+        return None
+
+
+def make_twin() -> TwinDriver:
+    """The CPU twin with all memory that the machine can spare."""
+    return TwinDriver(available_memory_bytes() or 1 << 30)
+
+
+def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
     """The tiers below the hot cache, in the order of the cascade."""
     tiers: list[Tier] = []
     if config.local_disk and config.disk_bytes:
         tiers.append(DiskTier(disk_settings(config, layout), layout.fingerprint))
+    if config.gds_path:
+        directory = Path(config.gds_path[layout.rank % len(config.gds_path)])
+        if file_system_of(directory) == WEKAFS:
+            logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
+            tiers.append(WekaTier(weka_settings(config, layout, (directory,)), layout.fingerprint, device))
+        else:
+            tiers.append(GdsTier(gds_settings(config, layout, (directory,)), layout.fingerprint, device))
+    if config.weka_path:
+        directories = tuple(map(Path, config.weka_path))
+        tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
     return tiers
 
 
@@ -43,4 +105,31 @@ def disk_settings(config: Config, layout: Layout) -> DiskSettings:
         direct=config.use_odirect,
         durable=config.disk_durability == "fdatasync",
         policy=config.cache_policy,
+    )
+
+
+def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> GdsSettings:
+    """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
+    return GdsSettings(
+        directories=directories,
+        cap_bytes=config.gds_bytes,
+        threads=config.disk_io_threads,
+        direct=True if config.use_direct_io else None,
+        durable=config.disk_durability == "fdatasync",
+        policy=config.cache_policy,
+        way="auto" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
+    )
+
+
+def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> WekaSettings:
+    """GPUDirect Storage is demanded unless the configuration says otherwise."""
+    return WekaSettings(
+        directories=directories,
+        cap_bytes=config.gds_bytes,
+        threads=max(_WEKA_THREADS, config.disk_io_threads),
+        durable=config.disk_durability == "fdatasync",
+        policy=config.cache_policy,
+        way="cufile" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
     )

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.assembly import arena_settings, make_tiers
-from tiercache.core.budget import Purpose
-from tiercache.core.header import aligned
+from tiercache.assembly import arena_settings, make_device, make_tiers
 from tiercache.core.keys import ChunkKey, chunk_keys
 from tiercache.core.layout import Layout
+from tiercache.device.device import Device, gpu_in_use
+from tiercache.device.driver import Driver, Event
+from tiercache.device.payloads import device_payload
 from tiercache.errors import CacheClosed
 from tiercache.memory.arena import Arena
-from tiercache.memory.slots import Slot, SlotPool
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
 from tiercache.payloads import Source, sink_of, source_of
-from tiercache.scheduler.reader import Hit, Reader, ReaderSettings, ReaderStatistics, Sink
-from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings, WriterStatistics
-from tiercache.tiers.base import TierStatistics
+from tiercache.scheduler.device_path import DevicePath
+from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.reader import Hit, Reader, ReaderSettings, Sink
+from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
+from tiercache.statistics import DeviceStatistics, Statistics
+from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cpu import CpuTier, Lease
+from tiercache.tiers.staging import StagingTier, read_into_device
 
 if TYPE_CHECKING:
     from tiercache.config import Config
@@ -33,25 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
-_BATCH_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """A snapshot: what each tier holds and did, what the writers did and still have to do, what the readers found."""
-
-    tiers: dict[str, TierStatistics]
-    writers: dict[str, WriterStatistics]
-    reader: ReaderStatistics
-    breakers: dict[str, str]
-    slots: int
-    slots_free: int
-    puts_skipped: int
-    stuck: int
-    """Operations that outlived their deadline and still hold a slot."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class TierCache:
@@ -60,22 +45,27 @@ class TierCache:
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
 
-    def __init__(self, config: Config, layout: Layout) -> None:
+    def __init__(self, config: Config, layout: Layout, *, device: Driver | None = None) -> None:
         """Prefer `open`; this is for those who cannot use a context manager: `await start()`, `await close()`."""
         self.config = config
         self.layout = layout
+        self._driver = device
+        self._device: Device | None = None
+        self._device_path: DevicePath | None = None
         self.namespace = layout.namespace(config.tenant_salt)
-        self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
         self._warming: set[asyncio.Task[int]] = set()
-        self._puts_skipped = 0
         self._running = False
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, config: Config, layout: Layout) -> AsyncIterator[TierCache]:
+    async def open(cls, config: Config, layout: Layout, *, device: Driver | None = None) -> AsyncIterator[TierCache]:
         """Take the arena, open the tiers, and close all of it at the end (writing what is queued, up to
-        `close_timeout_s`). Raises ConfigError with one clear sentence when something cannot be had."""
-        cache = cls(config, layout)
+        `close_timeout_s`). Raises ConfigError with one clear sentence when something cannot be had.
+
+        `device` is the accelerator whose memory the cache is handed; by default the GPU that torch uses in this process, if
+        it uses one by now.
+        """
+        cache = cls(config, layout, device=device)
         await cache.start()
         try:
             yield cache
@@ -84,12 +74,22 @@ class TierCache:
 
     async def start(self) -> None:
         """Take the arena (pre-faulted off the loop) and open the tiers."""
-        # Both may raise for a wrong configuration: nothing is taken by then.
-        tiers = make_tiers(self.config, self.layout)
+        # May raise for a wrong configuration: nothing is taken by then.
         settings = arena_settings(self.config)
-        self._arena = await asyncio.to_thread(Arena, settings)
+        self._device = await asyncio.to_thread(
+            make_device, self.config, self.layout, self._driver, gpu_in_use()
+        )
+        try:
+            tiers = await asyncio.to_thread(make_tiers, self.config, self.layout, self._device)
+            self._arena = await asyncio.to_thread(Arena, settings)
+        except BaseException:
+            self._close_device()
+            raise
         try:
             pool = SlotPool(self._arena, self.layout.chunk_bytes)
+            if self._device is not None:
+                self._device.begin()
+                await asyncio.to_thread(self._device.pin, self._arena.memory)
             self._copiers = Workers("copy", _COPYING_THREADS)
             self.cpu = CpuTier(
                 pool, self._copiers, policy=self.config.cache_policy, keep=self.config.local_cpu
@@ -105,6 +105,7 @@ class TierCache:
                     await tier.close()
                 raise
         except BaseException:
+            self._close_device()
             self._arena.close()
             raise
         self.tiers = tiers
@@ -122,13 +123,21 @@ class TierCache:
                 for tier in tiers
             ]
         )
-        self._reader = Reader(
-            self.cpu,
-            tiers,
-            ReaderSettings(
-                deadline_s=self.config.blocking_timeout_secs, probe_deadline_s=self.config.lookup_timeout_ms / 1000
-            ),
+        self._host_path = HostPath(self.cpu, self._fan_out)
+        reading = ReaderSettings(
+            deadline_s=self.config.blocking_timeout_secs, probe_deadline_s=self.config.lookup_timeout_ms / 1000
         )
+        if self._device is None:
+            self._reader = Reader(self.cpu, tiers, reading)
+        else:
+            staging = StagingTier(self._device, self._copiers)
+            await staging.open()
+            self._reader = Reader(self.cpu, [staging, *tiers], reading)
+            serving = [tier for tier in tiers if isinstance(tier, DeviceTier) and tier.serves_device]
+            self._device_reader = Reader(staging, serving, reading, read_into_device)
+            self._device_path = DevicePath(
+                self._device, self.cpu, staging, self._reader, self._device_reader, self._fan_out
+            )
         self._running = True
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
@@ -146,13 +155,17 @@ class TierCache:
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
         await self._reader.close()
+        if self._device_path is not None:
+            await self._device_reader.close()
         await self._fan_out.close()
         for tier in (*self.tiers, self.cpu):
             await tier.close()
         self._copiers.close()
         if self._stuck:
             logger.warning("%d operations hang in a device; their memory stays mapped", self._stuck)
+            self._close_device(memory_in_use=True)
         else:
+            self._close_device()
             self.cpu.pool.close()
             self._arena.close()
         return report
@@ -174,8 +187,43 @@ class TierCache:
         returns. False: no slot came free by the deadline (in seconds; `blocking_timeout_secs` by default).
         Cancelled, it stores nothing, and no longer reads `payload` when CancelledError comes out.
         """
+        if self._device_path is not None:
+            return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
         length, source = source_of(payload)
         return bool(await self.put_from([(key, length, source)], deadline_s=deadline_s))
+
+    async def put_many(
+        self,
+        keys: Sequence[ChunkKey],
+        payloads: Sequence[Any],
+        *,
+        after: Event | None = None,
+        deadline_s: float | None = None,
+    ) -> int:
+        """`put` for many chunks at once; returns how many are in the cache now.
+
+        Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
+        event `after` (by default: after what the calling thread's current stream has been given), and are read until this
+        returns. With `local_cpu: false` and only device tiers they never come to the host; they count as stored once they
+        are on their way to those. Raises LayoutError for device memory that is not laid out as it must be.
+        """
+        self._check_open()
+        if len(keys) != len(payloads):
+            raise ValueError(f"expected one payload a key: {len(keys)} keys, {len(payloads)} payloads")
+        chunks, host = [], []
+        for key, payload in zip(keys, payloads, strict=True):
+            chunk = device_payload(self._device.driver, payload) if self._device is not None else None
+            if chunk is None:
+                host.append((key, *source_of(payload)))
+            else:
+                self._check_length(chunk.payload_bytes)
+                chunks.append((key, chunk))
+        stored = await self.put_from(host, deadline_s=deadline_s) if host else 0
+        if chunks and self._device_path is not None:
+            deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
+            with self._caller_event(after) as event:
+                stored += await self._device_path.put(chunks, event, deadline)
+        return stored
 
     async def put_from(
         self, items: Sequence[tuple[ChunkKey, int, Source]], *, deadline_s: float | None = None
@@ -187,81 +235,16 @@ class TierCache:
         with its exception; none of the batch is stored then.
         """
         self._check_open()
-        chunk_bytes = self.layout.chunk_bytes
         for _, length, _ in items:
-            if not 0 < length <= chunk_bytes:
-                raise ValueError(f"payload: expected 1..{chunk_bytes} bytes (the layout's chunk), found {length}")
-        wait_s = self._wait_s(deadline_s)
-        stored = 0
-        for start in range(0, len(items), self._batch_items):
-            stored += await self._put_batch(items[start : start + self._batch_items], wait_s)
-        return stored
-
-    async def _put_batch(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
-        fills: dict[ChunkKey, tuple[Slot, int, Source]] = {}
-        leases: list[Lease] = []
-        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
-        filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            for key, length, source in items:
-                if key in fills:
-                    continue
-                lease = self.cpu.lease(key, writes=True)
-                if lease is not None:
-                    self.cpu.touch([key])
-                    leases.append(lease)
-                elif key in self._filling:
-                    elsewhere.append((key, self._filling[key]))
-                else:
-                    slot = self.cpu.try_reserve(Purpose.WRITE)
-                    if slot is not None:
-                        self._filling[key] = filled
-                    else:
-                        slot = await self._slot_to_fill(key, filled, wait_s)
-                    if slot is not None:
-                        fills[key] = (slot, length, source)
-            if fills:
-                work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in fills.values()]
-                await to_the_end(self._copiers.submit(_fill, work))
-        except BaseException:
-            for slot, _, _ in fills.values():
-                self.cpu.abandon(slot, Purpose.WRITE)
-            for lease in leases:
-                lease.release()
-            raise
-        else:
-            leases += [
-                self.cpu.publish(key, slot, length, Purpose.WRITE) for key, (slot, length, _) in fills.items()
-            ]
-        finally:
-            for key in fills:
-                self._filling.pop(key, None)
-            filled.set_result(None)
-        stored = len(leases)
-        await self._fan_out.offer(leases, self._write_lease)
-        for key, other in elsewhere:
-            # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
-            await asyncio.wait([other], timeout=wait_s)
-            stored += self.cpu.contains(key)
-        return stored
-
-    async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], wait_s: float) -> Slot | None:
-        """A slot for `key`, announced as being filled; None when none came free in time."""
-        slot = await self.cpu.reserve(Purpose.WRITE, wait_s)
-        if slot is None:
-            self._puts_skipped += 1
-        elif self._filling.setdefault(key, filled) is not filled or self.cpu.contains(key):
-            # While we waited, somebody else began the same chunk, or finished it.
-            self.cpu.abandon(slot, Purpose.WRITE)
-            return None
-        return slot
+            self._check_length(length)
+        return await self._host_path.put(items, self._wait_s(deadline_s))
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """`put` for the chunks of `tokens`, in order; returns how many are hot now."""
         keys = self.keys(tokens)
         if len(payloads) != len(keys):
             raise ValueError(f"payloads: expected {len(keys)} (one a chunk), found {len(payloads)}")
-        return await self.put_from([(key, *source_of(payload)) for key, payload in zip(keys, payloads, strict=True)])
+        return await self.put_many(keys, payloads)
 
     # Reading
 
@@ -274,12 +257,33 @@ class TierCache:
         self._check_open()
         return _Get(self, key, self._wait_s(deadline_s))
 
-    async def get_into(self, keys: Sequence[ChunkKey], buffers: Sequence[Any], *, deadline_s: float | None = None) -> int:
-        """Copy verified chunks into writable buffers, arrays or tensors of exactly their length.
+    async def get_into(
+        self,
+        keys: Sequence[ChunkKey],
+        buffers: Sequence[Any],
+        *,
+        after: Event | None = None,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Copy verified chunks into writable buffers, arrays, tensors or `PagedChunk`s of exactly their length.
 
         Returns how many chunks of the contiguous prefix were delivered by the deadline. Buffers behind a gap may have been
-        written. When this has returned or raised, nothing touches the buffers any more.
+        written. When this has returned or raised, nothing touches the buffers any more (but for a device that hangs in a
+        copy for 30 s, which DeviceError says). Buffers are either all in host memory or all in device memory; the latter
+        are written after the driver's event `after`, by default after what the calling thread's stream has been given.
         """
+        self._check_open()
+        if len(keys) != len(buffers):
+            raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(buffers)} buffers")
+        if self._device is not None and self._device_path is not None and buffers:
+            chunks = [device_payload(self._device.driver, buffer) for buffer in buffers]
+            there = [chunk for chunk in chunks if chunk is not None]
+            if len(there) == len(chunks):
+                deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
+                with self._caller_event(after) as event:
+                    return await self._device_path.get(keys, there, event, deadline)
+            if there:
+                raise ValueError("buffers: expected all in host memory or all in device memory, found both")
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s)
 
     async def get_to(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None) -> int:
@@ -326,7 +330,8 @@ class TierCache:
     def describe(self) -> str:
         """One line for a log: the arena and the tiers below it."""
         arena = f"{self._arena.size_bytes / 2**30:.2f} GB of {self._arena.kind} memory in {self.cpu.pool.count} slots"
-        return " -> ".join([f"cpu ({arena})", *(tier.describe() for tier in self.tiers)])
+        device = [self._device_path.staging.describe()] if self._device_path is not None else []
+        return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in self.tiers)])
 
     def statistics(self) -> Statistics:
         self._check_open()
@@ -337,7 +342,8 @@ class TierCache:
             breakers=self._reader.breakers(),
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,
-            puts_skipped=self._puts_skipped,
+            puts_skipped=self._host_path.skipped + (self._device_path.skipped if self._device_path is not None else 0),
+            device=self._device_statistics(),
             stuck=self._stuck,
         )
 
@@ -362,19 +368,39 @@ class TierCache:
 
     @property
     def _stuck(self) -> int:
-        return self._reader.stuck + sum(writer.stuck for writer in self._fan_out.writers)
+        device = self._device_reader.stuck if self._device_path is not None else 0
+        return device + self._reader.stuck + sum(writer.stuck for writer in self._fan_out.writers)
 
-    @property
-    def _batch_items(self) -> int:
-        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
-        batch fits beside the floor for reads (it would wait for its own slots)."""
-        return max(1, min(self.cpu.pool.count // 4, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
+    def _device_statistics(self) -> DeviceStatistics | None:
+        if self._device is None:
+            return None
+        pool = self._device.pool
+        return DeviceStatistics(pool.count, pool.free, self._device_reader.counters, self._device_reader.breakers())
+
+    @contextmanager
+    def _caller_event(self, after: Event | None) -> Iterator[Event]:
+        """`after`, or an event of the calling thread's own stream."""
+        assert self._device is not None
+        driver = self._device.driver
+        own = driver.record(driver.current_stream()) if after is None else None
+        try:
+            yield own if after is None else after
+        finally:
+            if own is not None:
+                driver.release(own)
+
+    def _close_device(self, *, memory_in_use: bool = False) -> None:
+        if self._device is not None:
+            self._device.close(memory_in_use=memory_in_use)
+
+    def _check_length(self, length_bytes: int) -> None:
+        if not 0 < length_bytes <= self.layout.chunk_bytes:
+            raise ValueError(
+                f"payload: expected 1..{self.layout.chunk_bytes} bytes (the layout's chunk), found {length_bytes}"
+            )
 
     def _wait_s(self, deadline_s: float | None) -> float:
         return float(self.config.blocking_timeout_secs) if deadline_s is None else deadline_s
-
-    def _write_lease(self, key: ChunkKey) -> Lease | None:
-        return self.cpu.lease(key, writes=True)
 
     def _check_open(self) -> None:
         if not self._running:
@@ -405,12 +431,3 @@ class _Get:
     ) -> None:
         if self._lease is not None:
             self._lease.release()
-
-
-def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
-    """Fill slots and zero the padding behind each payload, so that no tier ever stores another chunk's bytes."""
-    for slot, length, source in work:
-        source(slot[:length])
-        end = aligned(length)
-        if end != length:
-            slot[length:end] = 0

@@ -39,7 +39,7 @@ def _main(
 
 @app.command()
 def doctor(
-    path: Annotated[Path | None, typer.Option(help="A directory to examine for the disk tier.")] = None,
+    path: Annotated[Path | None, typer.Option(help="A directory for chunks: its mount, O_DIRECT, GDS, locks.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What this machine offers, and what to do about what it does not."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine
-from tiercache.commands.mounts import Mount, file_system_of, mounts
+from tiercache.tiers.mounts import Mount, file_system_of, mounts
 
 
 def by_topic(findings: list[Finding]) -> dict[str, Finding]:
@@ -16,8 +16,8 @@ def test_every_part_is_examined(tmp_path: Path) -> None:
     found = by_topic(examine(tmp_path))
     assert {
         "python", "CPUs", "NUMA nodes", "memory", "transparent huge pages", "reserved huge pages", "memlock limit",
-        "shared memory", f"disk at {tmp_path}", "O_DIRECT", "GPU", "GPUDirect Storage", "3FS mount", "Weka mount",
-        "package uvloop", "package torch", "package vllm", "package kvikio", "package redis",
+        "shared memory", f"disk at {tmp_path}", "mount", "tier", "O_DIRECT", "GPU", "GPUDirect Storage", "3FS mount",
+        "Weka mount", "package uvloop", "package torch", "package vllm", "package kvikio", "package redis",
     } <= set(found)  # fmt: skip
     assert all(finding.status in (OK, NOTE, PROBLEM) for finding in found.values())
 
@@ -34,10 +34,21 @@ def test_the_probe_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_mounts_are_read_with_their_escapes(tmp_path: Path) -> None:
-    table = tmp_path / "mounts"
-    table.write_text("/dev/vda / ext4 rw 0 0\nhf3fs.stage /mnt/three\\040fs fuse.hf3fs rw 0 0\n")
-    assert mounts(table) == [Mount("/", "ext4"), Mount("/mnt/three fs", "fuse.hf3fs")]
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard\n"
+        "91 27 0:44 /of\\040it /mnt/three\\040fs rw - fuse.hf3fs hf3fs.stage rw,user_id=0\n"
+        "something else\n"
+    )
+    assert mounts(table) == [
+        Mount("/", "ext4", "/dev/vda", ("rw", "relatime", "discard")),
+        Mount("/mnt/three fs", "fuse.hf3fs", "hf3fs.stage", ("rw", "user_id=0")),
+    ]
     assert mounts(tmp_path / "absent") == []
+
+
+def test_this_system_says_where_the_root_is_mounted() -> None:
+    assert "/" in [mount.point for mount in mounts()]
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
     """
     tiers = explain(load_text(text)).to_dict()["tiers"]
     assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis"]
-    assert [tier["state"] for tier in tiers] == ["on", "on"] + ["not available in this version"] * 4
+    assert [tier["state"] for tier in tiers] == ["on"] * 4 + ["not available in this version"] * 2
     assert tiers[1] == {
         "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "state": "on", "note": "",
     }  # fmt: skip
@@ -74,7 +74,7 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
     assert values.keys() == KEYS.keys()
     assert values["chunk_size"] == {"value": 16, "effective": True, "source": "file", "name": file, "line": 1}
     assert values["gds_buffer_size"] == {
-        "value": 64, "effective": False, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
+        "value": 64, "effective": True, "source": "file", "name": file, "line": 3, "alias": "cufile_buffer_size",
     }  # fmt: skip
     assert values["local_cpu"] == {
         "value": True,

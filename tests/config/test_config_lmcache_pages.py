@@ -56,7 +56,7 @@ def test_gds_and_weka_are_checked_and_planned(load, page: str, path: str) -> Non
     assert getattr(config, f"{page}_path") == (path,)
     assert (config.local_cpu, config.gds_buffer_size, config.use_direct_io) == (False, 8192, True)
     planned = explain(config).tiers[-1]
-    assert (planned.name, planned.place, planned.state) == (page, path, NOT_AVAILABLE)
+    assert (planned.name, planned.place, planned.state) == (page, path, "on")
 
 
 @pytest.mark.parametrize("load", [from_file, from_environment])
@@ -70,7 +70,7 @@ def test_3fs_as_a_url_is_the_same_tier() -> None:
     assert (planned.kind, planned.place, planned.state) == ("hf3fs", "/mnt/3fs/a, /mnt/3fs/b", NOT_AVAILABLE)
 
 
-@pytest.mark.parametrize("page", ["gds", "weka", "hf3fs"])
+@pytest.mark.parametrize("page", ["hf3fs"])
 def test_a_tier_that_is_not_there_yet_is_one_warning_that_names_its_keys(page: str) -> None:
     config = from_file(page)
     assert len(config.warnings) == 1
@@ -90,7 +90,7 @@ def test_lmcache_keys_that_are_not_ours_are_accepted_and_named_in_one_warning(lo
 
 
 def test_each_warning_is_logged_once(load_text, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_text("enable_p2p: true\np2p_host: a\nweka_path: /w\ncufile_buffer_size: 1\npin_timeout_sec: 5\n")
+    config = load_text("enable_p2p: true\np2p_host: a\nhf3fs_io_depth: 1\npin_timeout_sec: 5\n")
     assert [record.getMessage() for record in caplog.records] == list(config.warnings)
     assert len(config.warnings) == 1
 

@@ -9,6 +9,7 @@ from tiercache.errors import TierFull
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
 
@@ -174,7 +175,7 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
     fan_out = FanOut([bad, good])
     bench.tier.gate.clear()
 
-    def another(key: bytes) -> Lease | None:
+    def another(key: bytes, tier: Tier) -> Lease | None:
         return bench.cpu.lease(key, writes=True)
 
     for number in range(1, 15):

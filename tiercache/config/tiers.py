@@ -12,7 +12,7 @@ from tiercache.config.secrets import hidden
 if TYPE_CHECKING:
     from tiercache.config.schema import Config
 
-AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": False, "weka": False, "hf3fs": False, "remote": False}
+AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": False, "remote": False}
 """Kinds of tiers, and whether this version has them. A new tier begins by becoming True."""
 
 NOT_AVAILABLE = "not available in this version"
@@ -66,7 +66,7 @@ def _disk(config: Config) -> Iterator[PlannedTier]:
 def _gds(config: Config) -> Iterator[PlannedTier]:
     for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
         if paths:
-            yield PlannedTier(kind, kind, ", ".join(paths), None, _state(kind))
+            yield PlannedTier(kind, kind, ", ".join(paths), config.gds_bytes or None, _state(kind))
 
 
 def _remotes(config: Config) -> Iterator[PlannedTier]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import numpy as np
 
 from tiercache.core.header import aligned
@@ -12,6 +14,25 @@ FEWEST_SLOTS = 4
 """A read, a write, and a floor for each: with fewer the one would wait for the other for ever."""
 
 Slot = int
+
+
+class Pool(Protocol):
+    """Memory cut into equal slots: the arena's (`SlotPool`), or a device's."""
+
+    slot_bytes: int
+    count: int
+
+    @property
+    def free(self) -> int: ...
+
+    def take(self) -> Slot | None: ...
+
+    def give_back(self, slot: Slot) -> None: ...
+
+    def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
+        """The slot's payload room, or its first bytes."""
+
+    def close(self) -> None: ...
 
 
 class SlotPool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from tiercache.tiers.cpu import CpuTier, Lease
 logger = logging.getLogger("tiercache.reader")
 
 Sink = Callable[[np.ndarray], None]
+ReadCall = Callable[[Any, ChunkKey, Any], Coroutine[Any, Any, int | None]]
+"""Tier, key, room for the payload -> the payload's length; as `Tier.read`."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,18 @@ class _Flight:
 class Reader:
     """All methods belong to the event loop. Deadlines are loop times (`loop.time()`) in seconds."""
 
-    def __init__(self, cpu: CpuTier, tiers: Sequence[Tier], settings: ReaderSettings | None = None) -> None:
+    def __init__(
+        self,
+        cpu: CpuTier,
+        tiers: Sequence[Tier],
+        settings: ReaderSettings | None = None,
+        read: ReadCall | None = None,
+    ) -> None:
+        """`cpu` is where chunks land (the hot cache, or the staging tier of a device), `read` how they get there."""
         self.cpu = cpu
+        self._read = read or _read_into_host
         self.settings = settings or ReaderSettings()
-        self.counters = ReaderStatistics(hits={"cpu": 0} | {tier.name: 0 for tier in tiers})
+        self.counters = ReaderStatistics(hits={cpu.name: 0} | {tier.name: 0 for tier in tiers})
         self._sources = [_Source(tier, self.settings) for tier in tiers]
         self._flights: dict[ChunkKey, _Flight] = {}
         self._stuck: set[asyncio.Task[int | None]] = set()
@@ -96,7 +107,7 @@ class Reader:
         """The chunk if it is hot. Does not count a miss."""
         lease = self.cpu.lease(key)
         if lease is not None:
-            self.counters.hits["cpu"] += 1
+            self.counters.hits[self.cpu.name] += 1
         return lease
 
     async def fetch(self, key: ChunkKey, deadline_s: float) -> Lease | None:
@@ -154,12 +165,12 @@ class Reader:
                 asyncio.ensure_future(self._lane(cold, keys, sinks, delivered, gap, deadline_s)) for _ in range(lanes)
             ]
         try:
-            await _all_or_none(work)
+            await all_or_none(work)
         finally:
             # A part that was cancelled before its first step never came to its own clean-up.
             for lease in hot.values():
                 lease.release()
-        return _prefix(delivered)
+        return prefix_of(delivered)
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
         """Promote chunks into the hot cache; returns how many of the prefix are hot (or were, on arrival)."""
@@ -170,7 +181,7 @@ class Reader:
         """What memory knows of the contiguous prefix of `keys`: its length, and its chunks by tier."""
         by_tier = dict.fromkeys(self.counters.hits, 0)
         position = self.cpu.prefix(keys)
-        by_tier["cpu"] = position
+        by_tier[self.cpu.name] = position
         if position < len(keys) and self._sources:
             now_s = asyncio.get_running_loop().time()
             tiers = [
@@ -261,7 +272,7 @@ class Reader:
             source.places.release()
             return None
         began_s = loop.time()
-        read = asyncio.create_task(source.tier.read(key, self.cpu.pool.view(slot)))
+        read = asyncio.create_task(self._read(source.tier, key, self.cpu.pool.view(slot)))
         try:
             await asyncio.wait([read], timeout=max(0.0, flight.deadline_s - loop.time()))
         finally:
@@ -349,6 +360,10 @@ class Reader:
                 lease.release()
 
 
+def _read_into_host(tier: Tier, key: ChunkKey, into: np.ndarray) -> Coroutine[Any, Any, int | None]:
+    return tier.read(key, into)
+
+
 def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearray) -> None:
     for position, view, sink in todo:
         sink(view)
@@ -366,12 +381,13 @@ def _split(items: list[tuple[int, Lease]], parts: int) -> list[list[tuple[int, L
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _prefix(delivered: bytearray) -> int:
+def prefix_of(delivered: bytearray) -> int:
+    """How many of the first are set."""
     gap = delivered.find(0)
     return len(delivered) if gap < 0 else gap
 
 
-async def _all_or_none(work: Sequence[asyncio.Future[None]]) -> None:
+async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
     """Wait for all; if this or one of them is cancelled or fails, none is left running."""
     try:
         await asyncio.gather(*work)

@@ -17,7 +17,7 @@ from tiercache.tiers.cpu import Lease
 
 logger = logging.getLogger("tiercache.writer")
 
-LeaseMaker = Callable[[ChunkKey], Lease | None]
+LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class TierWriter:
                 if not self.breaker.allows(loop.time()):
                     break
                 began_s = loop.time()
-                work = asyncio.create_task(self.tier.write(key, lease.padded, lease.payload_bytes))
+                work = asyncio.create_task(lease.write_to(self.tier))
                 done = await self._wait(work)
                 if not done:
                     stuck = True
@@ -283,14 +283,14 @@ class FanOut:
     async def offer(self, leases: list[Lease], another: LeaseMaker) -> None:
         """Queue chunks for every tier that lacks them. Uses up `leases`, also when cancelled.
 
-        Each writer gets a lease of its own, made by `another`.
+        Each writer gets a lease of its own, made by `another` for its tier.
         """
         try:
             for lease in leases:
                 for writer in self.writers:
                     if writer.tier.contains(lease.key):
                         continue
-                    own = another(lease.key)
+                    own = another(lease.key, writer.tier)
                     if own is not None and not writer.enqueue_nowait(own):
                         await writer.enqueue(own)
                 lease.release()

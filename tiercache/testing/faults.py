@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.device.driver import Span
+from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
 
 
 class MemoryTier(Tier):
@@ -56,7 +57,7 @@ class MemoryTier(Tier):
         return counters
 
 
-class FaultyTier(Tier):
+class FaultyTier(DeviceTier):
     """Any tier, with faults in front of it.
 
     `fail_reads` / `fail_writes` are exceptions to raise, one an operation, before the tier is asked. `gate`, while it is
@@ -103,6 +104,24 @@ class FaultyTier(Tier):
         if self.fail_writes:
             raise self.fail_writes.pop(0)
         return await self.tier.write(key, payload, payload_bytes)
+
+    @property
+    def serves_device(self) -> bool:
+        return isinstance(self.tier, DeviceTier) and self.tier.serves_device
+
+    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+        assert isinstance(self.tier, DeviceTier)
+        await self._enter()
+        if self.fail_reads:
+            raise self.fail_reads.pop(0)
+        return await self.tier.read_device(key, into)
+
+    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+        assert isinstance(self.tier, DeviceTier)
+        await self._enter()
+        if self.fail_writes:
+            raise self.fail_writes.pop(0)
+        return await self.tier.write_device(key, payload, payload_bytes)
 
     async def remove(self, key: ChunkKey) -> bool:
         return await self.tier.remove(key)

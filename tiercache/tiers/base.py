@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
+from tiercache.device.driver import Span
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,24 @@ class Tier(ABC):
     @abstractmethod
     def statistics(self) -> TierStatistics:
         """A snapshot."""
+
+
+class DeviceTier(Tier):
+    """A tier that also moves chunks between its storage and device memory.
+
+    Payloads are spans of a slot of the device pool, padded like host payloads. The 4096 bytes before them belong to the slot
+    too and are the tier's to use: a chunk's header lies there, as it does in a file. Cancellation as for `read` and `write`.
+    """
+
+    @property
+    @abstractmethod
+    def serves_device(self) -> bool:
+        """Whether there is a device that the two methods below can be used with. Known once the tier is open."""
+
+    @abstractmethod
+    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+        """As `read`, verified as well, into device memory."""
+
+    @abstractmethod
+    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+        """As `write`, from device memory that no stream is writing any more."""

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from tiercache.core.budget import Purpose, SlotBudget
 from tiercache.core.eviction import EvictionOrder, make_order
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.slots import Slot, SlotPool
+from tiercache.memory.slots import Pool, Slot
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 
@@ -42,8 +43,8 @@ class _Entry:
 class Lease:
     """A counted hold on a hot chunk: its memory is not reused before `release`.
 
-    `view` is uint8[payload length], read-only, valid until `release`. Release on the event loop; using the lease as a
-    context manager does.
+    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory). Release on the
+    event loop; using the lease as a context manager does.
     """
 
     __slots__ = ("_entry", "_tier", "_writes")
@@ -62,19 +63,19 @@ class Lease:
         return self._held().payload_bytes
 
     @property
-    def view(self) -> np.ndarray:
+    def view(self) -> Any:
         entry = self._held()
-        view = self._tier.pool.view(entry.slot, entry.payload_bytes)
-        view.flags.writeable = False
-        return view
+        return self._tier.view(entry.slot, entry.payload_bytes)
 
     @property
-    def padded(self) -> np.ndarray:
+    def padded(self) -> Any:
         """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
         entry = self._held()
-        view = self._tier.pool.view(entry.slot, aligned(entry.payload_bytes))
-        view.flags.writeable = False
-        return view
+        return self._tier.view(entry.slot, aligned(entry.payload_bytes))
+
+    def write_to(self, tier: Tier) -> Coroutine[Any, Any, bool]:
+        """Store the chunk in another tier; as `Tier.write`."""
+        return self._tier.write_from(self, tier)
 
     def release(self) -> None:
         """Idempotent."""
@@ -109,7 +110,7 @@ class CpuTier(Tier):
     name = "cpu"
     traits = Traits()
 
-    def __init__(self, pool: SlotPool, copiers: Workers, *, policy: str = "LRU", keep: bool = True) -> None:
+    def __init__(self, pool: Pool, copiers: Workers, *, policy: str = "LRU", keep: bool = True) -> None:
         self.pool = pool
         self.copiers = copiers
         self.keep = keep
@@ -131,6 +132,18 @@ class CpuTier(Tier):
                 future = waiting.popleft()
                 if not future.done():
                     future.cancel()
+
+    # Memory
+
+    def view(self, slot: Slot, length_bytes: int) -> Any:
+        """The first bytes of a slot as its readers get them: uint8, read-only."""
+        view: np.ndarray = self.pool.view(slot, length_bytes)
+        view.flags.writeable = False
+        return view
+
+    def write_from(self, lease: Lease, tier: Tier) -> Coroutine[Any, Any, bool]:
+        """Have `tier` store a chunk of ours."""
+        return tier.write(lease.key, lease.padded, lease.payload_bytes)
 
     # Residency
 

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +28,15 @@ from tiercache.tiers.volume import TOP_LEVELS, Scanned, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
+Victims = list[tuple[ChunkKey, int]]
+
 FORMAT = 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _RESCAN_PAUSE_S = 30.0
 _ATTEMPTS = 4
 _AGING_STEP = 2048
 _REFUSED_KEPT = 4096
+_CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,12 @@ class DiskSettings:
     policy: str = "LRU"
 
 
-class _Shelf:
+class Shelf:
     """A volume and what we know of it."""
 
-    def __init__(self, volume: Volume, policy: str) -> None:
+    def __init__(self, volume: Volume, index: CappedIndex) -> None:
         self.volume = volume
-        self.policy = policy
-        self.index = CappedIndex(make_order(policy))
+        self.index = index
         self.scanned = False
         self.used_while_scanning: set[ChunkKey] = set()
         self.next_scan_s = 0.0
@@ -66,6 +68,8 @@ class _Shelf:
 
 class DiskTier(Tier):
     name = "disk"
+    option = "local_disk"
+    """The configuration key that names the directories, for messages."""
 
     def __init__(self, settings: DiskSettings, fingerprint: bytes) -> None:
         self.settings = settings
@@ -73,23 +77,22 @@ class DiskTier(Tier):
         # Two more than there are threads: a thread that is done finds its next job waiting, without a round by the loop.
         places = settings.threads + 2
         self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
-        self._readers = Workers("disk-read", settings.threads)
-        self._writers = Workers("disk-write", settings.threads)
-        self._metadata = Workers("disk-metadata", 1)
-        self._shelves: list[_Shelf] = []
+        self._readers = Workers(f"{self.name}-read", settings.threads)
+        self._writers = Workers(f"{self.name}-write", settings.threads)
+        self._metadata = Workers(f"{self.name}-metadata", 1)
+        self._shelves: list[Shelf] = []
         self._scans: set[asyncio.Task[None]] = set()
         self._refused: dict[ChunkKey, None] = {}
         self._statistics = TierStatistics()
+        self._closed = False
 
     async def open(self) -> None:
         share_bytes = self.settings.cap_bytes // len(self.settings.directories)
         try:
             for directory in self.settings.directories:
-                volume = Volume(
-                    directory, share_bytes, self.fingerprint, direct=self.settings.direct, durable=self.settings.durable
-                )
+                volume = self._make_volume(directory, share_bytes)
                 await self._open_volume(volume)
-                self._shelves.append(_Shelf(volume, self.settings.policy))
+                self._shelves.append(Shelf(volume, self._make_index()))
         except BaseException:
             await self.close()
             raise
@@ -100,14 +103,16 @@ class DiskTier(Tier):
         for scan in list(self._scans):
             scan.cancel()
         await asyncio.gather(*self._scans, return_exceptions=True)
+        closing = [] if self._closed else [self._metadata.submit(shelf.volume.close) for shelf in self._shelves]
+        self._closed = True
         for workers in (self._readers, self._writers, self._metadata):
             workers.close()
-        for shelf in self._shelves:
-            shelf.volume.close()
+        if closing:
+            await asyncio.wait(closing, timeout=_CLOSE_S)
 
     def describe(self) -> str:
         places = ", ".join(str(directory) for directory in self.settings.directories)
-        return f"disk ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB)"
+        return f"{self.name} ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB)"
 
     def contains(self, key: ChunkKey) -> bool:
         return key in self._shelf(key).index
@@ -129,9 +134,13 @@ class DiskTier(Tier):
         return position + self.prefix(keys[position:])
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        return await self._read(key, lambda volume: volume.read(key, into))
+
+    async def _read(self, key: ChunkKey, read: Callable[[Volume], int | None]) -> int | None:
+        """`read` runs in a worker thread, and does as `Volume.read`."""
         shelf = self._shelf(key)
         try:
-            length = await to_the_end(self._readers.submit(shelf.volume.read, key, into))
+            length = await to_the_end(self._readers.submit(read, shelf.volume))
         except CorruptChunk as error:
             shelf.index.remove(key)
             self._refuse(key)
@@ -151,6 +160,12 @@ class DiskTier(Tier):
         return length
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        return await self._write(
+            key, payload_bytes, lambda volume, victims: volume.write(key, payload, payload_bytes, victims)
+        )
+
+    async def _write(self, key: ChunkKey, payload_bytes: int, write: Callable[[Volume, Victims], int]) -> bool:
+        """`write` runs in a worker thread, perhaps several times, and does as `Volume.write`."""
         shelf = self._shelf(key)
         if key in shelf.index:
             shelf.index.touch(key)
@@ -162,7 +177,7 @@ class DiskTier(Tier):
             # Files without a count: the cap cannot be kept before they are counted.
             return False
         try:
-            occupied_bytes = await self._write_evicting(shelf, key, payload, payload_bytes, needed_bytes)
+            occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
         except BaseException:
             self._statistics.write_failures += 1
             raise
@@ -193,7 +208,7 @@ class DiskTier(Tier):
         """The file that holds `key`, or would."""
         return self._shelf(key).volume.path(key)
 
-    def _shelf(self, key: ChunkKey) -> _Shelf:
+    def _shelf(self, key: ChunkKey) -> Shelf:
         if len(self._shelves) == 1:
             return self._shelves[0]
         return self._shelves[int.from_bytes(key[:4], "big") % len(self._shelves)]
@@ -203,6 +218,13 @@ class DiskTier(Tier):
         self._refused[key] = None
         if len(self._refused) > _REFUSED_KEPT:
             del self._refused[next(iter(self._refused))]
+
+    def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+        settings = self.settings
+        return Volume(directory, cap_bytes, self.fingerprint, direct=settings.direct, durable=settings.durable)
+
+    def _make_index(self) -> CappedIndex:
+        return CappedIndex(make_order(self.settings.policy))
 
     async def _open_volume(self, volume: Volume) -> None:
         root = volume.root
@@ -214,34 +236,27 @@ class DiskTier(Tier):
                     found = json.loads(await file.read()).get("format")
                 if found != FORMAT:
                     raise ConfigError(
-                        f"local_disk: {root} has format {found!r}, this version writes {FORMAT}; use another directory"
+                        f"{self.option}: {root} has format {found!r}, this version writes {FORMAT}; use another directory"
                     )
             else:
                 async with aiofiles.open(manifest, "w") as file:
                     await file.write(json.dumps({"format": FORMAT, "what": "tiercache chunks"}) + "\n")
         except (OSError, ValueError, AttributeError) as error:
             volume.close()
-            raise ConfigError(f"local_disk: {root} cannot be used: {error}") from error
+            raise ConfigError(f"{self.option}: {root} cannot be used: {error}") from error
         except BaseException:
             volume.close()
             raise
 
     async def _write_evicting(
-        self, shelf: _Shelf, key: ChunkKey, payload: np.ndarray, payload_bytes: int, needed_bytes: int
+        self, shelf: Shelf, needed_bytes: int, write: Callable[[Volume, Victims], int]
     ) -> int:
         deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
         for attempt in range(_ATTEMPTS):
+            victims = await self._make_room(shelf, needed_bytes, deficit_bytes)
             volume, index = shelf.volume, shelf.index
-            if deficit_bytes > index.used_bytes:
-                self._rescan_soon(shelf)
-                raise TierFull(
-                    f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
-                    f"{index.used_bytes} of them are known chunks"
-                )
-            victims = index.evict(deficit_bytes)
-            self._statistics.evicted += len(victims)
             try:
-                return await to_the_end(self._writers.submit(volume.write, key, payload, payload_bytes, victims))
+                return await to_the_end(self._writers.submit(write, volume, victims))
             except TierFull:
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
@@ -257,49 +272,71 @@ class DiskTier(Tier):
                 deficit_bytes = min(deficit_bytes, index.used_bytes)
         raise TierFull(f"{shelf.volume.root}: no room after {_ATTEMPTS} attempts")
 
-    async def _reopen(self, shelf: _Shelf) -> None:
+    async def _make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
+        """What the writer of `needed_bytes` has to delete first, when `deficit_bytes` (if above zero) are lacking.
+
+        Raises TierFull.
+        """
+        volume, index = shelf.volume, shelf.index
+        if deficit_bytes > index.used_bytes:
+            known_bytes = volume.ledger.used_bytes
+            await self._metadata.submit(volume.ledger.refresh)
+            deficit_bytes -= known_bytes - volume.ledger.used_bytes
+        if deficit_bytes > index.used_bytes:
+            self._rescan_soon(shelf)
+            raise TierFull(
+                f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
+                f"{index.used_bytes} of them are known chunks"
+            )
+        victims = index.evict(deficit_bytes)
+        self._statistics.evicted += len(victims)
+        return victims
+
+    async def _reopen(self, shelf: Shelf) -> None:
         """The directory was emptied or replaced under us: what we knew is gone, begin anew."""
         old = shelf.volume
         if not await self._metadata.submit(old.root.is_dir):
             raise TierUnavailable(f"{old.root} is not there any more")
         logger.warning("%s was emptied by somebody else; starting it anew", old.root)
-        fresh = Volume(old.root, old.cap_bytes, old.fingerprint, direct=old.wants_direct, durable=old.durable)
+        fresh = self._make_volume(old.root, old.cap_bytes)
         try:
             await self._open_volume(fresh)
         except ConfigError as error:
             raise TierUnavailable(str(error)) from error
         shelf.volume = fresh
-        shelf.index = CappedIndex(make_order(shelf.policy))
-        old.close()
+        shelf.index = self._make_index()
+        await self._metadata.submit(old.close)
         self._begin_scan(shelf)
 
-    def _rescan_soon(self, shelf: _Shelf) -> None:
+    def _rescan_soon(self, shelf: Shelf) -> None:
         """Other processes fill the directory too: look again what is there, but not all the time."""
         now_s = asyncio.get_running_loop().time()
         if shelf.scanned and now_s >= shelf.next_scan_s:
             self._begin_scan(shelf)
 
-    def _begin_scan(self, shelf: _Shelf) -> None:
+    def _begin_scan(self, shelf: Shelf) -> None:
         first = not shelf.scanned and shelf.next_scan_s == 0.0
         shelf.next_scan_s = asyncio.get_running_loop().time() + _RESCAN_PAUSE_S
         scan = asyncio.create_task(self._scan(shelf, first), name=f"tiercache-scan-{shelf.volume.root}")
         self._scans.add(scan)
         scan.add_done_callback(self._scans.discard)
 
-    async def _scan(self, shelf: _Shelf, first: bool) -> None:
+    async def _scan(self, shelf: Shelf, first: bool) -> None:
         """Rebuild the index while serving; then put the oldest first and, if we are alone, correct the ledger."""
         volume = shelf.volume
         found = Scanned()
         try:
-            for top in TOP_LEVELS:
-                part = await self._metadata.submit(volume.scan, top)
-                for _, key, occupied_bytes in part.chunks:
-                    if key not in shelf.index and key not in self._refused:
-                        shelf.index.add(key, occupied_bytes, cold=True)
-                found.chunks += part.chunks
-                found.counted_bytes += part.counted_bytes
-                found.strays += part.strays
-                found.foreign += part.foreign
+            lanes = self._metadata.threads
+            for start in range(0, len(TOP_LEVELS), lanes):
+                tops = TOP_LEVELS[start : start + lanes]
+                for part in await asyncio.gather(*(self._metadata.submit(volume.scan, top) for top in tops)):
+                    for _, key, occupied_bytes in part.chunks:
+                        if key not in shelf.index and key not in self._refused:
+                            shelf.index.add(key, occupied_bytes, cold=True)
+                    found.chunks += part.chunks
+                    found.counted_bytes += part.counted_bytes
+                    found.strays += part.strays
+                    found.foreign += part.foreign
             found.counted_bytes += await self._metadata.submit(volume.scan_quarantine)
         except OSError as error:
             logger.warning("%s could not be scanned: %s", volume.root, error)
@@ -325,7 +362,7 @@ class DiskTier(Tier):
         )
 
 
-def _existing(unknown: list[tuple[_Shelf, ChunkKey]]) -> list[int]:
+def _existing(unknown: list[tuple[Shelf, ChunkKey]]) -> list[int]:
     """Occupied bytes of the chunks on disk, up to the first that is not there. For a worker thread."""
     found: list[int] = []
     for shelf, key in unknown:

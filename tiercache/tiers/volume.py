@@ -16,6 +16,7 @@ at 2 MiB, since every fdatasync had their blocks to commit as well.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import logging
@@ -23,6 +24,7 @@ import os
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,13 +34,15 @@ from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.core.keys import KEY_BYTES, ChunkKey
 from tiercache.errors import CorruptChunk, TierFull
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
-from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.ledger import Ledger, pledged_bytes
+from tiercache.tiers.naming import UNSUPPORTED, WAYS
 
 logger = logging.getLogger("tiercache.disk")
 
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 _QUARANTINE_KEEPS = 8
+_PUBLISH_ATTEMPTS = 8
 
 
 @dataclass
@@ -53,20 +57,44 @@ class Scanned:
     foreign: int = 0
 
 
+@dataclass
+class Deleted:
+    """What `Volume.delete_all` did. Chunks that were gone already are in none of these."""
+
+    chunks: int = 0
+    freed_bytes: int = 0
+    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    """Could not be deleted, for the reason in `error`."""
+    error: OSError | None = None
+
+
 class Volume:
-    def __init__(self, root: Path, cap_bytes: int, fingerprint: bytes, *, direct: bool | None, durable: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        cap_bytes: int,
+        fingerprint: bytes,
+        *,
+        direct: bool | None,
+        durable: bool,
+        allowance_bytes: int = 0,
+    ) -> None:
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
         self.wants_direct = direct
         self.direct = False
         self.durable = durable
+        self._allowance_bytes = allowance_bytes
         self._private = root / ".tiercache"
         self._temporary = self._private / "tmp"
         self._quarantine = root / "quarantine"
         self._owner = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._locks: list[int] = []
+        self._relinked: set[int] = set()
+        self.ways = WAYS
+        """How a finished file gets its name; the first that the file system can do."""
 
     def open(self) -> None:
         """Make the directory ready. Raises OSError when it cannot be written, TierFull when nothing fits below the cap."""
@@ -85,11 +113,12 @@ class Volume:
         self._locks.append(mine)
         fcntl.flock(mine, fcntl.LOCK_EX)
         unnamed.rename(self._temporary / f"{self._owner}.lock")
-        self.strays_removed = self._remove_dead_temporaries()
+        self.ledger = Ledger(self._private / "ledger", self.cap_bytes, self._allowance_bytes, pledge=mine)
+        self.strays_removed = 0
+        self.bury_the_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
-        self.ledger = Ledger(self._private / "ledger", self.cap_bytes)
         places = [self.root / top for top in TOP_LEVELS]
         self._directories_at_open = {place.name: place.stat().st_blocks * 512 for place in places if place.is_dir()}
         if not self._directories_at_open:
@@ -99,8 +128,10 @@ class Volume:
         self.count_at_open_bytes = self.ledger.used_bytes
 
     def close(self) -> None:
+        """Give back everything, locks last. May wait for other instances' locks."""
         if hasattr(self, "ledger"):
-            self.ledger.close()
+            with contextlib.suppress(OSError):  # the pledge is given back by whoever finds it, then
+                self.ledger.close()
         with contextlib.suppress(OSError):  # the directory may be gone, or never have been one
             (self._temporary / f"{self._owner}.lock").unlink()
         while self._locks:
@@ -122,8 +153,12 @@ class Volume:
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Verified read; None when the file is not here. A corrupt file is in quarantine when CorruptChunk is raised."""
+        return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
+
+    def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
+        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
         try:
-            return read_chunk_file(self.path(key), key, self.fingerprint, into, direct=self.direct)
+            return reader(self.path(key))
         except FileNotFoundError:
             if not self.root.is_dir():
                 raise
@@ -138,6 +173,19 @@ class Volume:
         Raises TierFull when it does not fit under the cap, OSError (ENOSPC among others) when the device says no; the
         victims are gone all the same.
         """
+
+        def create(path: str) -> int:
+            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
+            return write_chunk_file(path, header, payload, direct=self.direct, durable=self.durable)
+
+        return self.write_by(key, payload_bytes, victims, create)
+
+    def write_by(
+        self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]], create: Callable[[str], int]
+    ) -> int:
+        """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
+        that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
+        discarded and theirs counts."""
         for victim, occupied_bytes in victims:
             self.delete(victim, occupied_bytes)
         charged_bytes = file_bytes(payload_bytes)
@@ -145,18 +193,27 @@ class Volume:
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
         temporary = f"{self._temporary}/{self._owner}.{next(self._numbers)}"
         try:
-            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
-            occupied_bytes = write_chunk_file(temporary, header, payload, direct=self.direct, durable=self.durable)
+            occupied_bytes = create(temporary)
+            # Settled before the file has its name: a crash may leave the count too high, never too low.
+            self.ledger.correct(occupied_bytes - charged_bytes)
+            charged_bytes = occupied_bytes
+            others_bytes = self._publish(temporary, self.path(key))
         except BaseException:
-            self.ledger.correct(-charged_bytes)
+            self._withdraw(temporary, charged_bytes)
             raise
+        if others_bytes is None:
+            return occupied_bytes
+        self._withdraw(temporary, charged_bytes)
+        return others_bytes
+
+    def _withdraw(self, temporary: str, charged_bytes: int) -> None:
+        """Remove a file that will not be published, if it is there, and only then give back what it was charged."""
         try:
-            self._publish(temporary, self.path(key), occupied_bytes - charged_bytes)
-        except BaseException:
             self._unlink(temporary)
-            self.ledger.correct(-charged_bytes)
-            raise
-        return occupied_bytes
+        except OSError:
+            if os.path.lexists(temporary):
+                return  # it stays, and stays counted
+        self.ledger.correct(-charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
@@ -165,18 +222,43 @@ class Volume:
         self.ledger.correct(-occupied_bytes)
         return True
 
+    def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
+        """Unlink many chunks and credit them together, to everybody at once."""
+        done = Deleted()
+        for victim in victims:
+            try:
+                if self._unlink(self.path(victim[0])):
+                    done.chunks += 1
+                    done.freed_bytes += victim[1]
+            except OSError as error:
+                done.left.append(victim)
+                done.error = error
+        if done.freed_bytes:
+            self.ledger.release(done.freed_bytes)
+        return done
+
     def quarantine(self, key: ChunkKey) -> None:
         """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
         try:
             self._quarantine.mkdir(exist_ok=True)
             os.rename(self.path(key), self._quarantine / f"{key.hex()}.{time.time_ns()}")
+        except FileNotFoundError:
+            return  # another instance was quicker
+        except OSError as error:
+            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+            self._discard(key)
+            return
+        with contextlib.suppress(FileNotFoundError):
             kept = sorted(self._quarantine.iterdir(), key=lambda path: path.stat().st_mtime_ns)
             for path in kept[:-_QUARANTINE_KEEPS]:
                 occupied_bytes = path.stat().st_blocks * 512
                 if self._unlink(path):
                     self.ledger.correct(-occupied_bytes)
-        except OSError as error:
-            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+
+    def _discard(self, key: ChunkKey) -> None:
+        """Delete a bad chunk that cannot be moved: publishing never replaces a file, so it would stay for ever."""
+        with contextlib.suppress(OSError):
+            self.delete(key, os.stat(self.path(key)).st_blocks * 512)
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
@@ -216,29 +298,36 @@ class Volume:
         self._count(found, status, since_s)
         found.chunks.append((status.st_mtime, bytes.fromhex(entry.name), status.st_blocks * 512))
 
-    @staticmethod
-    def _count(found: Scanned, status: os.stat_result, since_s: float) -> None:
-        if status.st_ctime < since_s:
+    def _count(self, found: Scanned, status: os.stat_result, since_s: float) -> None:
+        if status.st_ctime < since_s or status.st_ino in self._relinked:
             found.counted_bytes += status.st_blocks * 512
 
-    def _publish(self, temporary: str, path: str, correction_bytes: int) -> None:
-        """Rename into place and settle the count, less the bytes of a file that this replaced (another process may have
-        published the same chunk meanwhile)."""
-        for _ in range(8):
+    def _publish(self, temporary: str, path: str) -> int | None:
+        """Give the finished file its name. None, or the bytes of another instance's file that has it already."""
+        for _ in range(_PUBLISH_ATTEMPTS):
             try:
-                with self.ledger.changing() as count:
-                    try:
-                        replaced_bytes = os.stat(path).st_blocks * 512
-                    except FileNotFoundError:
-                        replaced_bytes = 0
-                    os.rename(temporary, path)
-                    count(correction_bytes - replaced_bytes)
-                break
+                self._name(temporary, path)
+                return None
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # then it was evicted since, and the name is free again
+                    return os.stat(path).st_blocks * 512
             except FileNotFoundError:
                 # The directory is not there yet, or somebody tidied it away.
                 self._make_directory(os.path.dirname(path))
-        else:
-            raise OSError(f"{path}: the directory vanishes as often as it is made")
+        raise OSError(f"{path}: the directory vanishes as often as it is made")
+
+    def _name(self, temporary: str, path: str) -> None:
+        for way in self.ways:
+            try:
+                way(temporary, path)
+                return
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+        with self.ledger.locked():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            os.rename(temporary, path)
 
     def _make_directory(self, path: str) -> None:
         try:
@@ -247,9 +336,9 @@ class Volume:
             return
         self.ledger.correct(os.stat(path).st_blocks * 512)
 
-    def _remove_dead_temporaries(self) -> int:
-        """Remove what writers that no longer live left half-written: nobody holds their lock."""
-        removed = 0
+    def bury_the_dead(self) -> None:
+        """Remove what writers that no longer live (nobody holds their lock) left half-written, and give back what they had
+        charged for it."""
         for lock in self._temporary.glob("*.lock"):
             if lock.stem == self._owner:
                 continue
@@ -259,13 +348,29 @@ class Volume:
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unspent_bytes = pledged_bytes(descriptor)
             except BlockingIOError:
                 continue
             finally:
                 os.close(descriptor)
-            for path in self._temporary.glob(f"{lock.stem}.*"):
-                removed += self._unlink(path) and path.suffix != ".lock"
-        return removed
+            for path in self._temporary.glob(f"{lock.stem}.*[0-9]"):
+                self._remove_stray(path)
+            # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
+            if self._unlink(lock):
+                self.ledger.correct(-unspent_bytes)
+
+    def _remove_stray(self, path: Path) -> None:
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return
+        published = status.st_nlink > 1  # by `link_new`; taking one name away changes the time of the chunk
+        if published:
+            self._relinked.add(status.st_ino)
+        if self._unlink(path):
+            self.strays_removed += 1
+            if not published:
+                self.ledger.correct(-status.st_blocks * 512)
 
     @staticmethod
     def _unlink(path: Path | str) -> bool:

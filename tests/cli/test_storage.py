@@ -1,0 +1,160 @@
+"""What `tiercache doctor --path` says of file systems that this machine does not have, from lines of their mount tables."""
+
+from pathlib import Path
+
+import pytest
+
+from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
+from tiercache.commands.storage import Place, alignment_of, explain
+from tiercache.tiers.mounts import mount_of, parse_mountinfo
+
+TABLE = r"""
+22 28 0:20 / /sys rw,nosuid,nodev,noexec,relatime shared:7 - sysfs sysfs rw
+28 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,errors=remount-ro
+31 28 0:26 / /dev/shm rw,nosuid,nodev shared:4 - tmpfs tmpfs rw,inode64
+40 28 259:3 / /journaled rw,relatime shared:30 - ext4 /dev/nvme1n1 rw,data=journal
+41 28 259:5 / /nvme rw,noatime shared:31 - xfs /dev/md0 rw,attr2,inode64,logbufs=8,logbsize=32k,noquota
+42 28 259:6 / /frozen ro,relatime shared:32 - xfs /dev/md1 rw,attr2,inode64
+43 28 0:48 / /container rw,relatime - overlay overlay rw,lowerdir=/l/A:/l/B,upperdir=/o/diff,workdir=/o/work
+50 28 0:55 / /weka rw,relatime shared:40 - wekafs 10.0.0.7/kv rw,writecache,inode_bits=auto,readahead_kb=32768,dentry_max_age_positive=1000,dentry_max_age_negative=0,container_name=client
+51 28 0:55 / /weka-slow rw,relatime shared:41 - wekafs 10.0.0.7/kv rw,readcache,dentry_max_age_positive=30000,dentry_max_age_negative=0
+60 28 0:60 / /nfs4 rw,relatime shared:50 - nfs4 10.0.0.5:/kv rw,vers=4.2,rsize=1048576,wsize=1048576,namlen=255,hard,proto=tcp,timeo=600,retrans=2,sec=sys,clientaddr=10.0.0.9,local_lock=none,addr=10.0.0.5
+61 28 0:61 / /nfs3 rw,relatime shared:51 - nfs 10.0.0.5:/kv rw,vers=3,rsize=1048576,wsize=1048576,namlen=255,acregmin=1,acregmax=1,acdirmin=1,acdirmax=1,hard,nolock,proto=tcp,timeo=600,sec=sys,local_lock=all,addr=10.0.0.5
+62 28 0:62 / /nfs-flock rw,relatime shared:52 - nfs 10.0.0.5:/kv rw,vers=3,hard,proto=tcp,sec=sys,mountproto=udp,local_lock=flock,addr=10.0.0.5
+63 28 0:63 / /nfs-rdma rw,relatime shared:53 - nfs 10.0.0.5:/kv rw,vers=3,hard,noac,proto=rdma,port=20049,sec=sys,local_lock=none,addr=10.0.0.5
+70 28 0:70 / /lustre rw,relatime shared:60 - lustre 10.0.0.2@o2ib:/kv rw,checksum,flock,nouser_xattr,lruresize,lazystatfs,nouser_fid2path,verbose,encrypt
+71 28 0:71 / /lustre-local rw,relatime shared:61 - lustre 10.0.0.2@o2ib:/kv rw,checksum,localflock,lruresize,lazystatfs
+72 28 0:72 / /lustre-none rw,relatime shared:62 - lustre 10.0.0.2@o2ib:/kv rw,checksum,lruresize,lazystatfs
+73 28 0:73 / /beegfs rw,relatime shared:63 - beegfs beegfs_nodev rw,cfgFile=/etc/beegfs/beegfs-client.conf
+74 28 0:74 / /3fs rw,nosuid,nodev,relatime shared:64 - fuse.hf3fs hf3fs.stage rw,user_id=0,group_id=0,allow_other
+75 28 0:75 / /cifs rw,relatime shared:65 - cifs //10.0.0.3/kv rw,vers=3.1.1,cache=strict,nobrl
+"""  # noqa: E501
+
+
+def findings(point: str, **known: object) -> dict[str, Finding]:
+    """What is said of a place below the mount at `point`, with a GPU and nvidia-fs unless told otherwise."""
+    path = Path(point) / "kv"
+    facts = {"direct": True, "alignment_bytes": 512, "gpu": True, "nvidia_fs": True} | known
+    place = Place(path, mount_of(path, parse_mountinfo(TABLE)), **facts)  # type: ignore[arg-type]
+    return {finding.topic: finding for finding in explain(place)}
+
+
+def test_weka_has_a_tier_and_options_of_its_own() -> None:
+    said = findings("/weka")
+    assert "use weka_path" in said["tier"].advice
+    assert "dentry_max_age_positive=1000" in said["tier"].advice
+    assert said["mount"].found.startswith("wekafs 10.0.0.7/kv at /weka (rw, relatime, writecache, ")
+    assert {finding.status for finding in said.values()} == {OK}
+    assert "rdma_dev_addr_list" in said["GPUDirect Storage"].advice
+
+
+def test_weka_that_shows_changes_late_is_told_which_option_to_change() -> None:
+    late = findings("/weka-slow")["changes by other hosts"]
+    assert (late.status, late.found) == (NOTE, "seen after up to 30 s")
+    assert "dentry_max_age_positive=1000" in late.advice
+
+
+@pytest.mark.parametrize("point", ["/", "/nvme"])
+def test_local_disks_have_their_tiers(point: str) -> None:
+    said = findings(point)
+    assert {finding.status for finding in said.values()} == {OK}
+    assert "local_disk" in said["tier"].advice
+    assert "locks between hosts" not in said
+
+
+@pytest.mark.parametrize(("point", "advice"), [("/dev/shm", "max_local_cpu_size"), ("/container", "mount a volume")])
+def test_memory_and_container_layers_are_no_place_for_chunks_and_have_no_gds(point: str, advice: str) -> None:
+    said = findings(point)
+    assert said["tier"].status == NOTE and advice in said["tier"].advice
+    assert said["GPUDirect Storage"].status == NOTE
+    assert "does not support" in said["GPUDirect Storage"].found
+    assert "fall back to pinned host memory" in said["GPUDirect Storage"].advice
+
+
+@pytest.mark.parametrize(
+    ("point", "found"),
+    [
+        ("/nfs3", "flock stays on this host (nolock)"),
+        ("/nfs-flock", "flock stays on this host (local_lock=flock)"),
+        ("/lustre-local", "flock does not reach other hosts (localflock)"),
+        ("/lustre-none", "flock does not reach other hosts (noflock)"),
+        ("/cifs", "flock stays on this host (nobrl)"),
+    ],
+)
+def test_locks_that_stay_on_the_host_are_a_problem(point: str, found: str) -> None:
+    said = findings(point)["locks between hosts"]
+    assert (said.status, said.found) == (PROBLEM, found)
+    assert "must not share" in said.advice
+
+
+@pytest.mark.parametrize("point", ["/weka", "/nfs4", "/nfs-rdma", "/lustre"])
+def test_locks_that_reach_other_hosts_are_fine(point: str) -> None:
+    assert findings(point)["locks between hosts"].status == OK
+
+
+@pytest.mark.parametrize(("point", "where"), [("/beegfs", "tuneUseGlobalFileLocks"), ("/3fs", "flock")])
+def test_locks_that_the_mount_table_does_not_tell_of_are_to_be_looked_at(point: str, where: str) -> None:
+    said = findings(point)["locks between hosts"]
+    assert said.status == NOTE and where in said.advice
+
+
+@pytest.mark.parametrize(("point", "late"), [("/nfs4", True), ("/nfs3", False), ("/nfs-rdma", False)])
+def test_nfs_that_caches_directories_shows_changes_late(point: str, late: bool) -> None:
+    said = findings(point)
+    assert ("changes by other hosts" in said) is late
+    if late:
+        assert said["changes by other hosts"].found == "seen after up to 60 s"
+
+
+@pytest.mark.parametrize(
+    ("point", "known", "found", "advice"),
+    [
+        ("/nvme", {"gpu": False}, "no GPU", "host memory"),
+        ("/nvme", {"nvidia_fs": False}, "nvidia-fs is not loaded", "modprobe nvidia_fs"),
+        ("/journaled", {}, "ext4 with data=journal", "data=ordered"),
+        ("/nfs4", {}, "NFS without RDMA", "proto=rdma"),
+        ("/3fs", {}, "cuFile does not support fuse.hf3fs", "fall back"),
+    ],
+)
+def test_what_keeps_gds_away_is_said(point: str, known: dict[str, bool], found: str, advice: str) -> None:
+    said = findings(point, **known)["GPUDirect Storage"]
+    assert (said.status, said.found) == (NOTE, found)
+    assert advice in said.advice
+
+
+@pytest.mark.parametrize("point", ["/", "/nvme", "/weka", "/nfs-rdma", "/lustre", "/beegfs"])
+def test_gds_that_can_work_is_said(point: str) -> None:
+    assert findings(point)["GPUDirect Storage"].status == OK
+
+
+def test_a_read_only_mount_is_a_problem_and_errors_remount_ro_is_not() -> None:
+    assert findings("/frozen")["mount"].status == PROBLEM
+    assert findings("/")["mount"].status == OK
+
+
+@pytest.mark.parametrize(
+    ("direct", "alignment", "status", "found"),
+    [
+        (True, 512, OK, "works there, aligned to 512 bytes"),
+        (True, None, OK, "works there"),
+        (True, 65536, PROBLEM, "works there, aligned to 65536 bytes"),
+        (False, None, NOTE, "does not work on xfs"),
+    ],
+)
+def test_direct_io_is_tried_and_its_alignment_compared_with_ours(
+    direct: bool, alignment: int | None, status: str, found: str
+) -> None:
+    said = findings("/nvme", direct=direct, alignment_bytes=alignment)["O_DIRECT"]
+    assert (said.status, said.found) == (status, found)
+
+
+def test_every_note_and_problem_says_what_to_do() -> None:
+    for mount in parse_mountinfo(TABLE):
+        for gpu in (True, False):
+            for finding in findings(mount.point, gpu=gpu, direct=False).values():
+                assert finding.status == OK or finding.advice, finding
+
+
+def test_the_kernel_is_asked_for_the_alignment_and_nothing_is_left(tmp_path: Path) -> None:
+    assert alignment_of(tmp_path) in (None, 512, 1024, 2048, 4096)
+    assert list(tmp_path.iterdir()) == []

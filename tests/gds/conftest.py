@@ -1,0 +1,124 @@
+"""GDS tiers on the CPU twin, over pinned memory and over the real kvikio in its compatibility mode."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiercache.core.header import aligned
+from tiercache.device.device import Device
+from tiercache.device.driver import Span
+from tiercache.device.twin import TwinDriver
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.cufile import CuFileFiles
+from tiercache.tiers.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+FINGERPRINT = b"g" * 16
+THREADS = 2
+
+
+@pytest.fixture
+def driver() -> Iterator[TwinDriver]:
+    driver = TwinDriver(256 << 20)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+async def device(driver: TwinDriver) -> AsyncIterator[Device]:
+    device = Device(driver, CHUNK_BYTES, 4 << 20)
+    device.begin()
+    yield device
+    device.close()
+
+
+@pytest.fixture(scope="session")
+def kvikio(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The real kvikio, on a machine without a driver over a stub of its library."""
+    os.environ["KVIKIO_COMPAT_MODE"] = "ON"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no C compiler to build a stub of libcuda with")
+        library = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
+        source = Path(__file__).with_name("stub_libcuda.c")
+        command = [compiler, "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+        subprocess.run(command, check=True, timeout=60)
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # found by its name from now on
+    return pytest.importorskip("tiercache.tiers.cufile").import_kvikio()
+
+
+@pytest.fixture(params=["posix", "cufile"])
+def files(request: pytest.FixtureRequest, driver: TwinDriver, device: Device) -> DeviceFiles:
+    if request.param == "posix":
+        return BounceFiles(driver, CHUNK_BYTES, 2 * THREADS)
+    request.getfixturevalue("kvikio")
+    if not driver.has_kernels:
+        pytest.skip("no C++ compiler for the kernels")
+    return CuFileFiles(driver, device.pool.memory, CHUNK_BYTES, 2 * THREADS)
+
+
+@pytest.fixture(params=["gds", "weka"])
+def opened(request: pytest.FixtureRequest, device: Device, files: DeviceFiles) -> Callable[..., Any]:
+    """Opens a tier on a directory; its files move as `files` says."""
+
+    @asynccontextmanager
+    async def make(
+        directory: Path, cap_bytes: int = 64 << 20, fingerprint: bytes = FINGERPRINT
+    ) -> AsyncIterator[GdsTier]:
+        common = {"threads": THREADS, "chunk_bytes": CHUNK_BYTES}
+        if request.param == "gds":
+            tier = GdsTier(GdsSettings((directory,), cap_bytes, **common), fingerprint, device, files)
+        else:
+            settings = WekaSettings((directory,), cap_bytes, direct=None, allowance_bytes=0, **common)
+            tier = WekaTier(settings, fingerprint, device, files)
+        await tier.open()
+        try:
+            yield tier
+        finally:
+            await tier.close()
+
+    return make
+
+
+class Slots:
+    """Slots of the pool as a test uses them: filled, and looked at."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.driver = device.driver
+        assert isinstance(self.driver, TwinDriver)
+
+    def filled(self, payload: np.ndarray) -> Span:
+        """A slot that holds `payload`, padded with zeroes."""
+        span = self.empty()
+        view = self.driver.view(span.part(0, aligned(payload.nbytes)))
+        view[: payload.nbytes] = payload
+        view[payload.nbytes :] = 0
+        return span
+
+    def empty(self) -> Span:
+        slot = self.device.pool.take()
+        assert slot is not None
+        span = self.device.pool.view(slot)
+        self.driver.view(span)[:] = 0xEE
+        return span
+
+    def content(self, span: Span, length: int) -> np.ndarray:
+        return self.driver.view(span.part(0, length)).copy()
+
+
+@pytest.fixture
+def slots(device: Device) -> Slots:
+    return Slots(device)

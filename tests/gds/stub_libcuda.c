@@ -1,0 +1,46 @@
+/* A libcuda with no device: enough for kvikio's compatibility mode to move host memory.
+ *
+ * kvikio looks all its symbols up when it is first used, asks for the driver's version, and takes a pointer for host memory
+ * when cuPointerGetAttribute(s) answers 3 (not initialized). A version call that fails makes it wait for ever. */
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+
+#define NOT_INITIALIZED(name) int name(void) { return 3; }
+NOT_INITIALIZED(cuPointerGetAttribute)
+NOT_INITIALIZED(cuPointerGetAttributes)
+NOT_INITIALIZED(cuCtxCreate_v4)
+NOT_INITIALIZED(cuCtxDestroy_v2)
+NOT_INITIALIZED(cuCtxGetCurrent)
+NOT_INITIALIZED(cuCtxGetDevice)
+NOT_INITIALIZED(cuCtxPopCurrent_v2)
+NOT_INITIALIZED(cuCtxPushCurrent_v2)
+NOT_INITIALIZED(cuDeviceGet)
+NOT_INITIALIZED(cuDeviceGetAttribute)
+NOT_INITIALIZED(cuDeviceGetCount)
+NOT_INITIALIZED(cuDevicePrimaryCtxRelease_v2)
+NOT_INITIALIZED(cuDevicePrimaryCtxRetain)
+NOT_INITIALIZED(cuEventCreate)
+NOT_INITIALIZED(cuEventDestroy_v2)
+NOT_INITIALIZED(cuEventElapsedTime)
+NOT_INITIALIZED(cuEventQuery)
+NOT_INITIALIZED(cuEventRecord)
+NOT_INITIALIZED(cuEventSynchronize)
+NOT_INITIALIZED(cuGetErrorName)
+NOT_INITIALIZED(cuGetErrorString)
+NOT_INITIALIZED(cuLaunchHostFunc)
+NOT_INITIALIZED(cuMemFreeHost)
+NOT_INITIALIZED(cuMemGetAddressRange_v2)
+NOT_INITIALIZED(cuMemHostAlloc)
+NOT_INITIALIZED(cuMemHostRegister_v2)
+NOT_INITIALIZED(cuMemHostUnregister)
+NOT_INITIALIZED(cuMemcpyAsync)
+NOT_INITIALIZED(cuMemcpyBatchAsync)
+NOT_INITIALIZED(cuMemcpyBatchAsync_v2)
+NOT_INITIALIZED(cuMemcpyDtoHAsync_v2)
+NOT_INITIALIZED(cuMemcpyDtoH_v2)
+NOT_INITIALIZED(cuMemcpyHtoDAsync_v2)
+NOT_INITIALIZED(cuMemcpyHtoD_v2)
+NOT_INITIALIZED(cuStreamCreate)
+NOT_INITIALIZED(cuStreamDestroy_v2)
+NOT_INITIALIZED(cuStreamSynchronize)
+NOT_INITIALIZED(cuStreamWaitEvent)

@@ -1,0 +1,319 @@
+"""Puts from and gets into device memory under bad luck: whoever gives up, whatever hangs, slots come back."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gds.conftest import FINGERPRINT
+from tiercache.core.keys import ChunkKey
+from tiercache.device.device import Device
+from tiercache.device.driver import DeviceError, Span, Stream
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import LayoutError
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
+from tiercache.scheduler.device_path import DevicePath
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
+from tiercache.testing import FaultyTier, chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.staging import StagingTier, read_into_device
+
+SLOTS = 32
+
+
+@dataclass
+class Flat:
+    """A chunk in one piece of the twin's memory. `paged` hides that, so that it needs a slot."""
+
+    driver: TwinDriver
+    memory: Span
+    paged: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.memory.length_bytes
+
+    @property
+    def span(self) -> Span | None:
+        return None if self.paged else self.memory
+
+    def gather(self, chunk: Span, stream: Stream) -> None:
+        self.driver.copy(chunk.address, self.memory.address, self.memory.length_bytes, stream)
+
+    def scatter(self, chunk: Span, stream: Stream) -> None:
+        self.driver.copy(self.memory.address, chunk.address, self.memory.length_bytes, stream)
+
+    @property
+    def content(self) -> np.ndarray:
+        return self.driver.view(self.memory)
+
+
+class Bench:
+    """The parts of a cache around a device path, with a tier that misbehaves on command."""
+
+    def __init__(self, device: Device, place: Path, keep: bool) -> None:
+        assert isinstance(device.driver, TwinDriver)
+        self.driver = device.driver
+        self.device = device
+        self.copiers = Workers("copy", 1)
+        self.cpu = CpuTier(SlotPool(Arena(ArenaSettings(SLOTS * CHUNK_BYTES)), CHUNK_BYTES), self.copiers, keep=keep)
+        settings = GdsSettings((place,), 64 << 20, threads=2, way="posix", chunk_bytes=CHUNK_BYTES)
+        self.tier = FaultyTier(GdsTier(settings, FINGERPRINT, device))
+        self.staging = StagingTier(device, self.copiers)
+
+    async def open(self) -> None:
+        await self.cpu.open()
+        await self.staging.open()
+        await self.tier.open()
+        self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=0.2))
+        self.fan_out = FanOut([self.writer])
+        self.host_reader = Reader(self.cpu, [self.staging, self.tier])
+        self.device_reader = Reader(self.staging, [self.tier], read=read_into_device)
+        self.path = DevicePath(self.device, self.cpu, self.staging, self.host_reader, self.device_reader, self.fan_out)
+
+    async def close(self) -> None:
+        self.tier.gate.set()
+        await self.host_reader.close()
+        await self.device_reader.close()
+        await self.fan_out.close()
+        await self.tier.close()
+        self.copiers.close()
+
+    def source(self, number: int, *, paged: bool = False) -> tuple[ChunkKey, Flat]:
+        key, payload = chunk(number)
+        flat = Flat(self.driver, self.driver.allocate(CHUNK_BYTES), paged)
+        flat.content[:] = payload
+        return key, flat
+
+    def sink(self, *, paged: bool = False) -> Flat:
+        return Flat(self.driver, self.driver.allocate(CHUNK_BYTES), paged)
+
+    def soon(self, wait_s: float = 10.0) -> float:
+        return asyncio.get_running_loop().time() + wait_s
+
+    async def put(self, *numbers: int, paged: bool = False, wait_s: float = 10.0) -> int:
+        return await self.path.put([self.source(n, paged=paged) for n in numbers], None, self.soon(wait_s))
+
+    @property
+    def whole(self) -> bool:
+        """Nobody holds anything."""
+        return (
+            self.device.pool.free == self.device.pool.count
+            and self.cpu.obtainable == self.cpu.pool.count
+            and not any(self.cpu.budget.held)
+            and not any(self.staging.budget.held)
+        )
+
+    async def until_whole(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.whole:
+                await asyncio.sleep(0)
+
+
+@pytest.fixture(params=[True, False], ids=["hot cache", "no hot cache"])
+async def bench(request: pytest.FixtureRequest, device: Device, tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(device, tmp_path, request.param)
+    await bench.open()
+    yield bench
+    await bench.close()
+
+
+class Hold:
+    """Keeps a stream of the twin where it is until released."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.released = threading.Event()
+        stream.enqueue(self.released.wait)
+
+    def release(self) -> None:
+        self.released.set()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+async def test_round_trip_through_the_tier(bench: Bench, paged: bool) -> None:
+    assert await bench.put(*range(1, 21), paged=paged) == 20
+    assert await bench.writer.flush(10.0)
+    assert bench.writer.counters.written == 20
+    bench.cpu.clear()
+    sinks = [bench.sink(paged=paged) for _ in range(20)]
+    keys = [chunk(number)[0] for number in range(1, 21)]
+    assert await bench.path.get(keys, sinks, None, bench.soon()) == 20
+    for number, sink in enumerate(sinks, start=1):
+        assert np.array_equal(sink.content, chunk(number)[1])
+    assert bench.whole
+
+
+@pytest.mark.parametrize("paged", [False, True])
+async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Bench, paged: bool) -> None:
+    hold = Hold(bench.device.gather)
+    put = asyncio.ensure_future(bench.put(1, 2, 3, paged=paged))
+    while not bench.device.bridge.pending:
+        await asyncio.sleep(0)
+    put.cancel()
+    await asyncio.sleep(0)
+    put.cancel()  # impatience does not help
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not put.done()
+    hold.release()
+    with pytest.raises(asyncio.CancelledError):
+        await put
+    assert not bench.cpu.contains(chunk(1)[0])
+    assert bench.whole
+
+
+async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Bench) -> None:
+    await bench.put(1, 2, 3)
+    await bench.writer.flush(10.0)
+    sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
+    hold = Hold(bench.device.gather)
+    keys = [chunk(number)[0] for number in (1, 2, 3)]
+    get = asyncio.ensure_future(bench.path.get(keys, sinks, None, bench.soon()))
+    while not bench.device.bridge.pending:
+        await asyncio.sleep(0)
+    get.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not get.done()
+    hold.release()
+    with pytest.raises(asyncio.CancelledError):
+        await get
+    for sink in sinks:
+        sink.content[:] = 7
+    end = bench.driver.record(bench.device.load)
+    await asyncio.to_thread(bench.driver.synchronize, end)
+    assert all((sink.content == 7).all() for sink in sinks), "nothing came late"
+    bench.cpu.clear()
+    await bench.until_whole()
+
+
+async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> None:
+    hold = Hold(bench.device.gather)
+    put = asyncio.ensure_future(bench.put(1, 2, 3))
+    while not bench.device.bridge.pending:
+        await asyncio.sleep(0)
+    bench.driver.lose()
+    hold.release()
+    with pytest.raises(DeviceError, match="lost"):
+        await put
+    assert not bench.cpu.contains(chunk(1)[0])
+    assert not bench.staging.contains(chunk(1)[0])
+    assert bench.whole
+
+
+async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> None:
+    await bench.put(1, 2)
+    await bench.writer.flush(10.0)
+    hold = Hold(bench.device.load)
+    keys = [chunk(1)[0], chunk(2)[0]]
+    get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
+    while not bench.device.bridge.pending and not bench.host_reader.stuck:
+        await asyncio.sleep(0)
+    bench.driver.lose()
+    hold.release()
+    (outcome,) = await asyncio.gather(get, return_exceptions=True)
+    assert outcome == 0 or (isinstance(outcome, DeviceError) and outcome.lost)
+    bench.cpu.clear()
+    await bench.until_whole()
+
+
+async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> None:
+    """Its slots stay with the work that hangs; when that ends they are back."""
+    bench.tier.gate.clear()
+    stored = await bench.put(*range(1, 41), wait_s=0.3)
+    assert stored >= (40 if bench.cpu.keep else 8)
+    sinks = [bench.sink() for _ in range(4)]
+    keys = [chunk(number)[0] for number in (1, 2, 3, 4)]
+    held = [bench.cpu.contains(key) or bench.staging.contains(key) for key in keys]
+    delivered = await bench.path.get(keys, sinks, None, bench.soon(0.3))
+    assert delivered == (held + [False]).index(False)
+    for number, sink in list(enumerate(sinks, start=1))[:delivered]:
+        assert np.array_equal(sink.content, chunk(number)[1])
+    bench.tier.gate.set()
+    await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    await bench.until_whole()
+
+
+async def test_hung_read_is_a_miss_at_the_deadline(bench: Bench) -> None:
+    await bench.put(1)
+    await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    bench.tier.gate.clear()
+    assert await bench.path.get([chunk(1)[0]], [bench.sink()], None, bench.soon(0.2)) == 0
+    assert bench.device.pool.free < bench.device.pool.count
+    bench.tier.gate.set()
+    await bench.until_whole()
+
+
+async def test_failing_write_gives_the_slot_back(bench: Bench) -> None:
+    bench.tier.fail_writes = [OSError(5, "Input/output error")] * 3
+    await bench.put(1)
+    await bench.writer.flush(10.0)
+    assert bench.writer.counters.dropped == 1
+    assert not bench.tier.contains(chunk(1)[0])
+    bench.cpu.clear()
+    assert bench.whole
+
+
+async def test_paged_chunk_that_finds_no_slot_is_skipped_and_counted(bench: Bench) -> None:
+    slots = [bench.device.pool.take() for _ in range(bench.device.pool.count)]
+    assert await bench.put(1, paged=True, wait_s=0.1) == 0
+    assert bench.path.skipped == 1
+    # one in one piece needs none, where there is a hot cache
+    assert await bench.put(2, wait_s=0.1) == (1 if bench.cpu.keep else 0)
+    for slot in slots:
+        assert slot is not None
+        bench.device.pool.give_back(slot)
+    await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    assert bench.whole
+
+
+async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Bench) -> None:
+    class Refusing(Flat):
+        def gather(self, chunk: Span, stream: Stream) -> None:
+            raise LayoutError("no such block")
+
+    first = bench.source(1, paged=True)
+    second = (chunk(2)[0], Refusing(bench.driver, bench.driver.allocate(CHUNK_BYTES), True))
+    with pytest.raises(LayoutError, match="no such block"):
+        await bench.path.put([first, second], None, bench.soon())
+    assert not bench.cpu.contains(first[0])
+    assert bench.whole
+
+
+async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: Bench) -> None:
+    await bench.put(1, 2, 3)
+    await bench.writer.flush(10.0)
+    short = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES).part(0, 4096))
+    sinks = [bench.sink(), short, bench.sink()]
+    keys = [chunk(number)[0] for number in (1, 2, 3)]
+    assert await bench.path.get(keys, sinks, None, bench.soon()) <= 1
+    assert not short.content.any()
+    bench.cpu.clear()
+    await bench.until_whole()
+
+
+async def test_many_put_and_get_the_same_chunks_at_once(bench: Bench) -> None:
+    async def one(worker: int) -> None:
+        numbers = [(worker + step) % 12 + 1 for step in range(8)]
+        for number in numbers:
+            await bench.put(number, paged=bool(number % 2))
+            sink = bench.sink(paged=bool(worker % 2))
+            if await bench.path.get([chunk(number)[0]], [sink], None, bench.soon()):
+                assert np.array_equal(sink.content, chunk(number)[1])
+
+    await asyncio.gather(*(one(worker) for worker in range(8)))
+    await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    await bench.until_whole()

@@ -1,0 +1,267 @@
+"""TierCache with chunks in device memory, on the CPU twin: what comes back is what was put, from wherever it comes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiercache import Config, Layout, TierCache
+from tiercache.core.keys import ChunkKey
+from tiercache.device.paged import PagedKv, gather_reference
+from tiercache.device.payloads import PagedChunk
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import ConfigError, LayoutError
+
+BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
+BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD * 2
+LAYOUT = Layout("test", chunk_tokens=CHUNK_TOKENS, bytes_per_token=BYTES_PER_TOKEN)
+CHUNK_BYTES = LAYOUT.chunk_bytes
+
+
+@pytest.fixture
+def driver() -> Any:
+    driver = TwinDriver(256 << 20)
+    yield driver
+    driver.close()
+
+
+def tensor_on(driver: TwinDriver, shape: tuple[int, ...], seed: int | None = None, dtype: Any = torch.bfloat16) -> Any:
+    length = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
+    memory = torch.from_numpy(driver.view(driver.allocate(-(-length // 4096) * 4096)))[:length]
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        memory.copy_(torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator))
+    return memory.view(dtype).reshape(shape)
+
+
+def key_of(number: int) -> ChunkKey:
+    return number.to_bytes(24, "big")
+
+
+def same(first: Any, second: Any) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+Opened = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, driver: TwinDriver) -> Opened:
+    @asynccontextmanager
+    async def make(**values: Any) -> AsyncIterator[TierCache]:
+        settings = {"max_local_cpu_size": 0.02, "gds_buffer_size": 4, "use_gds": False} | values
+        async with TierCache.open(Config(**settings), LAYOUT, device=driver) as cache:
+            yield cache
+
+    return make
+
+
+def chunks(driver: TwinDriver, numbers: range) -> list[Any]:
+    return [tensor_on(driver, (CHUNK_BYTES // 2,), seed=number) for number in numbers]
+
+
+async def test_tensors_come_back_from_the_hot_cache(opened: Opened, driver: TwinDriver) -> None:
+    async with opened() as cache:
+        tensors = chunks(driver, range(20))
+        keys = [key_of(number) for number in range(20)]
+        assert await cache.put_many(keys, tensors) == 20
+        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
+        assert await cache.get_into(keys, places) == 20
+        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+        # and they are ordinary hot chunks
+        async with cache.get(keys[3]) as lease:
+            assert lease is not None
+            assert lease.view.tobytes() == tensors[3].view(torch.uint8).numpy().tobytes()
+
+
+async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, driver: TwinDriver) -> None:
+    async with opened() as cache:
+        source, late = chunks(driver, range(2))
+        expected = late.clone()
+        stream = driver.make_stream()
+        gate = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        import threading
+
+        hold = threading.Event()
+        stream.enqueue(hold.wait)
+        driver.copy(source.data_ptr(), late.data_ptr(), CHUNK_BYTES, stream)
+        after = driver.record(stream)
+        put = asyncio.ensure_future(cache.put_many([key_of(1)], [source], after=after))
+        loop.call_soon(gate.set)
+        await gate.wait()
+        assert not put.done()
+        hold.set()
+        assert await put == 1
+        place = tensor_on(driver, source.shape)
+        assert await cache.get_into([key_of(1)], [place]) == 1
+        assert same(place, expected)
+
+
+@pytest.mark.parametrize("local_cpu", [True, False])
+@pytest.mark.parametrize("tier", ["gds", "weka"])
+async def test_chunks_come_back_after_a_restart(
+    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool
+) -> None:
+    keys = [key_of(number) for number in range(30)]
+    tensors = chunks(driver, range(30))
+    settings = {f"{tier}_path": (str(tmp_path / tier),), "local_cpu": local_cpu}
+    async with opened(**settings) as cache:
+        assert await cache.put_many(keys, tensors) == 30
+        report = await cache.flush()
+        assert report.complete
+        assert cache.statistics().writers[tier].written == 30
+        if not local_cpu:
+            assert cache.statistics().tiers["cpu"].writes == 0, "nothing came near the hot cache"
+    async with opened(**settings) as cache:
+        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
+        assert await cache.get_into(keys, places) == 30
+        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=True))
+        statistics = cache.statistics()
+        assert statistics.device is not None
+        assert statistics.device.reader.hits[tier] == 30
+        assert statistics.tiers["cpu"].writes == 0, "a get from GDS needs no memory of the CPU tier"
+        assert statistics.device.slots_free == statistics.device.slots
+
+
+async def test_gds_serves_host_memory_too(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    async with opened(gds_path=(str(tmp_path / "gds"),), local_cpu=False) as cache:
+        (tensor,) = chunks(driver, range(1))
+        assert await cache.put(key_of(1), tensor)
+        assert (await cache.lookup_keys([key_of(1)])).chunks == 1, "known while it is being written"
+        await cache.flush()
+        async with cache.get(key_of(1)) as lease:
+            assert lease is not None
+            assert lease.view.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
+        assert await cache.put(key_of(2), b"x" * 1000)
+        await cache.flush()
+        place = tensor_on(driver, (1000,), dtype=torch.uint8)
+        assert await cache.get_into([key_of(2)], [place]) == 1
+        assert place.numpy().tobytes() == b"x" * 1000
+
+
+async def test_paged_chunks_go_out_and_come_back_into_other_blocks(
+    opened: Opened, driver: TwinDriver, tmp_path: Path
+) -> None:
+    shape = (2, 64, BLOCK_TOKENS, HEADS, HEAD)
+    kv = PagedKv(driver, [tensor_on(driver, shape, seed=layer) for layer in range(LAYERS)], "NHD")
+    keys = [key_of(number) for number in range(8)]
+    old = [[32 - number, number, 40 + number, 63 - number] for number in range(8)]
+    expected = [gather_reference(kv, blocks, 0, CHUNK_TOKENS) for blocks in old]
+    settings = {"gds_path": (str(tmp_path / "gds"),), "local_disk": (str(tmp_path / "disk"),), "max_local_disk_size": 1}
+    async with opened(**settings) as cache:
+        assert await cache.put_many(keys, [PagedChunk(kv, blocks) for blocks in old]) == 8
+        await cache.flush()
+        fresh = PagedKv(driver, [tensor_on(driver, shape) for _ in range(LAYERS)], "NHD")
+        new = [[4 * number + 3, 4 * number + 1, 4 * number, 4 * number + 2] for number in range(8)]
+        for clear in (False, True):
+            for layer in fresh.tensors:
+                layer.zero_()
+            if clear:
+                cache.clear_hot()
+            assert await cache.get_into(keys, [PagedChunk(fresh, blocks) for blocks in new]) == 8
+            for blocks, wanted in zip(new, expected, strict=True):
+                assert same(gather_reference(fresh, blocks, 0, CHUNK_TOKENS), wanted)
+        tail = PagedChunk(fresh, [60], tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS, skip=48)
+        assert await cache.get_into([keys[2]], [tail]) == 1
+        assert same(gather_reference(fresh, [60], 0, BLOCK_TOKENS), expected[2][:, 48:])
+
+
+async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
+        tensors = chunks(driver, range(4))
+        keys = [key_of(number) for number in range(4)]
+        await cache.put_many([keys[0], keys[1], keys[3]], [tensors[0], tensors[1], tensors[3]])
+        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
+        assert await cache.get_into(keys, places) == 2
+        assert same(places[1], tensors[1])
+
+
+async def test_damaged_file_is_a_miss_and_never_served(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    settings = {"gds_path": (str(tmp_path / "gds"),), "local_cpu": False}
+    async with opened(**settings) as cache:
+        tensors = chunks(driver, range(3))
+        keys = [key_of(number) for number in range(3)]
+        await cache.put_many(keys, tensors)
+        await cache.flush()
+        with open(cache.tiers[0].path(keys[1]), "r+b") as file:
+            file.seek(5000)
+            file.write(b"\xff\x00\xff")
+        places = [tensor_on(driver, tensor.shape) for tensor in tensors]
+        assert await cache.get_into(keys, places) == 1
+        assert cache.statistics().tiers["gds"].corrupt == 1
+        statistics = cache.statistics().device
+        assert statistics is not None and statistics.slots_free == statistics.slots
+
+
+async def test_buffer_of_another_length_is_not_written(opened: Opened, driver: TwinDriver) -> None:
+    async with opened() as cache:
+        (tensor,) = chunks(driver, range(1))
+        await cache.put(key_of(1), tensor)
+        small = tensor_on(driver, (100,), seed=5)
+        before = small.clone()
+        assert await cache.get_into([key_of(1)], [small]) == 0
+        assert same(small, before)
+
+
+async def test_lost_device_is_an_error_and_leaves_no_slot_behind(
+    opened: Opened, driver: TwinDriver, tmp_path: Path
+) -> None:
+    from tiercache.device.driver import DeviceError
+
+    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
+        tensors = chunks(driver, range(6))
+        keys = [key_of(number) for number in range(6)]
+        await cache.put_many(keys[:3], tensors[:3])
+        await cache.flush()
+        free = cache.statistics().slots_free
+        driver.lose()
+        with pytest.raises(DeviceError, match="lost"):
+            await cache.put_many(keys[3:], tensors[3:])
+        with pytest.raises(DeviceError, match="lost"):
+            await cache.get_into(keys[:3], tensors[3:])
+        statistics = cache.statistics()
+        assert statistics.slots_free == free
+        assert statistics.device is not None and statistics.device.slots_free == statistics.device.slots
+        # host memory is not concerned
+        async with cache.get(keys[0]) as lease:
+            assert lease is not None
+
+
+async def test_pool_larger_than_the_device_is_one_clear_error(opened: Opened) -> None:
+    with pytest.raises(ConfigError, match=r"gds_buffer_size: 1024 MiB asked, \d+ of 256 MiB of twin are free"):
+        async with opened(gds_path=("/tmp/never",), gds_buffer_size=1024):
+            pass
+
+
+async def test_pool_too_small_for_the_chunks_is_one_clear_error(tmp_path: Path, driver: TwinDriver) -> None:
+    layout = Layout("test", chunk_tokens=256, bytes_per_token=65_536)
+    config = Config(max_local_cpu_size=0.1, gds_path=(str(tmp_path),), gds_buffer_size=32)
+    with pytest.raises(ConfigError, match="hold 1 chunks of 16.00 MiB; at least 4 are needed: set 65 or more"):
+        async with TierCache.open(config, layout, device=driver):
+            pass
+
+
+async def test_strided_tensor_is_refused(opened: Opened, driver: TwinDriver) -> None:
+    async with opened() as cache:
+        strided = tensor_on(driver, (64, 64), seed=1).t()
+        with pytest.raises(LayoutError, match="expected a contiguous tensor in device memory"):
+            await cache.put(key_of(1), strided)
+
+
+async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
+    async with opened(gds_path=(str(tmp_path),)) as cache:
+        assert [tier.name for tier in cache.tiers] == ["weka"]
+
+
+async def test_weka_demands_gpudirect_storage_unless_told_otherwise(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weka_path: GPUDirect Storage does not work with .* Set use_gds: false"):
+        async with opened(weka_path=(str(tmp_path),), use_gds=True):
+            pass

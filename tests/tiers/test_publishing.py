@@ -1,0 +1,114 @@
+"""How a chunk gets its name while other instances publish the same one."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.naming import Naming, link_new, rename_new
+from tiercache.tiers.volume import Volume
+
+WAYS: dict[str, tuple[Naming, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
+
+
+def opened(root: Path, ways: tuple[Naming, ...]) -> Volume:
+    volume = Volume(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    volume.open()
+    volume.ways = ways
+    return volume
+
+
+@pytest.fixture(params=WAYS)
+def two(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Volume, Volume]]:
+    volumes = opened(tmp_path, WAYS[request.param]), opened(tmp_path, WAYS[request.param])
+    yield volumes
+    for volume in volumes:
+        volume.close()
+
+
+def temporaries(root: Path) -> list[Path]:
+    return list((root / ".tiercache" / "tmp").glob("*.[0-9]*"))
+
+
+def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume]) -> None:
+    one, other = two
+    key, payload = chunk(1)
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES, [])
+    inode = Path(one.path(key)).stat().st_ino
+    assert other.write(key, payload, CHUNK_BYTES, []) == occupied_bytes
+    assert Path(one.path(key)).stat().st_ino == inode
+    assert temporaries(one.root) == []
+    assert other.ledger.used_bytes == allocated_bytes(one.root)
+    into = page_aligned(CHUNK_BYTES)
+    assert other.read(key, into) == CHUNK_BYTES
+    assert np.array_equal(into, payload)
+
+
+def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[Volume, Volume]) -> None:
+    one, other = two
+    key, payload = chunk(1)
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES, [])
+    assert other.delete(key, occupied_bytes)
+    assert one.write(key, payload, CHUNK_BYTES, []) == occupied_bytes
+    assert one.ledger.used_bytes == allocated_bytes(one.root)
+
+
+def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path) -> None:
+    def unknown(temporary: str, path: str) -> None:
+        raise OSError(22, "Invalid argument", path)
+
+    volume = opened(tmp_path, (unknown, rename_new))
+    key, payload = chunk(1)
+    volume.write(key, payload, CHUNK_BYTES, [])
+    volume.ways = (unknown, unknown)
+    key, payload = chunk(2)
+    volume.write(key, payload, CHUNK_BYTES, [])
+    assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
+    volume.close()
+
+
+def test_link_asked_twice_about_the_same_file_is_no_conflict(tmp_path: Path) -> None:
+    file, name = tmp_path / "file", tmp_path / "name"
+    file.write_bytes(b"chunk")
+    name.hardlink_to(file)
+    link_new(str(file), str(name))
+    assert not file.exists()
+    assert name.read_bytes() == b"chunk"
+
+
+KILLED_BETWEEN_TWO_NAMES = """
+import os, signal, sys
+from pathlib import Path
+from tests.tiers.test_publishing import opened
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+
+def half(temporary, path):
+    os.link(temporary, path)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+volume = opened(Path(sys.argv[1]), ())
+volume.write(*chunk(1), CHUNK_BYTES, [])
+volume.ways = (half,)
+volume.write(*chunk(2), CHUNK_BYTES, [])
+"""
+
+
+def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: Path) -> None:
+    repository = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", KILLED_BETWEEN_TWO_NAMES, str(tmp_path)], cwd=repository, check=False)
+    assert run.returncode == -9
+    assert len(temporaries(tmp_path)) == 1
+    volume = opened(tmp_path, ())
+    assert temporaries(tmp_path) == []
+    into = page_aligned(CHUNK_BYTES)
+    for number in (1, 2):
+        assert volume.read(chunk(number)[0], into) == CHUNK_BYTES
+    assert volume.scan("00").counted_bytes == volume.count_at_open_bytes == allocated_bytes(tmp_path)
+    volume.close()

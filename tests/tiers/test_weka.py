@@ -1,0 +1,272 @@
+"""The Weka tier: what instances on one directory know of each other, and who of them makes room."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import test_contract
+from tests.tiers.test_disk import FILE_BYTES, is_hit, small_device
+from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical_bytes, refresher_of, store
+from tiercache.errors import TierFull
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
+from tiercache.tiers.election import Election
+from tiercache.tiers.evictor import EvictorSettings
+from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.listing import pauses_s
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+__all__ = ["small_device"]
+
+
+@pytest.fixture
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    return JumpingPolicy()
+
+
+@pytest.fixture
+def election(tmp_path: Path) -> Iterator[Election]:
+    """Another instance, elected to evict."""
+    (tmp_path / ".tiercache").mkdir()
+    other = Election(tmp_path / ".tiercache" / "evictor")
+    assert other.campaign()
+    yield other
+    other.resign()
+
+
+class TestWekaTier(test_contract.TestDiskTier):
+    async def make_tier(self, place: Path) -> Tier:
+        return WekaTier(WekaSettings((place,), cap_bytes=64 << 20), test_contract.LAYOUT.fingerprint)
+
+
+async def test_chunk_of_another_instance_is_known_after_a_refresh(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await store(one, range(1, 6))
+        await other.refreshed()
+        keys = [key_of(number) for number in range(1, 8)]
+        assert other.prefix(keys) == await other.probe(keys) == 5
+        assert await is_hit(other, 5)
+        assert other.statistics().occupied_bytes >= 5 * FILE_BYTES
+
+
+async def test_chunk_that_another_instance_removed_is_not_claimed_after_a_refresh(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await store(one, range(1, 4))
+        await other.refreshed()
+        await one.remove(key_of(2))
+        await other.refreshed()
+        assert [other.contains(key_of(number)) for number in range(1, 4)] == [True, False, True]
+
+
+async def test_chunk_removed_and_stored_again_elsewhere_is_known_again(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await store(one, range(1, 2))
+        await other.refreshed()
+        await other.remove(key_of(1))
+        await store(one, range(1, 2))
+        assert one.contains(key_of(1)), "it may err until the next refresh"
+        await one.refreshed()
+        await store(one, range(1, 2))
+        await other.refreshed()
+        assert other.contains(key_of(1))
+
+
+async def test_lookup_asks_memory_and_a_read_asks_the_mount(tmp_path: Path) -> None:
+    async with opened(tmp_path, refresh_s=1e6) as other, opened(tmp_path) as one:
+        await store(one, range(1, 2))
+        assert await other.probe([key_of(1)]) == 0
+        assert await is_hit(other, 1)
+
+
+async def test_a_miss_brings_the_next_refresh_nearer(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened(tmp_path, refresh_s=1000.0) as tier:
+        for miss in (lambda: tier.probe([key_of(1)]), lambda: is_hit(tier, 1)):
+            refresher = refresher_of(tier)
+            began, began_s = refresher._begun, loop.time()
+            assert not await miss()
+            while refresher._begun == began:
+                await refresher._end.wait()
+            assert loop.time() - began_s < 500
+
+
+@pytest.mark.parametrize(
+    ("took_s", "least_s", "hintless_s"), [(0.0, 0.1, 1.0), (0.01, 0.1, 1.0), (0.05, 0.5, 1.0), (3.0, 30.0, 30.0)]
+)
+def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: float, hintless_s: float) -> None:
+    least, more = pauses_s(1.0, took_s)
+    assert (least, least + more) == (pytest.approx(least_s), pytest.approx(hintless_s))
+
+
+async def test_only_directories_that_changed_are_listed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await store(one, range(1, 2))
+        refresher = refresher_of(other)
+        await _quiet(other)
+        before = refresher.listings
+        await other.refreshed()
+        assert refresher.listings == before
+        await store(one, range(2, 3))
+        await other.refreshed()
+        assert refresher.listings == before + 1
+        assert other.contains(key_of(2))
+
+
+async def _quiet(tier: WekaTier) -> None:
+    """Refresh until nothing is left to list."""
+    listings = -1
+    while listings != refresher_of(tier).listings:
+        listings = refresher_of(tier).listings
+        for _ in range(3):
+            await asyncio.get_running_loop().create_task(tier.refreshed())
+
+
+async def test_a_chunk_leaves_nothing_but_its_file(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, range(1, 11))
+        changed = [Path(tier.path(key_of(number))).stat().st_ctime_ns for number in range(1, 11)]
+        for number in range(1, 11):
+            assert await is_hit(tier, number)
+        assert [Path(tier.path(key_of(number))).stat().st_ctime_ns for number in range(1, 11)] == changed
+        names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+        rest = {name for name in names if not name.startswith("00/") and not name.endswith(".lock")}
+        assert rest == {"tiercache.json", ".tiercache/ledger", ".tiercache/owners"}
+        assert len(names) - len(rest) == 10 + 1
+
+
+async def test_eviction_begins_at_the_high_mark_and_ends_at_the_low_one(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=100, allowance_bytes=0) as tier:
+        await store(tier, range(1, 95))
+        await tier.refreshed()
+        assert tier.statistics().evicted == 0
+        await store(tier, range(95, 97))
+        while tier.statistics().evicted < 7:
+            await tier.refreshed()
+        assert tier.statistics().resident == 89, "90 and their directory would be a little more"
+        assert tier.statistics().occupied_bytes == physical_bytes(tmp_path) + 4096
+        assert not tier.contains(key_of(7)) and tier.contains(key_of(8)), "the oldest went"
+
+
+async def test_a_full_directory_takes_new_chunks(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=20) as tier:
+        for number in range(1, 120):
+            await store(tier, range(number, number + 1))
+            assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert await is_hit(tier, 119)
+
+
+async def test_two_instances_share_the_work_of_eviction_and_keep_one_cap(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
+        for start in range(1, 161, 8):
+            await asyncio.gather(store(one, range(start, start + 4)), store(other, range(start + 4, start + 8)))
+            assert physical_bytes(tmp_path) <= one.settings.cap_bytes
+        await asyncio.gather(one.refreshed(), other.refreshed())
+        there = len(list(tmp_path.glob("00/*")))
+        assert one.statistics().evicted + other.statistics().evicted == 160 - there, "each chunk was deleted once"
+
+
+async def test_who_is_not_elected_waits_for_room_and_deletes_nothing(tmp_path: Path, election: Election) -> None:
+    async with opened(tmp_path, cap_chunks=10, eviction=EvictorSettings(takeover_s=1e6)) as tier:
+        with pytest.raises(TierFull, match=r"for 5\.0 s no instance made room"):
+            await store(tier, range(1, 20))
+        assert tier.statistics().evicted == 0
+        assert physical_bytes(tmp_path) > 0.8 * tier.settings.cap_bytes
+        election.resign()
+        await store(tier, range(20, 30))
+
+
+async def test_writer_goes_on_when_the_elected_instance_made_room(tmp_path: Path, election: Election) -> None:
+    async with opened(tmp_path, cap_chunks=10, eviction=EvictorSettings(takeover_s=1e6)) as tier:
+        with pytest.raises(TierFull):
+            await store(tier, range(1, 20))
+        write = asyncio.create_task(store(tier, range(30, 31)))
+        tried = evictor_of(tier).elections
+        while evictor_of(tier).elections == tried:
+            await asyncio.sleep(0)
+        ledger = Ledger(tmp_path / ".tiercache" / "ledger", tier.settings.cap_bytes)
+        Path(tier.path(key_of(1))).unlink()
+        ledger.release(FILE_BYTES)
+        await write
+        assert tier.statistics().evicted == 0
+        ledger.close()
+
+
+async def test_an_elected_instance_that_hangs_is_replaced(tmp_path: Path, election: Election) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened(tmp_path, cap_chunks=10, room_wait_s=30.0) as tier:
+        await store(tier, range(1, 8))
+        began_s = loop.time()
+        await store(tier, range(8, 12))
+        assert loop.time() - began_s >= 10.0
+        assert tier.statistics().evicted > 0
+        assert not election.beat(), "it finds out that it is not elected any more"
+
+
+async def test_an_elected_instance_that_moves_is_not_replaced(tmp_path: Path, election: Election) -> None:
+    settings = EvictorSettings(takeover_s=2.0)
+    async with opened(tmp_path, cap_chunks=10, room_wait_s=3.0, eviction=settings) as tier:
+        await store(tier, range(1, 8))
+        work = asyncio.create_task(store(tier, range(8, 12)))
+        while not work.done():
+            assert election.beat()
+            await asyncio.sleep(0.5)
+        with pytest.raises(TierFull):
+            await work
+
+
+async def test_a_device_fuller_than_the_cap_is_a_reason_to_evict(small_device: Path) -> None:
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await store(tier, range(1, 150))
+        assert tier.statistics().evicted > 50
+        assert await is_hit(tier, 149)
+
+
+async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=10) as tier:
+        await store(tier, range(1, 8))
+        path = Path(tier.path(key_of(1)))
+        path.unlink()
+        path.mkdir()
+        await store(tier, range(8, 30))
+        assert tier.contains(key_of(1))
+        path.rmdir()
+        await store(tier, range(30, 60))
+        assert not tier.contains(key_of(1))
+
+
+async def test_an_emptied_directory_is_not_claimed(tmp_path: Path) -> None:
+    place = tmp_path / "mount"
+    async with opened(place) as tier:
+        await store(tier, range(1, 4))
+        place.rename(tmp_path / "away")
+        await tier.refreshed()
+        assert tier.statistics().resident == 0
+        (tmp_path / "away").rename(place)
+        await tier.refreshed()
+        assert tier.statistics().resident == 3
+
+
+async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, range(1, 2))
+        ledger = Ledger(tmp_path / ".tiercache" / "ledger", 1)
+        with ledger.locked():
+            await tier.close()
+        ledger.close()
+
+
+async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, range(1, 3))
+    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.fingerprint)
+    await tier.open()
+    assert await tier.probe([key_of(1), key_of(2), key_of(3)]) == 2
+    await tier.close()
+
+
+async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=0) as tier:
+        assert await tier.write(*chunk(1), CHUNK_BYTES) is False

@@ -1,0 +1,148 @@
+"""The Weka tier beside other processes, which are killed with SIGKILL."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.test_disk import is_hit
+from tests.tiers.weka import evictor_of, key_of, opened, physical_bytes, store, until
+from tiercache.tiers.weka import WekaTier
+
+REPOSITORY = Path(__file__).parents[2]
+
+OTHER = """
+import asyncio, sys
+from pathlib import Path
+from tests.tiers.weka import key_of, opened, store
+from tiercache.errors import TierFull
+from tiercache.tiers.election import Election
+
+async def main(place, cap_chunks):
+    async with opened(place, cap_chunks=cap_chunks, refresh_s=0.02) as tier:
+        election = Election(place / ".tiercache" / "evictor")
+        print("ready", flush=True)
+        for line in sys.stdin:
+            command, first, end = line.split()
+            numbers = range(int(first), int(end))
+            if command == "store":
+                await store(tier, numbers)
+            elif command == "remove":
+                for number in numbers:
+                    assert await tier.remove(key_of(number))
+            elif command == "elect":
+                assert election.campaign() and election.beat()
+            elif command == "write":
+                for number in numbers:
+                    try:
+                        await store(tier, range(number, number + 1))
+                        print(number, flush=True)
+                    except TierFull:
+                        pass
+            print("done", flush=True)
+
+asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+class Other:
+    """An instance in another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def say(self, command: str, numbers: range = range(0)) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command} {numbers.start} {numbers.stop}\n".encode())
+        await self.process.stdin.drain()
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await self.process.stdout.readline()).decode().strip()
+
+    async def do(self, command: str, numbers: range = range(0)) -> None:
+        await self.say(command, numbers)
+        assert await self.line() == "done"
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def other(place: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OTHER, str(place), str(cap_chunks)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    instance = Other(process)
+    assert await instance.line() == "ready"
+    try:
+        yield instance
+    finally:
+        if process.returncode is None:
+            await instance.kill()
+
+
+def claimed(tier: WekaTier) -> set[str]:
+    return {key.hex() for key in tier._shelves[0].index.order.entries}
+
+
+async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Path) -> None:
+    async with opened(tmp_path, refresh_s=0.02) as tier, other(tmp_path) as process:
+        await process.do("store", range(1, 6))
+        await tier.refreshed()
+        assert tier.prefix([key_of(number) for number in range(1, 7)]) == 5
+        assert await is_hit(tier, 5)
+        await process.do("remove", range(2, 4))
+        await tier.refreshed()
+        assert [tier.contains(key_of(number)) for number in range(1, 6)] == [True, False, False, True, True]
+        assert not await is_hit(tier, 2)
+
+
+async def test_elected_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier, other(tmp_path, 20) as process:
+        await process.do("elect")
+        write = asyncio.create_task(store(tier, range(1, 40)))
+        await until(lambda: evictor_of(tier).elections >= 2)
+        assert not write.done()
+        assert tier.statistics().evicted == 0
+        await process.kill()
+        await write
+        assert tier.statistics().evicted > 0
+        assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_cap_holds_while_processes_write_evict_and_are_killed(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    async with opened(tmp_path, cap_chunks=40, refresh_s=0.02) as tier:
+        cap_bytes = tier.settings.cap_bytes
+        number = 1
+        for round_number in range(4):
+            async with other(tmp_path, 40) as process:
+                await process.say("write", range(10_000 * (round_number + 1), 10_000 * (round_number + 2)))
+                for _ in range(int(random.integers(20, 60))):
+                    await process.line()
+                    await store(tier, range(number, number + 1))
+                    number += 1
+                os.kill(process.process.pid, signal.SIGSTOP)
+                assert physical_bytes(tmp_path) <= cap_bytes
+                await process.kill()
+            await store(tier, range(number, number + 10))
+            number += 10
+            await tier.refreshed()
+            assert physical_bytes(tmp_path) <= cap_bytes
+            await until(lambda: claimed(tier) == {path.name for path in tmp_path.glob("00/*")})
+        assert await is_hit(tier, number - 1)
+        assert tier.statistics().corrupt == 0
+    async with opened(tmp_path, cap_chunks=40) as tier:
+        assert tier.statistics().occupied_bytes == physical_bytes(tmp_path) + 4096

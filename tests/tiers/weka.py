@@ -1,0 +1,68 @@
+"""What the tests of the Weka tier share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tiercache.core.keys import ChunkKey
+from tiercache.testing import JumpingClockLoop, chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.evictor import Evictor
+from tiercache.tiers.listing import Refresher
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+
+class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return JumpingClockLoop()
+
+
+@asynccontextmanager
+async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> AsyncIterator[WekaTier]:
+    """A tier that has finished its first scan, with a cap of `cap_chunks` files and the directory that they lie in."""
+    chosen = {"refresh_s": 5.0, "threads": 4, "allowance_bytes": 2 * FILE_BYTES, "direct": None} | settings
+    cap_bytes = cap_chunks * FILE_BYTES + 4096
+    tier = WekaTier(WekaSettings((directory,), cap_bytes, **chosen), FINGERPRINT)  # type: ignore[arg-type]
+    await tier.open()
+    try:
+        await tier.refreshed()
+        yield tier
+    finally:
+        await tier.close()
+
+
+def key_of(number: int) -> ChunkKey:
+    return chunk(number)[0]
+
+
+async def store(tier: WekaTier, numbers: range) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        assert await tier.write(key, payload, CHUNK_BYTES)
+
+
+def physical_bytes(directory: Path) -> int:
+    """Chunks, and what is half-written. Chunks may be deleted meanwhile; nothing may be written."""
+    total = 0
+    for path in [*directory.glob("00/*"), *directory.glob(".tiercache/tmp/*.*[0-9]")]:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+def evictor_of(tier: WekaTier) -> Evictor:
+    return next(iter(tier._shared.values())).evictor
+
+
+def refresher_of(tier: WekaTier) -> Refresher:
+    return next(iter(tier._shared.values())).refresher
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)

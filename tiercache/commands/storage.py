@@ -1,0 +1,186 @@
+"""What a directory's storage is good for: which tier suits it, and what keeps it from being fast or safe to share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
+from tiercache.core.header import HEADER_BYTES
+from tiercache.tiers.mounts import Mount
+
+CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
+"""File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""
+SHARED_KINDS = frozenset(
+    {"wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs", "ceph", "cifs", "smb3", "fuse.hf3fs", "fuse.juicefs"}
+    | {"fuse.ceph-fuse", "fuse.glusterfs"}
+)
+_MEMORY_KINDS = ("tmpfs", "ramfs", "devtmpfs")
+_NFS = ("nfs", "nfs4")
+_LATE_S = 5
+_NFS_DIRECTORY_S = 60
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_DIOALIGN_AT = 152
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory, as far as its storage matters."""
+
+    path: Path
+    mount: Mount
+    direct: bool
+    """O_DIRECT works there."""
+    alignment_bytes: int | None
+    """What O_DIRECT wants memory and offsets aligned to; None where the system does not say."""
+    gpu: bool
+    nvidia_fs: bool
+
+
+def explain(place: Place) -> list[Finding]:
+    """All findings about one place. Looks at nothing but `place`."""
+    return [*_mount(place.mount), _tier(place.mount.kind), _direct(place), _gds(place), *_sharing(place.mount)]
+
+
+def alignment_of(directory: Path) -> int | None:
+    """What O_DIRECT needs in `directory`, asked of the kernel (6.1 or newer) about a file that is removed again."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is None:
+        return None
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if statx(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
+            return None
+    (mask,) = struct.unpack_from("=I", answer)
+    memory_bytes, offset_bytes = struct.unpack_from("=II", answer, _DIOALIGN_AT)
+    return max(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN and offset_bytes else None
+
+
+def has_nvidia_fs() -> bool:
+    return os.path.exists("/proc/driver/nvidia-fs/stats") or os.path.exists("/dev/nvidia-fs0")
+
+
+def _mount(mount: Mount) -> Iterator[Finding]:
+    found = f"{mount.kind} {mount.source} at {mount.point} ({', '.join(mount.options)})"
+    if "ro" in mount.options:
+        yield Finding("mount", PROBLEM, found, "it is mounted read-only: remount it with rw")
+    elif "strictatime" in mount.options:
+        yield Finding("mount", NOTE, found, "noatime spares a write of metadata for each read")
+    else:
+        yield Finding("mount", OK, found)
+
+
+def _tier(kind: str) -> Finding:
+    if kind == "wekafs":
+        advice = (
+            "use weka_path. Mount with noatime, dentry_max_age_positive=1000 or less (chunks of other hosts are seen "
+            "that soon), writecache, and num_cores of 2 or more"
+        )
+        return Finding("tier", OK, "WekaFS, shared by many hosts", advice)
+    if kind == "fuse.hf3fs":
+        advice = "a tier of its own comes in a later version; weka_path works there"
+        return Finding("tier", NOTE, "3FS, shared by many hosts", advice)
+    if kind in SHARED_KINDS:
+        advice = "weka_path is made for directories that several hosts share; local_disk works as well"
+        return Finding("tier", OK, "shared by many hosts", advice)
+    if kind in _MEMORY_KINDS:
+        advice = "give that memory to max_local_cpu_size, or name a directory on ext4 or XFS"
+        return Finding("tier", NOTE, f"{kind}: chunks would take RAM and be gone after a reboot", advice)
+    if kind == "overlay":
+        advice = "mount a volume (ext4 or XFS) into the container and name that"
+        return Finding("tier", NOTE, "the layer of a container: slow, and gone with it", advice)
+    return Finding("tier", OK, "local", "use local_disk, or gds_path where a GPU is to read it directly")
+
+
+def _direct(place: Place) -> Finding:
+    kind, alignment_bytes = place.mount.kind, place.alignment_bytes
+    if not place.direct:
+        advice = "the page cache is used instead (slower, stalls of 20 ms); a local ext4 or XFS has it"
+        return Finding("O_DIRECT", NOTE, f"does not work on {kind}", advice)
+    if alignment_bytes is None:
+        return Finding("O_DIRECT", OK, "works there")
+    found = f"works there, aligned to {alignment_bytes} bytes"
+    if HEADER_BYTES % alignment_bytes:
+        advice = f"chunk files are aligned to {HEADER_BYTES} bytes: set use_odirect: false"
+        return Finding("O_DIRECT", PROBLEM, found, advice)
+    return Finding("O_DIRECT", OK, found)
+
+
+def _gds(place: Place) -> Finding:
+    mount, topic = place.mount, "GPUDirect Storage"
+    advice = "gds_path and weka_path fall back to pinned host memory there"
+    if not place.gpu:
+        return Finding(topic, NOTE, "no GPU", "gds_path and weka_path serve host memory on this machine")
+    if mount.kind not in CUFILE_KINDS:
+        where = "it wants ext4, XFS, WekaFS, Lustre, NFS over RDMA, BeeGFS or GPFS"
+        return Finding(topic, NOTE, f"cuFile does not support {mount.kind}", f"{advice}; {where}")
+    if not place.nvidia_fs:
+        return Finding(topic, NOTE, "nvidia-fs is not loaded", f"{advice}; modprobe nvidia_fs, and see gdscheck -p")
+    if mount.kind == "ext4" and mount.option("data") not in (None, "ordered"):
+        return Finding(topic, NOTE, f"ext4 with data={mount.option('data')}", f"{advice}; mount it with data=ordered")
+    if mount.kind in _NFS and mount.option("proto") not in ("rdma", "rdma6"):
+        return Finding(topic, NOTE, "NFS without RDMA", f"{advice}; mount it with proto=rdma,port=20049")
+    more = ""
+    if mount.kind == "wekafs":
+        more = "name this host's RDMA addresses in /etc/cufile.json (rdma_dev_addr_list), and see gdscheck -p"
+    return Finding(topic, OK, f"nvidia-fs is loaded, and cuFile supports {mount.kind}", more)
+
+
+def _sharing(mount: Mount) -> Iterator[Finding]:
+    """Instances on several hosts keep one cap, and elect who evicts, through locks that all of them must see."""
+    if mount.kind not in SHARED_KINDS:
+        return
+    local, remedy = _local_locks(mount)
+    if local:
+        advice = f"instances on several hosts must not share it: they would exceed the cap. {remedy}"
+        yield Finding("locks between hosts", PROBLEM, local, advice)
+    elif remedy:
+        yield Finding("locks between hosts", NOTE, "the mount table does not say", remedy)
+    else:
+        yield Finding("locks between hosts", OK, "flock is seen by other hosts")
+    late_s = _late_s(mount)
+    if late_s > _LATE_S:
+        remedy = "actimeo=1" if mount.kind in _NFS else "dentry_max_age_positive=1000"
+        advice = f"chunks of other hosts are found that late: mount it with {remedy}"
+        yield Finding("changes by other hosts", NOTE, f"seen after up to {late_s:.0f} s", advice)
+
+
+def _local_locks(mount: Mount) -> tuple[str, str]:
+    """What keeps locks on this host, if anything does, and what to do about it or look at."""
+    if mount.kind in _NFS:
+        if mount.option("nolock") is not None:
+            return "flock stays on this host (nolock)", "Mount it without nolock"
+        if (value := mount.option("local_lock")) in ("all", "flock"):
+            return f"flock stays on this host (local_lock={value})", "Mount it with local_lock=none"
+    elif mount.kind == "lustre" and mount.option("flock") is None:
+        found = "localflock" if mount.option("localflock") is not None else "noflock"
+        return f"flock does not reach other hosts ({found})", "Mount it with -o flock"
+    elif mount.kind in ("cifs", "smb3") and mount.option("nobrl") is not None:
+        return "flock stays on this host (nobrl)", "Mount it without nobrl"
+    elif mount.kind == "beegfs":
+        return "", "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
+    elif mount.kind.startswith("fuse."):
+        return "", "make sure that its flock is seen by other hosts"
+    return "", ""
+
+
+def _late_s(mount: Mount) -> float:
+    """For how long this host may not see what others do in a directory."""
+    if mount.kind in _NFS:
+        if mount.option("noac") is not None:
+            return 0.0
+        return _number(mount.option("acdirmax"), _NFS_DIRECTORY_S)
+    if mount.kind == "wekafs":
+        return _number(mount.option("dentry_max_age_positive"), 0) / 1000
+    return 0.0
+
+
+def _number(text: str | None, default: int) -> int:
+    return int(text) if text is not None and text.isdigit() else default

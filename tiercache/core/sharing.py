@@ -1,0 +1,87 @@
+"""What an instance knows of a directory that others change too: its chunks by subdirectory, and which to list again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiercache.core.eviction import EvictionOrder
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+
+DIRECTORIES = 256
+"""One for each first byte of a key."""
+
+
+class SharedIndex(CappedIndex):
+    """A CappedIndex that can be compared with a listing of one of the directories. About 60 bytes an entry more."""
+
+    def __init__(self, order: EvictionOrder[int]) -> None:
+        super().__init__(order)
+        self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
+
+    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
+        super().add(key, occupied_bytes, cold=cold)
+        self._groups[key[0]].add(key)
+
+    def remove(self, key: ChunkKey) -> int | None:
+        self._groups[key[0]].discard(key)
+        return super().remove(key)
+
+    def evict(self, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
+        victims = super().evict(needed_bytes)
+        for key, _ in victims:
+            self._groups[key[0]].discard(key)
+        return victims
+
+    def group(self, directory: int) -> frozenset[ChunkKey]:
+        """The chunks known in a directory, as they are now."""
+        return frozenset(self._groups[directory])
+
+    def unknown(self, directory: int, listed: set[ChunkKey]) -> set[ChunkKey]:
+        """Which of the chunks `listed` there are not known."""
+        return listed - self._groups[directory]
+
+    def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
+        """Forget the chunks that were known `before` a listing began and are not in it; returns them.
+
+        What was added while the listing ran may have come too late for it, and stays.
+        """
+        gone = [key for key in before - listed if key in self]
+        for key in gone:
+            self.remove(key)
+        return gone
+
+
+class Freshness:
+    """Which directories changed since they were listed, from their modification times.
+
+    A file system's clock ticks in steps: a directory can change again without its time changing. So a new time is
+    believed only once it has stood for `settle_s` when the listing begins; until then the directory is listed again.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        self.settle_s = settle_s
+        self._times_ns = [-1] * DIRECTORIES
+        self._seen_s = [0.0] * DIRECTORIES
+        self._settled = [False] * DIRECTORIES
+
+    def stale(self, times_ns: Sequence[int], now_s: float) -> list[int]:
+        """The directories to list now. `times_ns` has one modification time each, 0 where there is no such directory."""
+        found = []
+        for directory, time_ns in enumerate(times_ns):
+            if time_ns != self._times_ns[directory]:
+                self._times_ns[directory] = time_ns
+                self._seen_s[directory] = now_s
+                self._settled[directory] = False
+            if not self._settled[directory]:
+                found.append(directory)
+        return found
+
+    def listed(self, directory: int, began_s: float) -> None:
+        """A listing of `directory` that began at `began_s`, after its time was taken, is in the index."""
+        self._settled[directory] = began_s >= self._seen_s[directory] + self.settle_s
+
+
+def eviction_goal_bytes(counted_bytes: int, cap_bytes: int, low: float, wanted: Sequence[int]) -> int:
+    """How much has to go so that `counted_bytes` comes down to `low` (a part of the cap), and to each that is `wanted`."""
+    return max(0, counted_bytes - min([int(cap_bytes * low), *wanted]))

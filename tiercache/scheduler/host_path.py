@@ -1,0 +1,114 @@
+"""How chunks in host memory get into the cache: copied by worker threads into slots of the arena, then fanned out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from tiercache.core.budget import Purpose
+from tiercache.core.header import aligned
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Slot
+from tiercache.memory.workers import to_the_end
+from tiercache.payloads import Source
+from tiercache.scheduler.writer import FanOut
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import CpuTier, Lease
+
+_BATCH_BYTES = 32 << 20
+
+
+class HostPath:
+    """All methods belong to the event loop. Of several puts of one chunk at a time, one copies."""
+
+    def __init__(self, cpu: CpuTier, fan_out: FanOut) -> None:
+        self.cpu = cpu
+        self.skipped = 0
+        self._fan_out = fan_out
+        self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
+
+    async def put(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
+        """As `TierCache.put_from`."""
+        stored = 0
+        for start in range(0, len(items), self._batch_items):
+            stored += await self._put_batch(items[start : start + self._batch_items], wait_s)
+        return stored
+
+    async def _put_batch(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
+        fills: dict[ChunkKey, tuple[Slot, int, Source]] = {}
+        leases: list[Lease] = []
+        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
+        filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            for key, length, source in items:
+                if key in fills:
+                    continue
+                lease = self.cpu.lease(key, writes=True)
+                if lease is not None:
+                    self.cpu.touch([key])
+                    leases.append(lease)
+                elif key in self._filling:
+                    elsewhere.append((key, self._filling[key]))
+                else:
+                    slot = self.cpu.try_reserve(Purpose.WRITE)
+                    if slot is not None:
+                        self._filling[key] = filled
+                    else:
+                        slot = await self._slot_to_fill(key, filled, wait_s)
+                    if slot is not None:
+                        fills[key] = (slot, length, source)
+            if fills:
+                work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in fills.values()]
+                await to_the_end(self.cpu.copiers.submit(_fill, work))
+        except BaseException:
+            for slot, _, _ in fills.values():
+                self.cpu.abandon(slot, Purpose.WRITE)
+            for lease in leases:
+                lease.release()
+            raise
+        else:
+            leases += [
+                self.cpu.publish(key, slot, length, Purpose.WRITE) for key, (slot, length, _) in fills.items()
+            ]
+        finally:
+            for key in fills:
+                self._filling.pop(key, None)
+            filled.set_result(None)
+        stored = len(leases)
+        await self._fan_out.offer(leases, self._lease_for)
+        for key, other in elsewhere:
+            # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
+            await asyncio.wait([other], timeout=wait_s)
+            stored += self.cpu.contains(key)
+        return stored
+
+    async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], wait_s: float) -> Slot | None:
+        """A slot for `key`, announced as being filled; None when none came free in time."""
+        slot = await self.cpu.reserve(Purpose.WRITE, wait_s)
+        if slot is None:
+            self.skipped += 1
+        elif self._filling.setdefault(key, filled) is not filled or self.cpu.contains(key):
+            # While we waited, somebody else began the same chunk, or finished it.
+            self.cpu.abandon(slot, Purpose.WRITE)
+            return None
+        return slot
+
+    def _lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
+        return self.cpu.lease(key, writes=True)
+
+    @property
+    def _batch_items(self) -> int:
+        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
+        batch fits beside the floor for reads (it would wait for its own slots)."""
+        return max(1, min(self.cpu.pool.count // 4, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
+
+
+def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
+    """Fill slots and zero the padding behind each payload, so that no tier ever stores another chunk's bytes."""
+    for slot, length, source in work:
+        source(slot[:length])
+        end = aligned(length)
+        if end != length:
+            slot[length:end] = 0

@@ -1,0 +1,82 @@
+"""Which of the instances on a shared directory does what only one of them should. Synchronous; for worker threads."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import uuid
+from pathlib import Path
+
+_BEAT_BYTES = 16
+
+
+class Election:
+    """Whoever has `path` locked is elected; a process that dies is not any more, its locks being gone.
+
+    One that hangs keeps its lock, so the elected one also writes something new into the file now and then. An instance that
+    sees no `heartbeat` for long enough may `take_over`: it puts a file of its own in the place of the hung one's, which
+    finds that out at its next `beat`. For a moment both may act; what is done under this lock must bear that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+
+    def campaign(self) -> bool:
+        """Be elected if nobody is. Never waits for another instance."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        return self._begin(descriptor)
+
+    def take_over(self) -> bool:
+        """Be elected whoever was. False when somebody else was quicker."""
+        unnamed = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(unnamed, self.path)
+        except BaseException:
+            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.unlink(unnamed)
+            raise
+        return self._begin(descriptor)
+
+    def beat(self) -> bool:
+        """Show that we live; whether we are still elected."""
+        with self._lock:
+            if self._descriptor is None:
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                    os.pwrite(self._descriptor, os.urandom(_BEAT_BYTES), 0)
+                    return True
+        self.resign()
+        return False
+
+    def heartbeat(self) -> bytes:
+        """What the elected one wrote last. Opened anew each time: a network file system then asks its server."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                return file.read(_BEAT_BYTES)
+        except FileNotFoundError:
+            return b""
+
+    def resign(self) -> None:
+        """Leave it to others. Idempotent."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _begin(self, descriptor: int) -> bool:
+        with self._lock:
+            self._descriptor = descriptor
+        return self.beat()

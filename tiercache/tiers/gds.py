@@ -1,0 +1,171 @@
+"""The GDS tier: the disk tier's files, cap, eviction, restart and sharing, with chunks moved to and from device memory.
+
+How they move is found out once, at the start: through cuFile where GPUDirect Storage works on this file system, through
+pinned host memory where it does not, and without a GPU the tier serves host memory only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tiercache.core.keys import ChunkKey
+from tiercache.device.device import Device
+from tiercache.device.driver import DeviceError, Span
+from tiercache.device.probe import probe_gds
+from tiercache.errors import ConfigError, CorruptChunk
+from tiercache.tiers.base import DeviceTier
+from tiercache.tiers.cufile import CuFileFiles
+from tiercache.tiers.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.ledger import counted_in
+from tiercache.tiers.volume import Volume
+
+logger = logging.getLogger("tiercache.gds")
+
+_SHARE_OF_FREE = 0.9
+
+
+@dataclass(frozen=True)
+class GdsSettings(DiskSettings):
+    """`cap_bytes` 0 takes nine tenths of what is free (or ours already) when the tier opens."""
+
+    way: str = "auto"
+    """auto: cuFile where it works. cufile: cuFile or ConfigError. posix: our own reads and writes through pinned memory."""
+    chunk_bytes: int = 0
+    """The largest payload. Needed with a device."""
+
+
+class GdsTier(DiskTier, DeviceTier):
+    name = "gds"
+    option = "gds_path"
+
+    def __init__(
+        self,
+        settings: GdsSettings,
+        fingerprint: bytes,
+        device: Device | None = None,
+        files: DeviceFiles | None = None,
+    ) -> None:
+        """`files` skips the search for the best way."""
+        super().__init__(settings, fingerprint)
+        self.settings: GdsSettings = settings
+        self.device = device
+        self.files: DeviceFiles | None = None
+        self._given_files = files
+
+    @property
+    def serves_device(self) -> bool:
+        return self.files is not None
+
+    async def open(self) -> None:
+        if not self.settings.cap_bytes:
+            cap_bytes = await self._metadata.submit(_cap, self.settings.directories)
+            self.settings = replace(self.settings, cap_bytes=cap_bytes)
+        await super().open()
+        try:
+            await self._open_files()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        await super().close()
+        files, self.files = self.files, None
+        if files is not None:
+            files.close()
+
+    def describe(self) -> str:
+        way = self.files.name if self.files is not None else "host memory only"
+        return f"{super().describe()[:-1]}, {way})"
+
+    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+        files = self._files()
+
+        def read(volume: Volume) -> int | None:
+            try:
+                return volume.read_by(
+                    key, lambda path: files.read(path, key, self.fingerprint, into, direct=volume.direct)
+                )
+            except CorruptChunk:
+                files.forget(volume.path(key))
+                raise
+
+        return await self._read(key, read)
+
+    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+        files = self._files()
+
+        def write(volume: Volume, victims: list[tuple[ChunkKey, int]]) -> int:
+            for victim, _ in victims:
+                files.forget(volume.path(victim))
+            return volume.write_by(
+                key,
+                payload_bytes,
+                victims,
+                lambda path: files.write(
+                    path, key, self.fingerprint, payload, payload_bytes, direct=volume.direct, durable=volume.durable
+                ),
+            )
+
+        return await self._write(key, payload_bytes, write)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        if self.files is not None:
+            self.files.forget(self.path(key))
+        return await super().remove(key)
+
+    def _files(self) -> DeviceFiles:
+        if self.files is None:
+            raise DeviceError(f"{self.name}: there is no device; only host memory is served")
+        return self.files
+
+    async def _open_files(self) -> None:
+        if self._given_files is not None:
+            await self._metadata.submit(self._given_files.open)
+            self.files = self._given_files
+            return
+        if self.device is None:
+            logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option)
+            return
+        driver, pool = self.device.driver, self.device.pool
+        chunk_bytes, threads = self.settings.chunk_bytes, 2 * self.settings.threads
+        reason = ""
+        if self.settings.way != "posix":
+            reason = await probe_gds(self.settings.directories, driver)
+            if not reason:
+                files: DeviceFiles = CuFileFiles(driver, pool.memory, chunk_bytes, threads)
+                try:
+                    await self._metadata.submit(files.open)
+                except (DeviceError, OSError, ImportError, RuntimeError) as error:
+                    reason = str(error)
+                else:
+                    self.files = files
+                    return
+            if self.settings.way == "cufile":
+                raise ConfigError(
+                    f"{self.option}: GPUDirect Storage does not work with {self._places()}: {reason}. Set use_gds: false to "
+                    "go through pinned host memory instead"
+                )
+            logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", self.option, reason)
+        files = BounceFiles(driver, chunk_bytes, threads)
+        await self._metadata.submit(files.open)
+        self.files = files
+
+    def _places(self) -> str:
+        return ", ".join(map(str, self.settings.directories))
+
+
+def _cap(directories: Sequence[Path]) -> int:
+    """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
+    every instance that shares them, and after every restart."""
+    total_bytes = 0
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+        space = os.statvfs(directory)
+        counted_bytes = counted_in(directory / ".tiercache" / "ledger")
+        total_bytes += int(_SHARE_OF_FREE * (space.f_bavail * space.f_frsize + counted_bytes))
+    return total_bytes

@@ -1,0 +1,60 @@
+"""Chunks on their way between device memory and device tiers: the CPU tier's code over slots of device memory.
+
+A chunk is here while somebody has a lease on it, and can be read meanwhile: what a queue has still to write is not a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.device.device import Device
+from tiercache.device.driver import Span
+from tiercache.memory.slots import Slot
+from tiercache.memory.workers import Workers, to_the_end
+from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.tiers.cpu import CpuTier, Lease
+
+
+def read_into_device(tier: DeviceTier, key: ChunkKey, into: Span) -> Coroutine[Any, Any, int | None]:
+    """How a `Reader` over a staging tier reads."""
+    return tier.read_device(key, into)
+
+
+class StagingTier(CpuTier):
+    name = "device"
+
+    def __init__(self, device: Device, copiers: Workers) -> None:
+        super().__init__(device.pool, copiers, keep=False)
+        self.device = device
+
+    def describe(self) -> str:
+        pool = self.device.pool
+        return f"device ({pool.memory.length_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
+
+    def view(self, slot: Slot, length_bytes: int) -> Span:
+        return self.device.pool.view(slot, length_bytes)
+
+    def write_from(self, lease: Lease, tier: Tier) -> Coroutine[Any, Any, bool]:
+        assert isinstance(tier, DeviceTier)
+        return tier.write_device(lease.key, lease.padded, lease.payload_bytes)
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Into host memory, for whoever wants a chunk there before its tier has it."""
+        lease = self.lease(key)
+        if lease is None:
+            self._statistics.read_misses += 1
+            return None
+        with lease:
+            span = lease.view
+            stream = self.device.offload
+            self.device.driver.copy(into.ctypes.data, span.address, span.length_bytes, stream)
+            await to_the_end(self.device.bridge.after(stream))
+            return int(span.length_bytes)
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        """Nothing is put here from the host."""
+        return False

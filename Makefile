@@ -2,6 +2,7 @@
 # make test   all tests
 # make lint   ruff and mypy
 # make bench  ceilings and ours in one run
+# make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
 # All share .venv. On a machine without a GPU, this spares several GB of CUDA libraries that come with torch:
 #   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -12,7 +13,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed-$(shell cat requirements/*.txt pyproject.toml Makefile 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: demo test lint bench setup clean
+# What a GPU machine has: a Python with torch for CUDA in it.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: demo test lint bench gpu-check setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo
@@ -26,6 +30,10 @@ lint: setup
 
 bench: setup
 	$(BIN)/tiercache bench
+
+gpu-check:
+	@mkdir -p build
+	$(GPU_PYTHON) -m tiercache.bench.gpu --json build/gpu-check.json
 
 setup: $(STAMP)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -14,6 +15,9 @@ from tiercache.testing.hf3fs import install
 install()
 resource_tracker.ensure_running()  # its pipe is no leak of whichever test is the first to use shared memory
 
+OURS = re.compile(rf"3fs.*[.-]{os.getpid()}([.-]|$)")
+"""Names of what this process made, and not another one that runs these tests at the same time."""
+
 
 def _held() -> dict[str, set[str]]:
     descriptors = set()
@@ -25,8 +29,8 @@ def _held() -> dict[str, set[str]]:
     return {
         "threads": {thread.name for thread in threading.enumerate()},
         "descriptors": descriptors,
-        "shared memory": {name for name in os.listdir("/dev/shm") if "hf3fs" in name or "test-3fs" in name},
-        "mounts": {line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "hf3fs" in line},
+        "shared memory": {name for name in os.listdir("/dev/shm") if OURS.search(name)},
+        "mounts": {line for line in Path("/proc/self/mountinfo").read_text().splitlines() if OURS.search(line)},
     }
 
 

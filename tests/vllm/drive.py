@@ -29,8 +29,8 @@ def cache_thread() -> Any:
     """The connector's cache, when its worker lives in this process."""
     from tiercache.integrations.vllm import lookup
 
-    ((thread, _),) = lookup._local.values()
-    return thread
+    (server,) = lookup._local.values()
+    return server.thread
 
 
 class Driver:

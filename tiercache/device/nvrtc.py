@@ -43,10 +43,13 @@ def _library() -> ctypes.CDLL:
         load_nvidia_dynamic_lib("nvrtc")
     except Exception:
         pass  # not installed, or it found none: the names below may still do
-    wheels = [str(path) for place in sys.path for path in sorted(Path(place).glob("nvidia/*/lib/libnvrtc.so.1?"))]
+    wheels = [path for place in sys.path for path in sorted(Path(place).glob("nvidia/*/lib/libnvrtc.so.1?"))]
     for name in (*_NAMES, *wheels):
         try:
-            return ctypes.CDLL(name)
+            if isinstance(name, Path):  # of which it opens a part by its bare name
+                for part in name.parent.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(part))
+            return ctypes.CDLL(str(name))
         except OSError:
             continue
     raise DeviceError("NVRTC was not found: pip install nvidia-cuda-nvrtc (torch's CUDA build brings it)")

@@ -11,21 +11,49 @@ NO_FUSE = why_no_fuse()
 needs_fuse = pytest.mark.skipif(NO_FUSE is not None, reason=f"no FUSE mounts here: {NO_FUSE}")
 
 
-@pytest.fixture(params=[pytest.param("fuse", marks=needs_fuse), "directory"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "directory":
-        monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
-    return request.param
+@pytest.fixture(scope="module", params=[pytest.param("fuse", marks=needs_fuse), "directory"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "directory":
+            patch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
+        yield request.param
 
 
-@pytest.fixture
-def emulator(kind: str) -> Iterator[Hf3fsEmulator]:
+@pytest.fixture(scope="module")
+def shared_emulator(kind: str) -> Iterator[Hf3fsEmulator]:
     with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
         yield emulator
 
 
 @pytest.fixture
+def emulator(shared_emulator: Hf3fsEmulator) -> Iterator[Hf3fsEmulator]:
+    """One that other tests have used before. Nothing is registered and no fault waits, before the test and after it."""
+    yield shared_emulator
+    try:
+        shared_emulator.control.clear()
+        shared_emulator.control.until_registered(buffers=0, rings=0)
+        shared_emulator.control.until_open_files(0)
+    except TimeoutError:
+        shared_emulator.restart()  # what this test left is not the next one's fault
+        raise
+
+
+@pytest.fixture
 def client(emulator: Hf3fsEmulator) -> Iterator[Client]:
     client = Client(emulator)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def mortal(kind: str) -> Iterator[Hf3fsEmulator]:
+    """One of the test's own, to be killed, or to be left with what cannot be taken back."""
+    with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def mortal_client(mortal: Hf3fsEmulator) -> Iterator[Client]:
+    client = Client(mortal)
     yield client
     client.close()

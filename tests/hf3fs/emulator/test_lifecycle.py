@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hf3fs_fuse.io import extract_mount_point
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
 from tests.hf3fs.emulator.conftest import needs_fuse
@@ -18,7 +19,7 @@ CLIENT = """
 import os, sys
 from multiprocessing import resource_tracker, shared_memory
 from hf3fs_fuse.io import make_iovec, make_ioring, register_fd
-shm = shared_memory.SharedMemory("test-3fs-client", create=True, size=4096)
+shm = shared_memory.SharedMemory(sys.argv[2], create=True, size=4096)
 resource_tracker.unregister(shm._name, "shared_memory")  # the test looks after it
 mount = sys.argv[1]
 iov, ring = make_iovec(shm, mount), make_ioring(mount, 4)
@@ -27,8 +28,12 @@ register_fd(descriptor)
 ring.prepare(iov[:1], True, descriptor, 0)
 assert ring.submit().wait(min_results=1, timeout=20.0)[0].result == 1
 print("ready", flush=True)
-sys.stdin.read()
+sys.stdin.readline()
+ring.prepare(iov[:1], True, descriptor, 0)
+ring.submit().wait(min_results=1)
 """
+
+CLIENT_MEMORY = f"test-3fs-client-{os.getpid()}"
 
 OWNER = """
 import sys
@@ -42,7 +47,7 @@ sys.stdin.read()
 
 def start(code: str, argument: str, emulator: Hf3fsEmulator) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", code, argument],
+        [sys.executable, "-c", code, argument, CLIENT_MEMORY],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -50,32 +55,47 @@ def start(code: str, argument: str, emulator: Hf3fsEmulator) -> subprocess.Popen
     )
 
 
-def test_files_survive_a_restart(client: Client, emulator: Hf3fsEmulator) -> None:
-    client.file("file", b"kept")
-    emulator.restart()
-    client.recover()
-    assert (client.mount / "file").read_bytes() == b"kept"
-    assert run(client.ring(), client.iov[:4], True, client.open("file", os.O_RDONLY)) == 4
+def test_files_survive_a_restart(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    mortal_client.file("file", b"kept")
+    mortal.restart()
+    mortal_client.recover()
+    assert (mortal_client.mount / "file").read_bytes() == b"kept"
+    assert run(mortal_client.ring(), mortal_client.iov[:4], True, mortal_client.open("file", os.O_RDONLY)) == 4
 
 
 @needs_fuse
 @pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_mount_of_a_killed_daemon_is_dead(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor = client.open("file", os.O_RDONLY, b"x")
-    emulator.kill()
-    for call in (lambda: os.stat(client.mount), lambda: os.pread(descriptor, 1, 0)):
+def test_mount_of_a_killed_daemon_is_dead(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor = mortal_client.open("file", os.O_RDONLY, b"x")
+    mortal.kill()
+    for call in (lambda: os.stat(mortal_client.mount), lambda: os.pread(descriptor, 1, 0)):
         with fails(errno.ENOTCONN):
             call()
-    emulator.restart()
-    client.recover()
+    mortal.restart()
+    mortal_client.recover()
 
 
-def test_ring_of_a_killed_daemon_stays_dead(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, b"x"), client.ring()
-    emulator.restart()
-    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
+def test_ring_of_a_killed_daemon_stays_dead(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor, ring = mortal_client.open("file", os.O_RDONLY, b"x"), mortal_client.ring()
+    mortal.restart()
+    ring.prepare(mortal_client.iov[:1], True, descriptor, 0).submit()
     assert ring.wait(min_results=1, timeout=0.05) == []
-    client.recover()
+    mortal_client.recover()
+
+
+def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(mortal: Hf3fsEmulator) -> None:
+    (mortal.mount / "file").write_bytes(b"x")
+    with start(CLIENT, str(mortal.mount), mortal) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        mortal.control.hang()
+        assert process.stdin is not None
+        print(file=process.stdin, flush=True)
+        mortal.control.until_hanging(1)
+        mortal.kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        process.kill()
+    Path("/dev/shm", CLIENT_MEMORY).unlink()
 
 
 def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:
@@ -85,6 +105,28 @@ def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:
     emulator.stop()
     emulator.stop()
     assert not emulator.directory.exists()
+
+
+def test_stopping_does_not_wait_for_open_files(kind: str) -> None:
+    with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
+        (emulator.mount / "file").touch()
+        descriptor = os.open(emulator.mount / "file", os.O_RDONLY)
+    assert not emulator.directory.exists()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", ["directory"], indirect=True)
+def test_daemon_by_hand(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercache.testing.hf3fs", "--mount", str(tmp_path / "mount")]
+    with subprocess.Popen([*command, "--no-fuse"], stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == f"serving {tmp_path}/mount\n"
+        assert extract_mount_point(str(tmp_path / "mount")) == str(tmp_path / "mount")
+        daemon.send_signal(signal.SIGINT)
+    assert daemon.returncode == 0
+    refused = subprocess.run([*command, "--no-fuse", "--backing", str(tmp_path)], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "--no-fuse" in refused.stderr
 
 
 def test_exception_leaves_nothing(kind: str) -> None:
@@ -129,7 +171,7 @@ def test_what_a_client_registered_goes_with_it(client: Client, emulator: Hf3fsEm
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         assert (emulator.control.statistics().buffers, emulator.control.statistics().rings) == (2, 1)
         process.send_signal(death)
-    Path("/dev/shm/test-3fs-client").unlink()
+    Path("/dev/shm", CLIENT_MEMORY).unlink()
     emulator.control.until_registered(buffers=1, rings=0)
     emulator.control.until_open_files(0)
 

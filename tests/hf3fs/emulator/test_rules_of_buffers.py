@@ -70,7 +70,7 @@ def test_rule_4_name_of_the_shared_memory_may_go_once_it_is_registered(client: C
 
 
 def test_rule_4_arena_in_shared_memory_is_an_iov(client: Client) -> None:
-    arena = Arena(ArenaSettings(2 << 20, shm_name="test-3fs"))
+    arena = Arena(ArenaSettings(2 << 20, shm_name=f"test-3fs-{os.getpid()}"))
     assert arena.shm_path is not None
     iov = make_iovec(SimpleNamespace(name=arena.shm_path.name, buf=arena.memory), str(client.mount))
     assert run(client.ring(), iov[4096:4099], True, client.open("file", os.O_RDONLY, b"abc")) == 3
@@ -90,6 +90,14 @@ def test_rule_5_slices_have_step_1(client: Client) -> None:
         client.iov[::2]
     with pytest.raises(TypeError):
         client.iov[0]
+
+
+def test_rule_5_slice_by_the_memory_itself(client: Client) -> None:
+    piece = client.iov.iov.slice_by(client.memory[100:103])
+    assert piece.base_off == 100
+    assert run(client.ring(), piece, True, client.open("file", os.O_RDONLY, b"abcdef")) == 3
+    with pytest.raises(IndexError):
+        client.iov.iov.slice_by(bytearray(10))
 
 
 def test_rule_5_result_and_place_are_of_the_slice_object(client: Client) -> None:

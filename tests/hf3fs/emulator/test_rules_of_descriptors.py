@@ -43,6 +43,7 @@ def test_rule_1_type_is_exactly_fuse_hf3fs() -> None:
 
 
 def test_rule_1_plain_directory_only_when_the_check_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", raising=False)
     with Hf3fsEmulator(fuse=False) as emulator:
         assert extract_mount_point(str(emulator.mount)) is None
         monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "no")
@@ -120,17 +121,19 @@ def test_rule_3_old_inode_stays_bound_to_a_number_closed_too_early(client: Clien
 
 @needs_fuse
 @pytest.mark.parametrize("kind", ["fuse"], indirect=True)
-def test_rule_3_deregistering_does_nothing_while_the_daemon_is_dead(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor = client.open("file", os.O_RDONLY, b"x")
-    emulator.kill()
+def test_rule_3_deregistering_does_nothing_while_the_daemon_is_dead(
+    mortal_client: Client, mortal: Hf3fsEmulator
+) -> None:
+    descriptor = mortal_client.open("file", os.O_RDONLY, b"x")
+    mortal.kill()
     deregister_fd(descriptor)
-    emulator.restart()
-    fresh = os.open(client.mount / "file", os.O_RDONLY)
+    mortal.restart()
+    fresh = os.open(mortal_client.mount / "file", os.O_RDONLY)
     os.dup2(fresh, descriptor, inheritable=False)
     with fails(errno.EINVAL):
         register_fd(descriptor)
     os.close(fresh)
-    client.recover()
+    mortal_client.recover()
 
 
 def test_rule_3_deregistered_descriptor_is_refused(client: Client) -> None:

@@ -65,15 +65,15 @@ def test_rule_9_waiting_lets_other_threads_run(client: Client, emulator: Hf3fsEm
         assert len(waiting.result(PATIENCE_S)) == 1
 
 
-def test_rule_9_waiting_with_a_timeout_survives_the_daemon(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor, ring = client.open("file", os.O_RDONLY, b"1"), client.ring()
-    emulator.control.hang()
-    ring.prepare(client.iov[:1], True, descriptor, 0).submit()
-    emulator.control.until_hanging(1)
-    emulator.kill()
+def test_rule_9_waiting_with_a_timeout_survives_the_daemon(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor, ring = mortal_client.open("file", os.O_RDONLY, b"1"), mortal_client.ring()
+    mortal.control.hang()
+    ring.prepare(mortal_client.iov[:1], True, descriptor, 0).submit()
+    mortal.control.until_hanging(1)
+    mortal.kill()
     assert ring.wait(min_results=1, timeout=0.05) == []
-    emulator.restart()
-    client.recover()
+    mortal.restart()
+    mortal_client.recover()
 
 
 def test_rule_10_short_at_the_end_and_nothing_beyond(client: Client) -> None:
@@ -114,11 +114,11 @@ def test_rule_10_hole_without_data_after_it_is_untouched(client: Client) -> None
     assert bytes(client.memory[:BLOCK]) == b"." * BLOCK
 
 
-def test_rule_10_flag_2_makes_a_hole_an_error(client: Client) -> None:
-    descriptor, ring = client.open(holes(client).name, os.O_RDONLY), client.ring(flags=2)
-    assert run(ring, client.iov[: 3 * BLOCK], True, descriptor) == -errno.ENODATA
-    assert run(ring, client.iov[: 2 * BLOCK], True, descriptor) == BLOCK
-    assert run(ring, client.iov[:BLOCK], True, descriptor) == BLOCK
+def test_rule_10_flag_2_makes_a_hole_an_error(mortal_client: Client) -> None:
+    descriptor, ring = mortal_client.open(holes(mortal_client).name, os.O_RDONLY), mortal_client.ring(flags=2)
+    assert run(ring, mortal_client.iov[: 3 * BLOCK], True, descriptor) == -errno.ENODATA
+    assert run(ring, mortal_client.iov[: 2 * BLOCK], True, descriptor) == BLOCK
+    assert run(ring, mortal_client.iov[:BLOCK], True, descriptor) == BLOCK
 
 
 def test_rule_10_write_beyond_the_end_leaves_a_hole(client: Client) -> None:
@@ -129,13 +129,13 @@ def test_rule_10_write_beyond_the_end_leaves_a_hole(client: Client) -> None:
     assert bytes(client.memory[: 2 * BLOCK + 1]) == bytes(2 * BLOCK) + b"x"
 
 
-def test_rule_11_unknown_inode(client: Client, emulator: Hf3fsEmulator) -> None:
-    descriptor = client.open("file", os.O_RDONLY, b"x")
-    emulator.restart()
-    add_link(f"/dev/shm/{client.shm.name}", client.iov.link)
-    assert run(client.ring(), client.iov[:1], True, descriptor) == -errno.EBADF
-    remove_link(client.iov.link)
-    client.recover()
+def test_rule_11_unknown_inode(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    descriptor = mortal_client.open("file", os.O_RDONLY, b"x")
+    mortal.restart()
+    add_link(f"/dev/shm/{mortal_client.shm.name}", mortal_client.iov.link)
+    assert run(mortal_client.ring(), mortal_client.iov[:1], True, descriptor) == -errno.EBADF
+    remove_link(mortal_client.iov.link)
+    mortal_client.recover()
 
 
 def test_rule_11_read_only(client: Client, emulator: Hf3fsEmulator) -> None:

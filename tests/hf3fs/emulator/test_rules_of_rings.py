@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hf3fs_fuse.io import make_ioring
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
 from tiercache.testing.hf3fs import Hf3fsEmulator
@@ -83,6 +84,18 @@ def test_rule_7_slot_frees_when_its_completion_was_waited_for(client: Client) ->
     assert len(ring.submit().wait(min_results=4, timeout=PATIENCE_S)) == 4
 
 
+def test_rule_7_early_operation_holds_back_the_room_of_later_ones(client: Client, emulator: Hf3fsEmulator) -> None:
+    descriptor, ring = client.open("file", os.O_RDONLY, b"123"), client.ring(entries=2, io_depth=1)
+    emulator.control.delay(0.5)
+    slow, fast, later = client.iov[:1], client.iov[1:2], client.iov[2:3]
+    ring.prepare(slow, True, descriptor, 0).prepare(fast, True, descriptor, 1).submit()
+    assert ring.wait(min_results=1, timeout=PATIENCE_S) == [fast]
+    with pytest.raises(BlockingIOError):  # one of two entries is free, and yet
+        ring.prepare(later, True, descriptor, 2)
+    assert ring.wait(min_results=1, timeout=PATIENCE_S) == [slow]
+    assert run(ring, later, True, descriptor, 2) == 1
+
+
 def test_rule_7_may_run_before_it_is_submitted(client: Client, emulator: Hf3fsEmulator) -> None:
     descriptor, ring = client.open("file", os.O_RDONLY, b"12"), client.ring()
     emulator.control.hang()
@@ -135,6 +148,13 @@ def test_rule_8_negative_depth_with_a_timeout_never_issues_a_partial_batch(clien
     assert len(ring.wait(min_results=3, timeout=PATIENCE_S)) == 3
 
 
+def test_rule_8_newer_daemons_refuse_a_negative_depth(kind: str) -> None:
+    with Hf3fsEmulator(fuse=kind == "fuse", negative_io_depth=False) as emulator:
+        with fails(errno.EINVAL):
+            make_ioring(str(emulator.mount), 4, io_depth=-1)
+        make_ioring(str(emulator.mount), 4, io_depth=0)
+
+
 def test_rule_13_submitter_and_waiter_may_be_two_threads(client: Client) -> None:
     descriptor, ring = client.open("file", os.O_RDONLY, bytes(8)), client.ring()
     with ThreadPoolExecutor(1) as waiter:
@@ -185,10 +205,10 @@ def test_rule_14_ring_that_goes_takes_its_registration_along(client: Client, emu
     assert emulator.control.statistics().rings == 0
 
 
-def test_rule_14_flags_from_2_leak_the_registration(client: Client, emulator: Hf3fsEmulator) -> None:
-    ring = client.ring(flags=2)
+def test_rule_14_flags_from_2_leak_the_registration(mortal_client: Client, mortal: Hf3fsEmulator) -> None:
+    ring = mortal_client.ring(flags=2)
     del ring
-    assert emulator.control.statistics().rings == 1
+    assert mortal.control.statistics().rings == 1
 
 
 def test_destroyed_ring_is_of_no_use(client: Client, emulator: Hf3fsEmulator) -> None:

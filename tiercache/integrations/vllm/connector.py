@@ -18,12 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.config import Config
-from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.kv_layout import attention_spec, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Progress, StepWork
 from tiercache.integrations.vllm.naming import BlockNames
+from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import Geometry
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.worker_side import WorkerSide
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tiercache.vllm")
 
-_SOURCES = {"cpu": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+_SOURCES = {
+    "cpu": CacheHitSource.HOST,
+    **dict.fromkeys(("disk", "gds", "weka"), CacheHitSource.DISK),
+}
 
 
 class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -95,15 +98,13 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        kv = KvBlocks(
-            kv_caches,
-            blocks=self._kv_cache_config.num_blocks,
-            heads=self._spec.num_kv_heads,
-            block_tokens=self._spec.block_size,
-            head_size=self._spec.head_size,
-        )
-        layout = make_layout(self._vllm_config, kv, self._geometry, list(kv_caches))
-        self._worker = WorkerSide(self._config, self._geometry, layout, kv, self._engine)
+        mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._spec)
+        try:
+            layout = make_layout(self._vllm_config, self._spec, mover.kv, self._geometry, list(kv_caches))
+            self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine)
+        except BaseException:
+            mover.close()
+            raise
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
+from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import Geometry
 
@@ -23,7 +24,7 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """The specification that all layers share. Raises LayoutError for models whose layers do not all keep the KV of every
     token in blocks of one kind."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
@@ -46,10 +47,19 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
             "expected KV scales from the checkpoint, found calculate_kv_scales: the meaning of a byte would differ "
             "from one process to the next"
         )
-    return groups[0].kv_cache_spec
+    spec = groups[0].kv_cache_spec
+    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
+    if packed or spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        raise LayoutError(
+            f"expected K and V of each token side by side, plain or in fp8 with one scale, found {spec.kv_quant_mode.name} "
+            f"with {spec.num_heads} x {spec.state_content_size_bytes} bytes; packed KV was not verified with this connector"
+        )
+    return spec
 
 
-def make_layout(config: VllmConfig, kv: KvBlocks, geometry: Geometry, layer_names: list[str]) -> Layout:
+def make_layout(
+    config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: Geometry, layer_names: list[str]
+) -> Layout:
     """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks."""
     import vllm
 
@@ -65,8 +75,8 @@ def make_layout(config: VllmConfig, kv: KvBlocks, geometry: Geometry, layer_name
         bytes_per_token=kv.bytes_per_block // geometry.block_tokens,
         kv_dtype=kv.dtype,
         layers=kv.layers,
-        kv_heads=kv.shape[1],
-        head_size=kv.shape[3] // 2,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
         block_tokens=geometry.block_tokens,
         byte_format=kv.describe(),
         engine=f"vllm {vllm.__version__}",

@@ -27,20 +27,22 @@ from tiercache.cache import TierCache
 from tiercache.core.keys import keys_from_hashes
 from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends, tail_lengths
+from tiercache.tiers.base import DeviceTier
 
 logger = logging.getLogger("tiercache.vllm")
 
 _LENGTH_BYTES = 4
 _LARGEST_MESSAGE_BYTES = 64 << 20
 
-_local: dict[tuple[str, int], tuple[CacheThread, Geometry]] = {}
-"""Caches of workers that live in this process, by engine and rank."""
+_local: dict[tuple[str, int], LookupServer] = {}
+"""Those of workers that live in this process, by engine and rank."""
 
 
-async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry) -> Match:
+async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, into_device: bool = False) -> Match:
     """How many blocks of a request the cache has: full chunks, then the longest tail. `names` has one name a block.
 
-    Starts promoting what is not hot, so that reading overlaps with the request's wait in the engine's queue.
+    Starts promoting what is not hot, so that reading overlaps with the request's wait in the engine's queue; but for
+    what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
     ends = chunk_ends(len(names), geometry)
     keys = keys_from_hashes(cache.namespace, [names[end - 1] for end in ends])
@@ -59,26 +61,33 @@ async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry) -> 
             break
     match.tokens_by_tier = tokens
     if tokens.get("cpu", 0) < match.blocks * geometry.block_tokens:
-        cache.warm_soon(found)
+        direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
+        cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
 
 
 class LookupServer:
     """Answers look-ups from another process. Lives on the worker's cache thread."""
 
-    def __init__(self, engine: str, rank: int, thread: CacheThread, geometry: Geometry) -> None:
+    def __init__(
+        self, engine: str, rank: int, thread: CacheThread, geometry: Geometry, *, into_device: bool = False
+    ) -> None:
+        self.thread = thread
+        self._into_device = into_device
         self._path = socket_path(engine, rank)
-        self._thread = thread
         self._geometry = geometry
         self._key = (engine, rank)
         self._lines: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        _local[self._key] = (thread, geometry)
+        _local[self._key] = self
         self._server = thread.submit(self._start()).result(10)
+
+    async def find(self, names: Sequence[bytes]) -> Match:
+        return await find(self.thread.cache, names, self._geometry, into_device=self._into_device)
 
     def close(self) -> None:
         _local.pop(self._key, None)
         with contextlib.suppress(Exception):
-            self._thread.submit(self._stop()).result(5)
+            self.thread.submit(self._stop()).result(5)
         self._path.unlink(missing_ok=True)
 
     async def _start(self) -> asyncio.Server:
@@ -120,7 +129,7 @@ class LookupServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, number: int, names: list[bytes]) -> None:
         try:
-            match = await find(self._thread.cache, names, self._geometry)
+            match = await self.find(names)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
@@ -144,8 +153,7 @@ class LookupClient:
     def begin(self, names: Sequence[bytes]) -> concurrent.futures.Future[Match]:
         """Never waits. The future ends with a Match, an empty one where a worker did not answer in time."""
         if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
-            thread, geometry = local
-            return thread.submit(find(thread.cache, names, geometry))
+            return local.thread.submit(local.find(names))
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="tiercache-lookup", daemon=True)

@@ -1,10 +1,9 @@
 """The worker's half: it owns the cache, moves blocks, and reports what has ended.
 
-Saves read the engine's blocks on copying threads while the next steps run. That is safe because blocks that a save reads are
-not given away before its copies have ended: the scheduler holds finished requests, and `before_blocks_are_given_away` waits
-for preempted ones. On vLLM's CPU platform KV is written when the forward returns, so `save` (called by vLLM's
-`wait_for_save`, after the forward) may read it at once. A device with streams has to record an event in `save` and wait for
-it in the source, before `gather`.
+Saves read the engine's blocks while the next steps run, on copying threads or streams of the device. That is safe because
+blocks that a save reads are not given away before its copies have ended: the scheduler holds finished requests, and
+`before_blocks_are_given_away` waits for preempted ones. How blocks are moved, and what orders that after the engine's own
+work, is the mover's business (`host_mover.py`, `device_mover.py`).
 """
 
 from __future__ import annotations
@@ -12,82 +11,63 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.kv_blocks import KvBlocks
-from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
-from tiercache.integrations.vllm.planning import Geometry, Transfer
+from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.planning import Geometry
 
 logger = logging.getLogger("tiercache.vllm")
 
 _MARGIN_S = 2.0
 """What a wait for the cache's thread may take beyond the cache's own deadline."""
 _PREEMPTION_WAIT_S = 1.0
-"""For copies that have not begun. Those under way are always waited for: they are a memcpy."""
+"""For copies that have not begun. Those under way are always waited for: they take as long as a memcpy."""
 _COPY_WAIT_S = 10.0
 
 
 @dataclass
 class _Saving:
-    """One `Save` under way. `copied` is set when no source will read the engine's blocks any more."""
-
     save: Save
     until_s: float
-    remaining: int
-    lending: Lending = field(default_factory=Lending)
-    copied: threading.Event = field(default_factory=threading.Event)
-
-    def source(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
-        def fill(payload: np.ndarray) -> None:
-            with self.lending:
-                kv.gather(transfer.blocks, payload)
-                self.lending.check()
-            self.remaining -= 1
-            if not self.remaining:
-                self.copied.set()
-
-        return fill
+    move: Move
 
 
 @dataclass
 class _Loading:
+    """Without a `move` it failed before it began."""
+
     load: Load
     began_s: float
     until_s: float
-    future: concurrent.futures.Future[int]
-    lending: Lending = field(default_factory=Lending)
+    move: Move | None = None
 
-    def sink(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
-        def scatter(payload: np.ndarray) -> None:
-            with self.lending:
-                kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
-
-        return scatter
+    @property
+    def is_over(self) -> bool:
+        return self.move is None or self.move.future.done() or time.monotonic() > self.until_s
 
 
 class WorkerSide:
-    """All methods are called by the engine's thread."""
+    """Owns the mover. All methods are called by the engine's thread."""
 
-    def __init__(self, config: Config, geometry: Geometry, layout: Layout, kv: KvBlocks, engine: str) -> None:
+    def __init__(self, config: Config, geometry: Geometry, layout: Layout, mover: Mover, engine: str) -> None:
         self.config = config
         self.geometry = geometry
-        self.kv = kv
-        self.thread = CacheThread(config, layout)
+        self.mover = mover
+        self.thread = CacheThread(config, layout, device=mover.driver)
         self._namespace = self.thread.cache.namespace
         try:
-            self._lookups = LookupServer(engine, layout.rank, self.thread, geometry)
+            self._lookups = LookupServer(
+                engine, layout.rank, self.thread, geometry, into_device=mover.driver is not None
+            )
         except BaseException:
             self.thread.close(0.0)
             raise
@@ -97,6 +77,8 @@ class WorkerSide:
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._hangs = False
+        """A copy never ended: its memory is not given back."""
         # An engine that just exits would leave its last chunks unwritten.
         atexit.register(self.close)
 
@@ -112,7 +94,7 @@ class WorkerSide:
                 self._loads_ended.add(loading.load.request_id)
 
     def save(self, work: StepWork) -> None:
-        """Begin the step's saves. Returns at once; the blocks are read by copying threads."""
+        """Begin the step's saves. Returns at once; the blocks are read in the background."""
         self._held |= work.held
         for save in work.saves:
             try:
@@ -126,9 +108,8 @@ class WorkerSide:
         wanted = set(request_ids)
         until_s = time.monotonic() + _PREEMPTION_WAIT_S
         for saving in self._saving:
-            if saving.save.request_id in wanted and not saving.copied.wait(max(0.0, until_s - time.monotonic())):
-                self._take_back(saving.lending)
-                saving.copied.set()
+            if saving.save.request_id in wanted and not saving.move.wait(max(0.0, until_s - time.monotonic())):
+                self._take_back(saving.move)
                 logger.info("saving request %s was cut short by its preemption", saving.save.request_id)
 
     def finished(self) -> tuple[set[str], set[str]]:
@@ -140,12 +121,7 @@ class WorkerSide:
             busy = {saving.save.request_id for saving in self._saving}
             sent = self._held - busy
             self._held &= busy
-        now_s = time.monotonic()
-        received = {
-            request_id
-            for request_id, loading in self._receiving.items()
-            if loading.future.done() or now_s > loading.until_s
-        }
+        received = {request_id for request_id, loading in self._receiving.items() if loading.is_over}
         for request_id in received:
             self._end_load(self._receiving.pop(request_id))
         return sent, received
@@ -166,14 +142,17 @@ class WorkerSide:
         """Write what is queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
         atexit.unregister(self.close)
         self._lookups.close()
+        # The engine's memory goes away after this.
         for loading in self._receiving.values():
-            self._take_back(loading.lending)
+            if loading.move is not None:
+                self._take_back(loading.move)
         for saving in self._saving:
-            # The engine's memory goes away after this.
-            saving.copied.wait(_PREEMPTION_WAIT_S)
-            self._take_back(saving.lending)
+            if not saving.move.wait(_PREEMPTION_WAIT_S):
+                self._take_back(saving.move)
         self._saving, self._receiving = [], {}
         report = self.thread.close(self.config.close_timeout_s)
+        if not self._hangs:
+            self.mover.close()
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
 
@@ -182,24 +161,24 @@ class WorkerSide:
     def _begin_load(self, load: Load) -> _Loading:
         limit_s = float(self.config.blocking_timeout_secs)
         began_s = time.monotonic()
-        loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S, concurrent.futures.Future())
+        loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
             keys = keys_from_hashes(self._namespace, [transfer.name for transfer in load.transfers])
-            sinks = [loading.sink(self.kv, transfer) for transfer in load.transfers]
-            loading.future = self.thread.submit(self.thread.cache.get_to(keys, sinks, deadline_s=limit_s))
+            loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
         except Exception as error:
-            loading.future.set_exception(error)
+            logger.warning("loading for request %s could not be begun: %r", load.request_id, error)
         return loading
 
     def _end_load(self, loading: _Loading) -> None:
         """Wait for what is left of its time, and note the blocks of every chunk that did not arrive."""
-        load = loading.load
+        load, move = loading.load, loading.move
         arrived = 0
         try:
-            arrived = loading.future.result(max(0.0, loading.until_s - time.monotonic()))
+            if move is not None:
+                arrived = move.future.result(max(0.0, loading.until_s - time.monotonic()))
         except (Exception, concurrent.futures.CancelledError) as error:
-            loading.future.cancel()
-            self._take_back(loading.lending)
+            assert move is not None
+            self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         missing = load.transfers[arrived:]
         blocks = [len(transfer.blocks) for transfer in load.transfers]
@@ -222,38 +201,34 @@ class WorkerSide:
         # A slot that does not come free soon is not worth holding the engine's blocks for.
         wait_s = self.config.queue_wait_s
         until_s = time.monotonic() + self.config.blocking_timeout_secs + _MARGIN_S
-        saving = _Saving(save, until_s, len(save.transfers))
         keys = keys_from_hashes(self._namespace, [transfer.name for transfer in save.transfers])
-        items = [
-            (key, transfer.chunk_blocks * self.kv.bytes_per_block, saving.source(self.kv, transfer))
-            for key, transfer in zip(keys, save.transfers, strict=True)
-        ]
-        future = self.thread.submit(self.thread.cache.put_from(items, deadline_s=wait_s))
-        self._saving.append(saving)
+        move = self.mover.put(self.thread, keys, save.transfers, wait_s)
+        self._saving.append(_Saving(save, until_s, move))
         tokens = sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
 
         def ended(done: concurrent.futures.Future[int]) -> None:
-            saving.copied.set()
             if done.cancelled():
                 return
             if (error := done.exception()) is not None:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
-            stored = tokens * done.result() // len(items)
+            stored = tokens * done.result() // len(keys)
             logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 
-        future.add_done_callback(ended)
+        move.future.add_done_callback(ended)
 
     def _has_ended(self, saving: _Saving) -> bool:
-        if not saving.copied.is_set() and time.monotonic() < saving.until_s:
-            return False
-        if not saving.copied.is_set():
+        if not saving.move.is_off_blocks():
+            if time.monotonic() < saving.until_s:
+                return False
             logger.warning("saving request %s takes too long and is cut short", saving.save.request_id)
-            self._take_back(saving.lending)
+            self._take_back(saving.move)
         self._saves_ended[saving.save.request_id] += 1
         return True
 
-    @staticmethod
-    def _take_back(lending: Lending) -> None:
-        if not lending.take_back(_COPY_WAIT_S):
-            logger.error("a copy of %s seconds and more: the machine hangs, or its memory is swapped out", _COPY_WAIT_S)
+    def _take_back(self, move: Move) -> None:
+        if not move.take_back(_COPY_WAIT_S):
+            self._hangs = True
+            logger.error(
+                "a copy of %s seconds and more: the machine or its device hangs, or memory is swapped out", _COPY_WAIT_S
+            )

@@ -14,7 +14,8 @@ cannot prove, since it is not 3FS:
 - speed. The bytes come from a page cache next door: no network, no RDMA, no chains of replicas, no storage targets.
 - what 3FS promises of durability, of consistency between clients, of files' lengths seen from other machines.
 - the real library's crashes and races. It raises where that one breaks a rule silently, and locks where that one does not.
-- GPU buffers, priorities (the real one's workers prefer some rings), NUMA, quotas, other users' permissions.
+- GPU buffers, priorities (the real one's workers prefer some rings), NUMA, quotas, other users' permissions; `hardlink`,
+  `punch_hole` and `read_file` are not there.
 
 Without FUSE it serves a plain directory. Then `extract_mount_point` finds the directory only by the emulator's socket in it,
 `stat` never lags behind a ring's writes, and a registered file is known to the daemon, not every open one.

@@ -25,9 +25,10 @@ def short_name(path: Path) -> Iterator[str]:
 class Channel:
     """Asks one thing at a time and waits for the answer. Threads may share it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, timeout_s: float | None = None) -> None:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(timeout_s)
         try:
             with short_name(path) as name:
                 self._socket.connect(name)
@@ -41,7 +42,7 @@ class Channel:
         self._socket.close()
 
     def ask(self, what: str, descriptors: Sequence[int] = (), **arguments: Any) -> Any:
-        """Raises OSError with the daemon's errno, ConnectionError when the daemon is gone."""
+        """Raises OSError with the daemon's errno, ConnectionError when it is gone, TimeoutError when it takes too long."""
         request = json.dumps({"what": what, **arguments}).encode() + b"\n"
         with self._lock:
             socket.send_fds(self._socket, [request], descriptors)

@@ -15,10 +15,12 @@ Call = Literal["open", "fsync", "rename", "unlink", "mkdir"]
 class Control:
     """Faults strike operations in the order in which the daemon claims them, the oldest fault that applies first.
 
-    `count` operations are struck, all until `clear` when it is None; of one `direction`, or of both when it is None.
+    `count` operations are struck, all until `clear` when it is None; of one `direction`, or of both when it is None. Methods
+    that wait raise TimeoutError after `patience_s`.
     """
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, patience_s: float = 30.0) -> None:
+        self.patience_s = patience_s
         self._socket = socket
         self._channel = Channel(socket)
 
@@ -77,7 +79,7 @@ class Control:
         return Statistics(**self._channel.ask("statistics"))
 
     def _wait(self, what: str, **arguments: Any) -> None:
-        channel = Channel(self._socket)  # of its own: other threads may go on asking
+        channel = Channel(self._socket, self.patience_s)  # of its own: other threads may go on asking
         try:
             channel.ask(what, **arguments)
         finally:

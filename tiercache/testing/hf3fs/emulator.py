@@ -49,6 +49,7 @@ class Hf3fsEmulator:
 
     `directory` holds the mount point, the files and the daemon's log; without one it is temporary. `fuse=None` mounts where
     the machine can, and else serves a plain directory, where clients need `environment`. The files outlive a restart.
+    Sources of 3FS differ in whether a daemon takes rings of `io_depth < 0`: with `negative_io_depth=False` they are EINVAL.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class Hf3fsEmulator:
         *,
         fuse: bool | None = None,
         threads: int = 4,
+        negative_io_depth: bool = True,
     ) -> None:
         self._given_directory = directory
         self.fuse = why_no_fuse() is None if fuse is None else fuse
         self.threads = threads
+        self.negative_io_depth = negative_io_depth
         self._daemon: subprocess.Popen[bytes] | None = None
         self._control: Control | None = None
         self._semaphores: list[str] = []
@@ -94,7 +97,7 @@ class Hf3fsEmulator:
     def start(self) -> None:
         """Returns once clients can come. Raises RuntimeError, with what the daemon said, when it does not get so far."""
         if self._given_directory is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="hf3fs-")
+            self._temporary = tempfile.TemporaryDirectory(prefix=f"hf3fs-{os.getpid()}-")
             self.directory = Path(self._temporary.name).resolve()
         else:
             self.directory = self._given_directory.resolve()
@@ -144,6 +147,7 @@ class Hf3fsEmulator:
         command = [
             sys.executable, "-m", "tiercache.testing.hf3fs", "--mount", str(self.mount), "--socket", str(socket),
             "--threads", str(self.threads), "--ready-fd", str(ready_there), "--until-stdin-closes",
+            *([] if self.negative_io_depth else ["--no-negative-io-depth"]),
             *(["--backing", str(self.backing)] if self.fuse else ["--no-fuse"]),
         ]  # fmt: skip
         try:

@@ -193,7 +193,7 @@ class ioring:
 
 def _register(mount_point: str, traits: RingTraits, entries: int) -> tuple[str, mmap.mmap]:
     identity = uuid.uuid4()
-    target = f"{SHARED_MEMORY}/hf3fs-iov-{identity}"
+    target = f"{SHARED_MEMORY}/hf3fs-iov-{os.getpid()}-{identity}"
     link = f"{mount_point}/{VIRTUAL_DIRECTORY}/iovs/{Registration(identity.bytes, ring=traits).name()}"
     size_bytes = ring_bytes(entries)
     descriptor = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

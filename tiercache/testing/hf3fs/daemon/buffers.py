@@ -36,7 +36,8 @@ class _Entry:
 
 
 class Buffers:
-    def __init__(self) -> None:
+    def __init__(self, *, negative_io_depth: bool = True) -> None:
+        self._negative_io_depth = negative_io_depth
         self._lock = threading.Condition()
         self._entries: dict[str, _Entry] = {}
         self._buffers: dict[bytes, Buffer] = {}
@@ -48,6 +49,8 @@ class Buffers:
             registration = parse_registration(name)
         except ValueError as error:
             raise OSError(errno.EINVAL, str(error)) from None
+        if registration.ring is not None and registration.ring.io_depth < 0 and not self._negative_io_depth:
+            raise OSError(errno.EINVAL, f"{name}: this daemon refuses a negative io_depth")
         with self._lock:
             if any(entry.registration.id == registration.id for entry in self._entries.values()):
                 raise OSError(errno.EEXIST, f"{name} is registered already")

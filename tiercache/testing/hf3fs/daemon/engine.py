@@ -33,7 +33,9 @@ class Engine:
         self._files = files
         self._buffers = buffers
         self._faults = faults
-        self.semaphores = [NamedSemaphore(f"hf3fs-submit-ios.{uuid.uuid4()}", create=True) for _ in SEMAPHORE_LINKS]
+        # With whose they are in the name: who finds some can tell what they are left from.
+        names = [f"hf3fs-submit-ios.{os.getppid()}.{uuid.uuid4()}" for _ in SEMAPHORE_LINKS]
+        self.semaphores = [NamedSemaphore(name, create=True) for name in names]
         self._work: SimpleQueue[tuple[Batch, int, Fault | None] | None] = SimpleQueue()
         self._stopping = False
         self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(threads)]
@@ -41,6 +43,7 @@ class Engine:
             threading.Thread(target=self._watch, args=(priority,), name=f"watcher-{priority}")
             for priority in range(len(self.semaphores))
         ]
+        self._count_lock = threading.Lock()
         self.operations = 0
         self.transferred_bytes = 0
 
@@ -68,13 +71,17 @@ class Engine:
         while not self._stopping:
             if not semaphore.wait(_WATCHER_WAKES_S):
                 continue  # as upstream does: time alone issues nothing
-            claimed = True
-            while claimed:
-                claimed = False
-                for ring in self._buffers.rings(priority):
-                    for batch in ring.claim():
-                        claimed = True
-                        self._dispatch(batch)
+            while self._issue(priority):
+                pass
+
+    def _issue(self, priority: int) -> bool:
+        """Dispatch what rings hold; whether there was any. Apart from `_watch`, whose variables would keep a ring mapped."""
+        claimed = False
+        for ring in self._buffers.rings(priority):
+            for batch in ring.claim():
+                claimed = True
+                self._dispatch(batch)
+        return claimed
 
     def _dispatch(self, batch: Batch) -> None:
         for position in range(len(batch.submissions)):
@@ -105,6 +112,8 @@ class Engine:
         self._finish(batch, position, result)
 
     def _finish(self, batch: Batch, position: int, result: int | None) -> None:
+        with self._count_lock:
+            self.operations += 1
         if batch.done(position, result):
             batch.ring.finish(batch)
             # What came meanwhile runs without anybody submitting again.
@@ -115,7 +124,6 @@ class Engine:
         """Bytes moved or -errno; None for a completion that is to be lost."""
         arguments = batch.ring.memory.arguments(batch.submissions[position][0])
         traits = batch.ring.traits
-        self.operations += 1
         if fault is not None and fault.action == "errno":
             raise OSError(int(fault.value), "a fault was asked for")
         if self._faults.read_only and not traits.for_read:
@@ -134,7 +142,8 @@ class Engine:
         else:
             self._files.will_write(known, arguments.file_offset + len(piece))
             moved = _write(known, piece, arguments.file_offset)
-        self.transferred_bytes += max(moved, 0)
+        with self._count_lock:
+            self.transferred_bytes += max(moved, 0)
         return None if fault is not None and fault.action == "lose" else moved
 
 

@@ -29,6 +29,7 @@ class Settings:
     socket: Path | None = None
     """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
     threads: int = 4
+    negative_io_depth: bool = True
     ready_descriptor: int | None = None
     """Gets a line of JSON once clients can come."""
     until_stdin_closes: bool = False
@@ -38,7 +39,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.files = KnownFiles()
-        self.buffers = Buffers()
+        self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
         self.faults = Faults()
         self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]

@@ -1,0 +1,99 @@
+"""`python -m tiercache.bench.gpu` on the CPU twin: all checks pass, figures have names, a failure loses nothing else."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device.conftest import GPU
+from tiercache.bench.gpu.accelerator import Moment
+from tiercache.bench.gpu.command import _run
+from tiercache.bench.gpu.report import TARGETS, Amount, Report
+
+pytest.importorskip("torch")
+
+PARTS = "paged,events,model,ttft,overlap,gds"
+
+
+def gpu_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tiercache.bench.gpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    place = tmp_path_factory.mktemp("gpu-bench")
+    file = place / "found.json"
+    run = gpu_bench("--twin", "--parts", PARTS, "--directory", place, "--json", file)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert list(place.iterdir()) == [file], "what the benchmark made is gone"
+    return {"stdout": run.stdout, **json.loads(file.read_text())}
+
+
+def test_every_part_ends_and_every_check_passes(found: dict[str, Any]) -> None:
+    assert {name: part["ended"] for name, part in found["parts"].items()} == dict.fromkeys(PARTS.split(","), "passed")
+    assert set(found["checks"].values()) == {"passed"}
+    assert len(found["checks"]) > 30
+    assert f"{len(found['checks'])} of {len(found['checks'])} checks passed" in found["stdout"]
+
+
+def test_results_say_where_they_come_from(found: dict[str, Any]) -> None:
+    assert found["machine"]["cpus"] >= 1
+    assert found["packages"]["torch"]
+    assert found["amount"] == "twin"
+    assert "the figures mean nothing" in found["stdout"]
+
+
+def test_every_target_names_figures_that_are_measured(found: dict[str, Any]) -> None:
+    measured = found["figures"]
+    for target in TARGETS:
+        if "cufile" in target.figure or "kvikio" in (target.beside or ""):
+            continue  # where kvikio finds a driver
+        assert target.found(measured) is not None, target
+
+
+def test_a_wrong_block_is_noticed(found: dict[str, Any]) -> None:
+    assert found["checks"]["model: a wrong block changes the logits"] == "passed"
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_a_machine_without_a_gpu_gets_one_sentence() -> None:
+    run = gpu_bench("--parts", "paged")
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("error: no NVIDIA driver here")
+    assert "--twin" in run.stderr
+
+
+def test_unknown_parts_are_refused() -> None:
+    run = gpu_bench("--twin", "--parts", "paged,speed")
+    assert run.returncode == 2
+    assert "expected a comma list of tests, paged" in run.stderr and "found 'speed'" in run.stderr
+
+
+def test_a_part_that_hangs_is_stopped_with_all_its_processes() -> None:
+    hang = "import subprocess, sys; print('begun', flush=True); subprocess.run(['sleep', '1000'])"
+    status, output = _run([sys.executable, "-c", hang], 1.0)
+    assert status is None
+    assert output == "begun\n"
+
+
+def test_a_step_that_fails_is_noted_and_the_next_one_runs(tmp_path: Path) -> None:
+    report = Report(tmp_path / "part.json", Amount(twin=True, quick=True), tmp_path)
+    with report.step("first"):
+        raise RuntimeError("no device")
+    with report.step("second"):
+        report.figures.add("speed_gbps", 1.0)
+        report.check("bytes", True)
+        report.check("bytes", False)
+        report.check("bytes", True)
+    saved = json.loads(report.path.read_text())
+    assert saved["checks"] == {"first": "RuntimeError: no device", "bytes": "failed"}
+    assert saved["figures"]["speed_gbps"]["count"] == 1
+
+
+def test_stamps_are_read_between_two_moments_on_both_clocks() -> None:
+    before, after = Moment(1_700_000_000_000_000_000, 5_000, 1), Moment(1_700_000_000_000_100_000, 105_010, 1)
+    assert before.to_host(1_700_000_000_000_050_000, after) == pytest.approx(55_005)

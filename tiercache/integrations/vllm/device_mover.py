@@ -1,0 +1,168 @@
+"""Blocks in device memory: streams of the cache read and write them, after the engine's own.
+
+The engine's thread records an event on the stream that it gives its work to, and the copies begin after that: a save reads
+what the forward wrote, a load does not write while an earlier step still reads. Blocks are free again when the copies have
+ended, which is asked of events recorded behind them; a save lets go of the engine's blocks as soon as they are gathered,
+long before the chunks have come to the host or a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from tiercache.bridge import CacheThread
+from tiercache.core.keys import ChunkKey
+from tiercache.device.driver import DeviceError, Driver, Event, Span, Stream
+from tiercache.device.payloads import PagedChunk
+from tiercache.errors import CacheClosed
+from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
+from tiercache.integrations.vllm.lending import Lending
+from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.planning import Transfer
+
+_POLL_S = 0.0005
+
+
+class _DeviceMove(Move):
+    """Copies are enqueued by the cache's thread inside `lending`; events behind them say when they have ended."""
+
+    def __init__(self, driver: Driver, thread: CacheThread, copies: int) -> None:
+        self.future = concurrent.futures.Future()
+        self._driver = driver
+        self._thread = thread
+        self._lending = Lending()
+        self._task: asyncio.Task[int] | None = None
+        self._lock = threading.Lock()
+        self._to_come = copies
+        """Copies that may still be enqueued: 0 when all were, the cache is done, or the blocks were taken back."""
+        self._behind: dict[Stream, Event] = {}
+        """The last event of each stream, as long as it may not have happened."""
+        self.after = driver.record(driver.current_stream())
+
+    def begin(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> None:
+        try:
+            self.future = self._thread.submit(self._run(operation))
+        except CacheClosed as error:
+            self._finish()
+            self.future.set_exception(error)
+
+    async def _run(self, operation: Callable[[], Coroutine[Any, Any, int]]) -> int:
+        self._task = asyncio.current_task()
+        try:
+            self._lending.check()
+            return await operation()
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._to_come = 0
+            self._have_ended()
+        self._driver.release(self.after)
+
+    def enqueue(self, copy: Callable[[], None], stream: Stream) -> None:
+        """Called by the cache's thread. Raises TakenBack."""
+        with self._lending:
+            try:
+                copy()
+            finally:
+                # Also a copy that failed may have been enqueued in part.
+                event = self._driver.record(stream)
+                with self._lock:
+                    self._to_come -= 1
+                    before = self._behind.pop(stream, None)
+                    self._behind[stream] = event
+                if before is not None:
+                    self._driver.release(before)
+
+    def is_off_blocks(self) -> bool:
+        with self._lock:
+            return self._to_come <= 0 and self._have_ended()
+
+    def wait(self, timeout_s: float) -> bool:
+        until_s = time.monotonic() + timeout_s
+        while not self.is_off_blocks():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def take_back(self, wait_s: float) -> bool:
+        self._lending.take_back(wait_s)
+        with self._lock:
+            self._to_come = 0
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._thread.loop.call_soon_threadsafe(self._cancel)
+        if self.wait(wait_s):
+            return True
+        with self._lock, contextlib.suppress(DeviceError):
+            # At least whatever the engine enqueues from now on comes after them.
+            for event in self._behind.values():
+                self._driver.wait(self._driver.current_stream(), event)
+        return False
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _have_ended(self) -> bool:
+        """Whether all copies enqueued by now have ended; their events are given back then. Called with the lock held."""
+        try:
+            if not all(self._driver.query(event) for event in self._behind.values()):
+                return False
+        except DeviceError:
+            # The device is lost, or about to be: who waits for this has a time limit.
+            return False
+        for event in self._behind.values():
+            self._driver.release(event)
+        self._behind.clear()
+        return True
+
+
+class _LentChunk(PagedChunk):
+    """A chunk in blocks that may be taken back."""
+
+    def __init__(self, move: _DeviceMove, kv: DeviceKvBlocks, transfer: Transfer) -> None:
+        super().__init__(kv.kv, transfer.blocks, chunk_tokens=transfer.chunk_blocks, skip=transfer.skip)
+        self._move = move
+
+    def gather(self, chunk: Span, stream: Stream) -> None:
+        self._move.enqueue(lambda: super(_LentChunk, self).gather(chunk, stream), stream)
+
+    def scatter(self, chunk: Span, stream: Stream) -> None:
+        self._move.enqueue(lambda: super(_LentChunk, self).scatter(chunk, stream), stream)
+
+
+class DeviceMover(Mover):
+    """Owns `kv` and its driver."""
+
+    def __init__(self, kv: DeviceKvBlocks) -> None:
+        self.driver = kv.driver
+        self.kv: DeviceKvBlocks = kv
+
+    def put(
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+    ) -> Move:
+        move = _DeviceMove(self.kv.driver, thread, len(transfers))
+        chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
+        move.begin(lambda: thread.cache.put_many(keys, chunks, after=move.after, deadline_s=deadline_s))
+        return move
+
+    def get(
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+    ) -> Move:
+        move = _DeviceMove(self.kv.driver, thread, len(transfers))
+        chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
+        move.begin(lambda: thread.cache.get_into(keys, chunks, after=move.after, deadline_s=deadline_s))
+        return move
+
+    def close(self) -> None:
+        with contextlib.suppress(DeviceError):
+            self.kv.close()
+        self.kv.driver.close()

@@ -1,0 +1,92 @@
+"""Blocks in host memory: copying threads of the cache read and write them.
+
+On vLLM's CPU platform KV is written when the forward returns, so blocks may be read at once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tiercache.bridge import CacheThread
+from tiercache.core.keys import ChunkKey
+from tiercache.integrations.vllm.kv_blocks import KvBlocks
+from tiercache.integrations.vllm.lending import Lending
+from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.planning import Transfer
+
+
+class _HostMove(Move):
+    """`_copied` is set when no copy will touch the engine's blocks any more."""
+
+    def __init__(self, chunks: int) -> None:
+        self._remaining = chunks
+        self._lock = threading.Lock()
+        self._lending = Lending()
+        self._copied = threading.Event()
+
+    def follow(self, future: concurrent.futures.Future[int]) -> None:
+        self.future = future
+        future.add_done_callback(lambda _: self._copied.set())
+
+    def is_off_blocks(self) -> bool:
+        return self._copied.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._copied.wait(timeout_s)
+
+    def take_back(self, wait_s: float) -> bool:
+        self.future.cancel()
+        ended = self._lending.take_back(wait_s)
+        self._copied.set()
+        return ended
+
+    def source(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
+        def fill(payload: np.ndarray) -> None:
+            with self._lending:
+                kv.gather(transfer.blocks, payload)
+                self._lending.check()
+            with self._lock:
+                self._remaining -= 1
+                if not self._remaining:
+                    self._copied.set()
+
+        return fill
+
+    def sink(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
+        def scatter(payload: np.ndarray) -> None:
+            with self._lending:
+                kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
+
+        return scatter
+
+
+class HostMover(Mover):
+    def __init__(self, kv: KvBlocks) -> None:
+        self.driver = None
+        self.kv: KvBlocks = kv
+
+    def put(
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+    ) -> Move:
+        move = _HostMove(len(transfers))
+        items = [
+            (key, transfer.chunk_blocks * self.kv.bytes_per_block, move.source(self.kv, transfer))
+            for key, transfer in zip(keys, transfers, strict=True)
+        ]
+        move.follow(thread.submit(thread.cache.put_from(items, deadline_s=deadline_s)))
+        return move
+
+    def get(
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+    ) -> Move:
+        move = _HostMove(len(transfers))
+        sinks = [move.sink(self.kv, transfer) for transfer in transfers]
+        move.follow(thread.submit(thread.cache.get_to(keys, sinks, deadline_s=deadline_s)))
+        return move
+
+    def close(self) -> None:
+        """Nothing to give back."""

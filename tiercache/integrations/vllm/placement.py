@@ -1,0 +1,68 @@
+"""Where the engine's KV lies, and who moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiercache.assembly import make_twin
+from tiercache.config import Config
+from tiercache.device.cuda import CudaDriver
+from tiercache.device.driver import Driver, Span
+from tiercache.errors import LayoutError
+from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
+from tiercache.integrations.vllm.device_mover import DeviceMover
+from tiercache.integrations.vllm.host_mover import HostMover
+from tiercache.integrations.vllm.kv_blocks import KvBlocks
+from tiercache.integrations.vllm.moves import Mover
+
+
+def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, spec: Any) -> Mover:
+    """Raises LayoutError for KV that cannot be moved from where it lies or was not verified; DeviceError without driver."""
+    driver = _driver_of(config, tensors)
+    if driver is None:
+        return HostMover(
+            KvBlocks(
+                tensors,
+                blocks=blocks,
+                heads=spec.num_kv_heads,
+                block_tokens=spec.block_size,
+                head_size=spec.head_size,
+            )
+        )
+    try:
+        return DeviceMover(
+            DeviceKvBlocks(
+                driver,
+                tensors,
+                blocks=blocks,
+                heads=spec.num_heads,
+                block_tokens=spec.block_size,
+                content_bytes=spec.state_content_size_bytes,
+            )
+        )
+    except BaseException:
+        driver.close()
+        raise
+
+
+def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:
+    """The driver of the device that holds the KV; None for host memory."""
+    devices = {str(tensor.device): tensor.device for tensor in tensors.values()}
+    if len(devices) != 1:
+        raise LayoutError(f"expected the KV of all layers on one device, found {', '.join(sorted(devices)) or 'no KV'}")
+    ((name, device),) = devices.items()
+    if device.type == "cpu" and config.device == "twin":
+        twin = make_twin()
+        for storage in [tensor.untyped_storage() for tensor in tensors.values()]:
+            twin.adopt(Span(storage.data_ptr(), storage.nbytes()))
+        return twin
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        raise LayoutError(f"expected KV in host memory or on a CUDA GPU, found it on {name}")
+    if config.device != "auto":
+        raise LayoutError(
+            f"the KV lies on {name}, and the configuration says device: {config.device}; use device: auto"
+        )
+    return CudaDriver(device.index or 0)

@@ -155,6 +155,8 @@ class Hf3fsTier(DiskTier):
             await self._metadata.submit(self.files.forget, path)
             if isinstance(error, CorruptChunk):
                 await self._metadata.submit(volume.quarantine, key)
+                # Anew: the first one's frames hold views of the rings' memory, and whoever keeps it would keep that.
+                raise CorruptChunk(str(error)) from None
             raise
         finally:
             self._readers.submit(self.files.release, file)

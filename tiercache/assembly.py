@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tiercache.config.remotes import Remote, remotes_of, split_paths
 from tiercache.config.schema import available_memory_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.cuda import CudaDriver
@@ -17,6 +18,8 @@ from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.hf3fs.engine import RingSettings
 from tiercache.tiers.mounts import file_system_of
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -29,6 +32,7 @@ logger = logging.getLogger("tiercache")
 MIB = 1 << 20
 WEKAFS = "wekafs"
 _WEKA_THREADS = 16
+_HF3FS_THREADS = 8
 
 
 def arena_settings(config: Config) -> ArenaSettings:
@@ -90,6 +94,9 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     if config.weka_path:
         directories = tuple(map(Path, config.weka_path))
         tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
+    for remote in remotes_of(config):
+        if remote.kind == "hf3fs":
+            tiers.append(Hf3fsTier(hf3fs_settings(config, layout, remote), layout.fingerprint, name=remote.name))
     return tiers
 
 
@@ -132,4 +139,25 @@ def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...])
         policy=config.cache_policy,
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
+    )
+
+
+def hf3fs_settings(config: Config, layout: Layout, remote: Remote) -> Hf3fsSettings:
+    """Chunks are spread over all base paths of the instance."""
+    return Hf3fsSettings(
+        directories=tuple(map(Path, split_paths(remote.place))),
+        cap_bytes=config.hf3fs_bytes,
+        threads=max(_HF3FS_THREADS, config.disk_io_threads),
+        direct=False,
+        durable=config.disk_durability == "fdatasync",
+        policy=config.cache_policy,
+        mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
+        iov_bytes=config.hf3fs_iov_size,
+        chunk_bytes=layout.chunk_bytes,
+        rings=RingSettings(
+            entries=config.hf3fs_ior_entries,
+            io_depth=config.hf3fs_io_depth,
+            rings=config.hf3fs_io_thread_num,
+            numa=config.hf3fs_numa_id,
+        ),
     )

@@ -98,6 +98,7 @@ class TierCache:
             opened = []
             try:
                 for tier in tiers:
+                    tier.use_arena(self._arena)
                     await tier.open()
                     opened.append(tier)
             except BaseException:

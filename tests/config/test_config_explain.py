@@ -47,7 +47,7 @@ def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
     """
     tiers = explain(load_text(text)).to_dict()["tiers"]
     assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis"]
-    assert [tier["state"] for tier in tiers] == ["on"] * 4 + ["not available in this version"] * 2
+    assert [tier["state"] for tier in tiers] == ["on"] * 5 + ["not available in this version"]
     assert tiers[1] == {
         "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "state": "on", "note": "",
     }  # fmt: skip

@@ -7,7 +7,6 @@ import pytest
 from tiercache.config import Config, explain
 from tiercache.config.foreign import FOREIGN
 from tiercache.config.schema import GB
-from tiercache.config.tiers import NOT_AVAILABLE
 
 FIXTURES = Path(__file__).parent / "fixtures"
 PAGES = ("cpu_ram", "local_disk", "gds", "weka", "hf3fs")
@@ -67,16 +66,13 @@ def test_3fs_as_a_plugin_is_checked_and_planned(load) -> None:
 
 def test_3fs_as_a_url_is_the_same_tier() -> None:
     planned = explain(from_file("hf3fs_url")).tiers[-1]
-    assert (planned.kind, planned.place, planned.state) == ("hf3fs", "/mnt/3fs/a, /mnt/3fs/b", NOT_AVAILABLE)
+    assert (planned.kind, planned.place, planned.state) == ("hf3fs", "/mnt/3fs/a, /mnt/3fs/b", "on")
 
 
-@pytest.mark.parametrize("page", ["hf3fs"])
-def test_a_tier_that_is_not_there_yet_is_one_warning_that_names_its_keys(page: str) -> None:
-    config = from_file(page)
-    assert len(config.warnings) == 1
-    for key, origin in config.origins.items():
-        if page in key:
-            assert key in config.warnings[0], origin
+def test_the_url_form_of_3fs_is_said_to_be_old() -> None:
+    (warning,) = from_file("hf3fs_url").warnings
+    assert warning.startswith("remote_url: hf3fs:// is the old form; use remote_storage_plugins")
+    assert from_file("hf3fs").warnings == ()
 
 
 def test_the_old_experimental_switch_is_ignored_in_silence() -> None:
@@ -90,7 +86,7 @@ def test_lmcache_keys_that_are_not_ours_are_accepted_and_named_in_one_warning(lo
 
 
 def test_each_warning_is_logged_once(load_text, caplog: pytest.LogCaptureFixture) -> None:
-    config = load_text("enable_p2p: true\np2p_host: a\nhf3fs_io_depth: 1\npin_timeout_sec: 5\n")
+    config = load_text("enable_p2p: true\np2p_host: a\npin_timeout_sec: 5\n")
     assert [record.getMessage() for record in caplog.records] == list(config.warnings)
     assert len(config.warnings) == 1
 

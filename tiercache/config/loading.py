@@ -12,7 +12,7 @@ from typing import Any
 
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
-from tiercache.config.remotes import PLUGIN_PREFIX
+from tiercache.config.remotes import PLUGIN_PREFIX, plugin_type
 from tiercache.config.schema import ALIASES, GB, KEYS, Config, Key, available_memory_bytes
 from tiercache.config.sources import (
     PREFIXES,
@@ -143,6 +143,10 @@ class _Resolution:
         warnings = self._without_effect()
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
+        if str(self.values.get("remote_url") or "").startswith("hf3fs://"):
+            warnings.append(
+                "remote_url: hf3fs:// is the old form; use remote_storage_plugins: [hf3fs] with hf3fs_base_path"
+            )
         if self.values.get("numa_mode") == "manual":
             self.values["numa_mode"] = None
             warnings.append("numa_mode: manual is not honoured, memory is not placed: use auto or the number of a node")
@@ -150,14 +154,21 @@ class _Resolution:
 
     def _without_effect(self) -> list[str]:
         """One line that names every key that was accepted and does nothing, and why."""
-        absent = [name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True)]
+        absent = [name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True) and not self._is_of_3fs(name)]
+        plugins = [name for name in self.plugins if plugin_type(name) != "hf3fs"]
         reasons = {
             "LMCache features that tiercache does not have": self.foreign,
-            f"of tiers {NOT_AVAILABLE}": [*absent, *(PLUGIN_PREFIX + name for name in self.plugins)],
+            f"of tiers {NOT_AVAILABLE}": [*absent, *(PLUGIN_PREFIX + name for name in plugins)],
             "not in this version": [name for name in self.values if not KEYS[name].honoured],
         }
         parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
+
+    def _is_of_3fs(self, name: str) -> bool:
+        """Whether a key of remote tiers is about 3FS only here."""
+        url = str(self.values.get("remote_url") or "hf3fs://").startswith("hf3fs://")
+        plugins = all(plugin_type(each) == "hf3fs" for each in self.values.get("remote_storage_plugins", ()))
+        return {"remote_url": url, "remote_storage_plugins": plugins, "remote_serde": url and plugins}.get(name, False)
 
     def _leave_memory_free(self) -> list[str]:
         """Lower the arena, here and once, so that the configuration says what will be taken."""

@@ -204,6 +204,13 @@ class Config:
     hf3fs_mount_point: str | None = _key(
         Optional(Text("a path")), None, "where 3FS is mounted", tier="hf3fs", extra=True
     )
+    max_hf3fs_size: float = _key(
+        Number(unit="GB"),
+        0.0,
+        "cap of a 3FS tier; 0: nine tenths of what is free there when the cache starts",
+        tier="hf3fs",
+        ours=True,
+    )
     hf3fs_iov_size: int = _key(
         Whole(104857600, 2147483648, "bytes"), 209715200, "shared memory for transfers", tier="hf3fs", extra=True
     )
@@ -267,6 +274,11 @@ class Config:
     def disk_bytes(self) -> int:
         """Cap of the disk tier; 0 when there is none."""
         return int(self.max_local_disk_size * GB) if self.local_disk else 0
+
+    @property
+    def hf3fs_bytes(self) -> int:
+        """Cap of each 3FS tier; 0 when the file system decides."""
+        return int(self.max_hf3fs_size * GB)
 
     @property
     def gds_bytes(self) -> int:

@@ -12,7 +12,7 @@ from tiercache.config.secrets import hidden
 if TYPE_CHECKING:
     from tiercache.config.schema import Config
 
-AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": False, "remote": False}
+AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": True, "remote": False}
 """Kinds of tiers, and whether this version has them. A new tier begins by becoming True."""
 
 NOT_AVAILABLE = "not available in this version"
@@ -72,7 +72,8 @@ def _gds(config: Config) -> Iterator[PlannedTier]:
 def _remotes(config: Config) -> Iterator[PlannedTier]:
     for remote in remotes_of(config):
         place = str(hidden("remote_url", remote.place))
-        yield PlannedTier(remote.name, remote.kind, place, None, _state(remote.kind))
+        cap_bytes = config.hf3fs_bytes or None if remote.kind == "hf3fs" else None
+        yield PlannedTier(remote.name, remote.kind, place, cap_bytes, _state(remote.kind))
 
 
 def _state(kind: str) -> str:

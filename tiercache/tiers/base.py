@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Span
+from tiercache.memory.arena import Arena
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ class Tier(ABC):
 
     name: str
     traits: Traits = Traits()
+
+    def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
+        """Told before `open`: the memory that payloads lie in, for tiers that register it with something."""
 
     @abstractmethod
     async def open(self) -> None:

@@ -7,10 +7,7 @@ pinned host memory where it does not, and without a GPU the tier serves host mem
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
@@ -21,12 +18,10 @@ from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.ledger import counted_in
+from tiercache.tiers.space import default_cap
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.gds")
-
-_SHARE_OF_FREE = 0.9
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class GdsTier(DiskTier, DeviceTier):
 
     async def open(self) -> None:
         if not self.settings.cap_bytes:
-            cap_bytes = await self._metadata.submit(_cap, self.settings.directories)
+            cap_bytes = await self._metadata.submit(default_cap, self.settings.directories)
             self.settings = replace(self.settings, cap_bytes=cap_bytes)
         await super().open()
         try:
@@ -159,15 +154,3 @@ class GdsTier(DiskTier, DeviceTier):
 
     def _where(self) -> str:
         return ", ".join(map(str, self.settings.directories))
-
-
-def _cap(directories: Sequence[Path]) -> int:
-    """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
-    every instance that shares them, and after every restart."""
-    total_bytes = 0
-    for directory in directories:
-        directory.mkdir(parents=True, exist_ok=True)
-        space = os.statvfs(directory)
-        counted_bytes = counted_in(directory / ".tiercache" / "ledger")
-        total_bytes += int(_SHARE_OF_FREE * (space.f_bavail * space.f_frsize + counted_bytes))
-    return total_bytes

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from tests.device.fake import FakeDriver, FakeStream
+from tests.device.fake import FakeDriver, FakeEvent, FakeStream
 from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.events import WAYS, EventBridge
 from tiercache.device.twin import TwinDriver
@@ -125,6 +125,24 @@ class TestOrder:
                 await within(futures[: done + happened])
                 assert bridge.pending == MANY - done - happened
             assert open_files() <= before
+
+    async def test_pipes_belong_to_the_oldest_of_a_stream(self, fake: FakeDriver) -> None:
+        """Also when who is told waits again at once, before pipes are given to those who waited longer."""
+        with bridged(fake, "callback") as bridge:
+            stream = fake.make_stream()
+            futures = [bridge.after(stream) for _ in range(8)]
+            beside = fake.streams[-1]
+            assert beside is not stream
+            for turn in range(8):
+                futures[turn].add_done_callback(lambda _: futures.append(bridge.after(stream)))
+            for turn in range(8):
+                fake.happen(stream)
+                await within([futures[turn]])
+                await several_rounds()
+                awaited = [work for work in beside.work if isinstance(work, FakeEvent)]
+                assert awaited == list(stream.events)[:4]
+            fake.happen(stream, 8)
+            await within(futures)
 
     async def test_work_of_a_device_is_awaited_while_the_loop_runs(self, driver: Driver, how: str) -> None:
         with bridged(driver, how) as bridge:

@@ -25,7 +25,7 @@ import logging
 import os
 import select
 import threading
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -176,28 +176,29 @@ class _Callbacks:
         self._close = ctypes.cast(ctypes.CDLL(None).close, ctypes.c_void_p).value or 0
         self._beside: dict[Stream, Stream] = {}
         self._pipes: dict[int, tuple[_Lane, _Pending]] = {}
-        self._armed: Counter[Stream] = Counter()
         self._epoll = select.epoll()
         bridge.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
-        if self._armed[lane.stream] < _PIPES_A_STREAM:
+        if len(lane.waiting) <= _PIPES_A_STREAM:
             self._arm(lane, pending)
 
     def go_on(self, lane: _Lane) -> None:
-        """Give pipes to the oldest that are left."""
+        """Give pipes to the oldest that are left - when those who wait have gone on: asking the driver takes its time."""
+        self._bridge.loop.call_soon(self._arm_oldest, lane)
+
+    def _arm_oldest(self, lane: _Lane) -> None:
         for pending in itertools.islice(lane.waiting, _PIPES_A_STREAM):
             if pending.read_end is None:
                 # What the driver refuses now it will refuse to the watch as well, which tells the waiters.
                 with contextlib.suppress(DeviceError):
-                    self.begin(lane, pending)
+                    self._arm(lane, pending)
 
     def end(self, pending: _Pending) -> None:
         """Its signal is no longer needed, or has come."""
         if pending.read_end is None:
             return
-        lane, _ = self._pipes.pop(pending.read_end)
-        self._armed[lane.stream] -= 1
+        del self._pipes[pending.read_end]
         # Not left to `close`: a forked process may hold the read end too, and it would be reported under a number that is
         # another's by then.
         self._epoll.unregister(pending.read_end)
@@ -227,7 +228,6 @@ class _Callbacks:
             raise
         self._epoll.register(read_end, 0)  # a hang-up is always reported
         self._pipes[read_end] = lane, pending
-        self._armed[lane.stream] += 1
         pending.read_end = read_end
 
     def _ready(self) -> None:

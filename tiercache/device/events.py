@@ -244,8 +244,10 @@ class _Threads:
     def __init__(self, bridge: EventBridge) -> None:
         self._bridge = bridge
         self._queues: dict[Stream, SimpleQueue[_Pending | None]] = {}
-        self._passed: deque[tuple[_Lane, _Pending]] = deque()
+        self._passed: list[tuple[_Lane, _Pending]] = []
         self._wake_pending = False
+        self._closed = False
+        self._lock = threading.Lock()
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
         queue = self._queues.get(lane.stream)
@@ -262,6 +264,10 @@ class _Threads:
     def end(self, pending: _Pending) -> None: ...
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for _, pending in self._take_passed():
+            self._bridge.let_go(pending)
         for queue in self._queues.values():
             queue.put(None)
 
@@ -270,19 +276,27 @@ class _Threads:
             # An error is found again, and told, by `settle`.
             with contextlib.suppress(DeviceError):
                 self._bridge.driver.synchronize(pending.event)
-            self._passed.append((lane, pending))
-            if not self._wake_pending:
-                self._wake_pending = True
+            with self._lock:
+                if self._closed:
+                    self._bridge.let_go(pending)  # nobody else has it any more
+                    continue
+                self._passed.append((lane, pending))
+                wake, self._wake_pending = not self._wake_pending, True
+            if wake:
                 try:
                     self._bridge.loop.call_soon_threadsafe(self._ready)
                 except RuntimeError:
                     return  # the loop is closed
 
+    def _take_passed(self) -> list[tuple[_Lane, _Pending]]:
+        with self._lock:
+            self._wake_pending = False
+            passed, self._passed = self._passed, []
+            return passed
+
     def _ready(self) -> None:
-        self._wake_pending = False
         lanes = set()
-        while self._passed:
-            lane, pending = self._passed.popleft()
+        for lane, pending in self._take_passed():
             lanes.add(lane)
             self._bridge.let_go(pending)
         for lane in lanes:

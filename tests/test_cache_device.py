@@ -105,8 +105,10 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
 @pytest.mark.parametrize("local_cpu", [True, False])
 @pytest.mark.parametrize("tier", ["gds", "weka"])
 async def test_chunks_come_back_after_a_restart(
-    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool
+    opened: Opened, driver: TwinDriver, tmp_path: Path, tier: str, local_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if tier == "weka":
+        monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
     keys = [key_of(number) for number in range(30)]
     tensors = chunks(driver, range(30))
     settings = {f"{tier}_path": (str(tmp_path / tier),), "local_cpu": local_cpu}
@@ -261,7 +263,16 @@ async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
         assert [tier.name for tier in cache.tiers] == ["weka"]
 
 
-async def test_weka_demands_gpudirect_storage_unless_told_otherwise(opened: Opened, tmp_path: Path) -> None:
+async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"):
+        async with opened(weka_path=(str(tmp_path),)):
+            pass
+
+
+async def test_weka_demands_gpudirect_storage_unless_told_otherwise(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
     with pytest.raises(ConfigError, match="weka_path: GPUDirect Storage does not work with .* Set use_gds: false"):
         async with opened(weka_path=(str(tmp_path),), use_gds=True):
             pass

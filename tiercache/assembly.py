@@ -93,6 +93,12 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
             tiers.append(GdsTier(gds_settings(config, layout, (directory,)), layout.fingerprint, device))
     if config.weka_path:
         directories = tuple(map(Path, config.weka_path))
+        for directory in directories:
+            if (kind := file_system_of(directory)) != WEKAFS:
+                raise ConfigError(
+                    f"weka_path: {directory} lies on {kind}, not on a Weka file system ({WEKAFS}): is it mounted? gds_path "
+                    "takes any file system"
+                )
         tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
     for remote in remotes_of(config):
         if remote.kind == "hf3fs":

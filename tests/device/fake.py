@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -128,3 +131,22 @@ class FakeDriver(Driver):
         raise NotImplementedError
 
     def close(self) -> None: ...
+
+
+@contextmanager
+def forked() -> Iterator[None]:
+    """While a child lives that does nothing and holds every file of ours."""
+    child_waits, end = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads are alive; the child touches none of theirs
+        child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(child_waits, 1)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(end)
+        os.close(child_waits)
+        os.waitpid(child, 0)

@@ -184,6 +184,9 @@ async def test_events_are_awaited(driver: CudaDriver, how: str) -> None:
     stream = driver.make_stream()
     await asyncio.wait_for(asyncio.gather(*(bridge.after(stream) for _ in range(100))), 20)
     bridge.close()
+    for thread in threading.enumerate():
+        if "cuda:0-events" in thread.name:
+            thread.join(10)
 
 
 async def test_a_failing_device_fails_who_waits(driver: CudaDriver, stub: Stub) -> None:

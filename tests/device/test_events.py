@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import uvloop
 
-from tests.device.fake import FakeDriver, FakeStream
+from tests.device.fake import FakeDriver, FakeEvent, FakeStream, forked
 from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.events import WAYS, EventBridge
 from tiercache.device.twin import TwinDriver
@@ -125,6 +125,24 @@ class TestOrder:
                 await within(futures[: done + happened])
                 assert bridge.pending == MANY - done - happened
             assert open_files() <= before
+
+    async def test_pipes_belong_to_the_oldest_of_a_stream(self, fake: FakeDriver) -> None:
+        """Also when who is told waits again at once, before pipes are given to those who waited longer."""
+        with bridged(fake, "callback") as bridge:
+            stream = fake.make_stream()
+            futures = [bridge.after(stream) for _ in range(8)]
+            beside = fake.streams[-1]
+            assert beside is not stream
+            for turn in range(8):
+                futures[turn].add_done_callback(lambda _: futures.append(bridge.after(stream)))
+            for turn in range(8):
+                fake.happen(stream)
+                await within([futures[turn]])
+                await several_rounds()
+                awaited = [work for work in beside.work if isinstance(work, FakeEvent)]
+                assert awaited == list(stream.events)[:4]
+            fake.happen(stream, 8)
+            await within(futures)
 
     async def test_work_of_a_device_is_awaited_while_the_loop_runs(self, driver: Driver, how: str) -> None:
         with bridged(driver, how) as bridge:
@@ -270,6 +288,7 @@ class TestEnd:
         await several_rounds()
         assert open_files() <= before
         _join_event_threads(threads)
+        assert fake.released == 21, "no event is lost"
 
     def test_a_loop_that_ends_first(self, fake: FakeDriver, how: str) -> None:
         threads = event_threads()
@@ -318,7 +337,7 @@ class TestEnd:
     async def test_a_fork_that_holds_the_pipes_open(self, fake: FakeDriver) -> None:
         with bridged(fake, "callback") as bridge:
             futures = [bridge.after(fake.idle) for _ in range(4)]
-            with _forked():
+            with forked():
                 fake.happen(fake.idle, 4)
                 await within(futures)
                 calls = fake.calls
@@ -328,25 +347,6 @@ class TestEnd:
             assert not any(future.done() for future in futures), "the end of the fork tells nobody anything"
             fake.happen(fake.idle, 4)
             await within(futures)
-
-
-@contextmanager
-def _forked() -> Iterator[None]:
-    """While a child lives that does nothing and holds every file of ours."""
-    child_waits, end = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads are alive; the child touches none of theirs
-        child = os.fork()
-    if child == 0:
-        os.close(end)
-        os.read(child_waits, 1)
-        os._exit(0)
-    try:
-        yield
-    finally:
-        os.close(end)
-        os.close(child_waits)
-        os.waitpid(child, 0)
 
 
 def _join_event_threads(expected: int) -> None:

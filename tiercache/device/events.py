@@ -25,7 +25,7 @@ import logging
 import os
 import select
 import threading
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -176,28 +176,29 @@ class _Callbacks:
         self._close = ctypes.cast(ctypes.CDLL(None).close, ctypes.c_void_p).value or 0
         self._beside: dict[Stream, Stream] = {}
         self._pipes: dict[int, tuple[_Lane, _Pending]] = {}
-        self._armed: Counter[Stream] = Counter()
         self._epoll = select.epoll()
         bridge.loop.add_reader(self._epoll.fileno(), self._ready)
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
-        if self._armed[lane.stream] < _PIPES_A_STREAM:
+        if len(lane.waiting) <= _PIPES_A_STREAM:
             self._arm(lane, pending)
 
     def go_on(self, lane: _Lane) -> None:
-        """Give pipes to the oldest that are left."""
+        """Give pipes to the oldest that are left - when those who wait have gone on: asking the driver takes its time."""
+        self._bridge.loop.call_soon(self._arm_oldest, lane)
+
+    def _arm_oldest(self, lane: _Lane) -> None:
         for pending in itertools.islice(lane.waiting, _PIPES_A_STREAM):
             if pending.read_end is None:
                 # What the driver refuses now it will refuse to the watch as well, which tells the waiters.
                 with contextlib.suppress(DeviceError):
-                    self.begin(lane, pending)
+                    self._arm(lane, pending)
 
     def end(self, pending: _Pending) -> None:
         """Its signal is no longer needed, or has come."""
         if pending.read_end is None:
             return
-        lane, _ = self._pipes.pop(pending.read_end)
-        self._armed[lane.stream] -= 1
+        del self._pipes[pending.read_end]
         # Not left to `close`: a forked process may hold the read end too, and it would be reported under a number that is
         # another's by then.
         self._epoll.unregister(pending.read_end)
@@ -227,7 +228,6 @@ class _Callbacks:
             raise
         self._epoll.register(read_end, 0)  # a hang-up is always reported
         self._pipes[read_end] = lane, pending
-        self._armed[lane.stream] += 1
         pending.read_end = read_end
 
     def _ready(self) -> None:
@@ -244,8 +244,10 @@ class _Threads:
     def __init__(self, bridge: EventBridge) -> None:
         self._bridge = bridge
         self._queues: dict[Stream, SimpleQueue[_Pending | None]] = {}
-        self._passed: deque[tuple[_Lane, _Pending]] = deque()
+        self._passed: list[tuple[_Lane, _Pending]] = []
         self._wake_pending = False
+        self._closed = False
+        self._lock = threading.Lock()
 
     def begin(self, lane: _Lane, pending: _Pending) -> None:
         queue = self._queues.get(lane.stream)
@@ -262,6 +264,10 @@ class _Threads:
     def end(self, pending: _Pending) -> None: ...
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        for _, pending in self._take_passed():
+            self._bridge.let_go(pending)
         for queue in self._queues.values():
             queue.put(None)
 
@@ -270,19 +276,27 @@ class _Threads:
             # An error is found again, and told, by `settle`.
             with contextlib.suppress(DeviceError):
                 self._bridge.driver.synchronize(pending.event)
-            self._passed.append((lane, pending))
-            if not self._wake_pending:
-                self._wake_pending = True
+            with self._lock:
+                if self._closed:
+                    self._bridge.let_go(pending)  # nobody else has it any more
+                    continue
+                self._passed.append((lane, pending))
+                wake, self._wake_pending = not self._wake_pending, True
+            if wake:
                 try:
                     self._bridge.loop.call_soon_threadsafe(self._ready)
                 except RuntimeError:
                     return  # the loop is closed
 
+    def _take_passed(self) -> list[tuple[_Lane, _Pending]]:
+        with self._lock:
+            self._wake_pending = False
+            passed, self._passed = self._passed, []
+            return passed
+
     def _ready(self) -> None:
-        self._wake_pending = False
         lanes = set()
-        while self._passed:
-            lane, pending = self._passed.popleft()
+        for lane, pending in self._take_passed():
             lanes.add(lane)
             self._bridge.let_go(pending)
         for lane in lanes:

@@ -73,6 +73,8 @@ class WorkerSide:
             raise
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
+        self._storing: set[concurrent.futures.Future[int]] = set()
+        """Of saves that may be off the engine's blocks already and are not in the cache yet."""
         self._saves_ended: Counter[str] = Counter()
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
@@ -139,8 +141,9 @@ class WorkerSide:
         return progress
 
     def close(self) -> None:
-        """Write what is queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
+        """Write what is under way and queued, for up to `close_timeout_s`, and end the cache. Idempotent."""
         atexit.unregister(self.close)
+        until_s = time.monotonic() + self.config.close_timeout_s
         self._lookups.close()
         # The engine's memory goes away after this.
         for loading in self._receiving.values():
@@ -150,7 +153,8 @@ class WorkerSide:
             if not saving.move.wait(_PREEMPTION_WAIT_S):
                 self._take_back(saving.move)
         self._saving, self._receiving = [], {}
-        report = self.thread.close(self.config.close_timeout_s)
+        concurrent.futures.wait(list(self._storing), max(0.0, until_s - time.monotonic()))
+        report = self.thread.close(max(0.0, until_s - time.monotonic()))
         if not self._hangs:
             self.mover.close()
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
@@ -207,6 +211,7 @@ class WorkerSide:
         tokens = sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
 
         def ended(done: concurrent.futures.Future[int]) -> None:
+            self._storing.discard(done)
             if done.cancelled():
                 return
             if (error := done.exception()) is not None:
@@ -215,6 +220,7 @@ class WorkerSide:
             stored = tokens * done.result() // len(keys)
             logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 
+        self._storing.add(move.future)
         move.future.add_done_callback(ended)
 
     def _has_ended(self, saving: _Saving) -> bool:

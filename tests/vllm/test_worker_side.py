@@ -1,0 +1,428 @@
+"""The worker's half with a real cache: blocks in host memory, and on the CPU twin with streams held back."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import torch
+
+from tiercache.config import Config
+from tiercache.core.keys import keys_from_hashes
+from tiercache.core.layout import Layout
+from tiercache.device.driver import DeviceError
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import LayoutError
+from tiercache.integrations.vllm import worker_side
+from tiercache.integrations.vllm.messages import Load, Save, StepWork
+from tiercache.integrations.vllm.placement import make_mover
+from tiercache.integrations.vllm.planning import Geometry, Transfer
+from tiercache.integrations.vllm.worker_side import WorkerSide
+
+GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
+BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 3, 2, 8
+SHAPE = (BLOCKS, HEADS, 16, 2 * HEAD_SIZE)
+SPEC = SimpleNamespace(
+    block_size=16,
+    num_kv_heads=HEADS,
+    num_heads=HEADS,
+    head_size=HEAD_SIZE,
+    state_content_size_bytes=2 * HEAD_SIZE * 2,
+)
+NAMES = [bytes([number]) * 32 for number in range(32)]
+
+
+class EngineTwin(TwinDriver):
+    """Only the engine's thread has the engine's stream, as it is with torch's; and events that are not given back count."""
+
+    events = 0
+
+    def __init__(self, total_bytes: int) -> None:
+        super().__init__(total_bytes)
+        self._of_others = self.make_stream()
+
+    def current_stream(self) -> Any:
+        engine = threading.current_thread() is threading.main_thread()
+        return super().current_stream() if engine else self._of_others
+
+    def record(self, stream: Any) -> Any:
+        self.events += 1
+        return super().record(stream)
+
+    def release(self, event: Any) -> None:
+        self.events -= 1
+        super().release(event)
+
+
+class Worker:
+    """A worker's half, the engine's KV, and the engine's stream where there is one."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.kv = [torch.randint(-100, 100, SHAPE).to(torch.bfloat16) for _ in range(LAYERS)]
+        config = Config(**({"max_local_cpu_size": 0.01, "close_timeout_s": 5.0} | settings))
+        mover = make_mover(config, {f"layer.{number}": layer for number, layer in enumerate(self.kv)}, BLOCKS, SPEC)
+        tokens = GEOMETRY.chunk_tokens
+        layout = Layout(
+            "m",
+            chunk_tokens=tokens,
+            bytes_per_token=mover.kv.bytes_per_block // 16,
+            block_tokens=16,
+            byte_format=mover.kv.describe(),
+        )
+        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex)
+        self.mover = mover
+
+    @property
+    def driver(self) -> EngineTwin:
+        assert isinstance(self.mover.driver, EngineTwin)
+        return self.mover.driver
+
+    def content(self, *blocks: int) -> Any:
+        return torch.stack([layer[torch.tensor(blocks)] for layer in self.kv])
+
+    def erase(self, *blocks: int) -> None:
+        for layer in self.kv:
+            layer[torch.tensor(blocks)] = 0
+
+    def saves(self, *transfers: Transfer, name: str = "r") -> None:
+        self.side.save(StepWork(saves=[Save(name, list(transfers), 64)]))
+
+    def stores(self, *transfers: Transfer) -> None:
+        """Waits until the cache has the chunks too, which may be after the blocks are free."""
+        self.saves(*transfers)
+        assert self.is_saved()
+        assert self.finishes(lambda: all(self.has(transfer.name) for transfer in transfers))
+
+    def is_saved(self, name: str = "r") -> bool:
+        """Waits for the saves under way."""
+        ended = self.finishes(lambda: name in self.side.finished()[0], held={name})
+        progress = self.side.take_progress()
+        return ended and progress is not None and progress.saves == {name: 1}
+
+    def finishes(self, happened: Callable[[], bool], held: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
+        self.side.save(StepWork(held=held))
+        for _ in range(500):
+            if happened():
+                return True
+            settled = threading.Event()
+            self.side.thread.loop.call_soon_threadsafe(lambda: self.side.thread.loop.call_later(0.005, settled.set))
+            settled.wait(10)
+        return False
+
+    def loads(self, *transfers: Transfer, later: bool = False, name: str = "r") -> None:
+        self.side.load(StepWork(loads=[Load(name, list(transfers), later)]))
+
+    def has(self, name: bytes) -> bool:
+        """Whether the cache has a chunk, when all that is under way there has ended."""
+        cache = self.side.thread.cache
+        found = self.side.thread.submit(cache.lookup_keys(keys_from_hashes(cache.namespace, [name]))).result(10)
+        return found.chunks == 1
+
+    def hold(self) -> threading.Event:
+        """Whatever the engine gives its stream from now on waits for the event to be set."""
+        held = threading.Event()
+        self.driver.current_stream().enqueue(held.wait)
+        return held
+
+    def computes(self, block: int, value: int) -> None:
+        """A step on the engine's stream fills a block."""
+        for layer in self.kv:
+            row = layer[block]
+            self.driver.fill(row.data_ptr(), value, row.numel() * row.element_size(), self.driver.current_stream())
+
+    def stops_its_loop(self) -> threading.Event:
+        """The cache's thread does nothing until the event is set."""
+        stopped, go_on = threading.Event(), threading.Event()
+
+        def stop() -> None:
+            stopped.set()
+            go_on.wait(10)
+
+        self.side.thread.loop.call_soon_threadsafe(stop)
+        stopped.wait(10)
+        return go_on
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
+    monkeypatch.setattr("tiercache.assembly.TwinDriver", EngineTwin)
+    workers: list[Worker] = []
+
+    def make(**settings: Any) -> Worker:
+        workers.append(Worker(**settings))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.side.close()
+
+
+@pytest.fixture(params=["auto", "twin"])
+def worker(request: pytest.FixtureRequest, made: Callable[..., Worker]) -> Worker:
+    return made(device=request.param)
+
+
+@pytest.fixture
+def twin(made: Callable[..., Worker]) -> Worker:
+    return made(device="twin")
+
+
+FIRST = Transfer(NAMES[1], 2, 0, (4, 9))
+SECOND = Transfer(NAMES[3], 2, 0, (7, 3))
+
+
+def into(transfer: Transfer, *blocks: int) -> Transfer:
+    """The end of the same chunk, into other blocks."""
+    return Transfer(transfer.name, transfer.chunk_blocks, transfer.chunk_blocks - len(blocks), blocks)
+
+
+# In host memory and in device memory
+
+
+def test_saved_blocks_come_back_in_others(worker: Worker) -> None:
+    expected = worker.content(4, 9, 7, 3)
+    worker.stores(FIRST, SECOND)
+    worker.erase(4, 9, 7, 3)
+    worker.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
+    assert torch.equal(worker.content(20, 21, 30, 1), expected)
+    progress = worker.side.take_progress()
+    assert progress is not None and progress.loads == {"r"}
+    worker.loads(into(SECOND, 11))
+    assert torch.equal(worker.content(11), expected[:, 3:])
+    assert worker.side.take_bad_blocks() == set()
+
+
+def test_blocks_of_chunks_that_are_gone_are_reported(worker: Worker) -> None:
+    expected = worker.content(4, 9)
+    worker.stores(FIRST)
+    worker.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
+    assert torch.equal(worker.content(20, 21), expected)
+    assert worker.side.take_bad_blocks() == {30, 1}
+    assert worker.side.take_bad_blocks() == set()
+
+
+def test_asynchronous_load_is_received_when_it_has_ended(worker: Worker) -> None:
+    expected = worker.content(4, 9)
+    worker.stores(FIRST)
+    worker.loads(into(FIRST, 20, 21), later=True)
+    assert worker.finishes(lambda: worker.side.finished()[1] == {"r"})
+    assert torch.equal(worker.content(20, 21), expected)
+    assert worker.side.take_progress() is None
+
+
+def test_save_that_never_began_is_cut_short_by_a_preemption(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.01)
+    go_on = worker.stops_its_loop()
+    worker.saves(FIRST)
+    worker.side.before_blocks_are_given_away(["r"])
+    worker.erase(4, 9)
+    go_on.set()
+    assert worker.is_saved(), "it has ended, as far as the engine is concerned"
+    assert not worker.has(FIRST.name)
+
+
+def test_late_load_never_writes_to_blocks_that_were_given_away(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.stores(FIRST)
+    monkeypatch.setattr(worker_side, "_MARGIN_S", 0.02 - worker.side.config.blocking_timeout_secs)
+    go_on = worker.stops_its_loop()
+    worker.loads(into(FIRST, 20, 21))
+    assert worker.side.take_bad_blocks() == {20, 21}
+    worker.erase(20, 21)
+    go_on.set()
+    assert worker.has(FIRST.name)
+    assert not worker.content(20, 21).any()
+
+
+def test_engine_goes_on_without_its_cache(worker: Worker) -> None:
+    worker.side.thread.close(1.0)
+    worker.saves(FIRST)
+    worker.loads(into(FIRST, 20, 21))
+    assert worker.side.take_bad_blocks() == {20, 21}
+    assert worker.is_saved()
+
+
+def test_what_was_saved_is_there_after_a_restart(made: Callable[..., Worker], tmp_path: Path) -> None:
+    settings = {"device": "twin", "gds_path": (str(tmp_path),), "gds_buffer_size": 4, "use_gds": False}
+    first = made(**settings)
+    expected = first.content(4, 9, 7, 3)
+    first.saves(FIRST, SECOND)
+    first.side.close()
+    second = made(**settings)
+    second.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
+    assert torch.equal(second.content(20, 21, 30, 1), expected)
+    assert second.side.thread.cache.statistics().tiers["cpu"].writes == 0, "they came from GDS and not from host memory"
+
+
+# With streams held back
+
+
+def test_save_reads_what_the_forward_wrote(twin: Worker) -> None:
+    held = twin.hold()
+    twin.computes(4, 7)
+    twin.computes(9, 8)
+    before = twin.content(4, 9)
+    twin.saves(FIRST)
+    assert twin.side.finished() == (set(), set())
+    twin.side.save(StepWork(held={"r"}))
+    assert twin.has(SECOND.name) is False  # the cache's thread has had its turn
+    assert twin.side.finished() == (set(), set()), "its blocks are still held"
+    assert torch.equal(twin.content(4, 9), before)
+    held.set()
+    assert twin.is_saved()
+    assert twin.finishes(lambda: twin.has(FIRST.name))
+    written = twin.content(4, 9)
+    assert not torch.equal(written, before)
+    twin.loads(into(FIRST, 20, 21))
+    assert torch.equal(twin.content(20, 21), written)
+
+
+def test_blocks_are_free_when_they_are_gathered(twin: Worker) -> None:
+    """Not only when the chunk has come to the host: nothing but the gathering reads them."""
+    driver, device = twin.driver, twin.side.thread.cache._device
+    assert device is not None
+    held = threading.Event()
+    device.offload.enqueue(held.wait)
+    expected = twin.content(4, 9)
+    twin.saves(FIRST)
+    assert twin.is_saved()
+    twin.erase(4, 9)
+    assert not twin.has(FIRST.name)
+    held.set()
+    driver.synchronize(driver.record(device.offload))
+    assert twin.finishes(lambda: twin.has(FIRST.name))
+    twin.loads(into(FIRST, 20, 21))
+    assert torch.equal(twin.content(20, 21), expected)
+
+
+def test_load_writes_after_what_the_engine_still_reads(twin: Worker) -> None:
+    expected, old = twin.content(4, 9), twin.content(20)
+    twin.stores(FIRST)
+    probe = torch.zeros_like(twin.kv[0][20])
+    held = twin.hold()
+    length = probe.numel() * probe.element_size()
+    twin.driver.copy(probe.data_ptr(), twin.kv[0][20].data_ptr(), length, twin.driver.current_stream())
+    twin.loads(into(FIRST, 20, 21), later=True)
+    assert twin.has(FIRST.name)
+    assert twin.side.finished() == (set(), set())
+    assert torch.equal(twin.content(20), old)
+    held.set()
+    assert twin.finishes(lambda: twin.side.finished()[1] == {"r"})
+    assert torch.equal(probe, old[0][0]), "the earlier step read what was there"
+    assert torch.equal(twin.content(20, 21), expected)
+
+
+def test_preempted_blocks_are_waited_for(twin: Worker) -> None:
+    held = twin.hold()
+    twin.computes(4, 7)
+    twin.saves(FIRST)
+    twin.saves(SECOND, name="other")
+    assert not twin.has(NAMES[9])  # the cache's thread has had its turn
+    timer = threading.Timer(0.05, held.set)
+    timer.start()
+    twin.side.before_blocks_are_given_away(["r"])
+    assert held.is_set()
+    expected = twin.content(4, 9)
+    twin.erase(4, 9)
+    assert twin.finishes(lambda: twin.has(FIRST.name))
+    twin.loads(into(FIRST, 20, 21))
+    assert torch.equal(twin.content(20, 21), expected)
+
+
+def test_preemption_does_not_wait_for_others(twin: Worker) -> None:
+    held = twin.hold()
+    twin.saves(FIRST)
+    twin.side.before_blocks_are_given_away(["other"])
+    assert not held.is_set()
+    held.set()
+
+
+def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
+    twin: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load is late and its last copy cannot be stopped: what the engine then computes into the blocks must stay."""
+    twin.stores(FIRST)
+    monkeypatch.setattr(worker_side, "_MARGIN_S", 0.1 - twin.side.config.blocking_timeout_secs)
+    monkeypatch.setattr(worker_side, "_COPY_WAIT_S", 0.02)
+    device = twin.side.thread.cache._device
+    assert device is not None
+    held = threading.Event()
+    device.gather.enqueue(held.wait)
+    twin.loads(into(FIRST, 20, 21))
+    assert twin.side.take_bad_blocks() == {20, 21}
+    assert "a copy of 0.02 seconds and more" in caplog.text
+    twin.computes(20, 5)
+    twin.computes(21, 5)
+    held.set()
+    driver = twin.driver
+    driver.synchronize(driver.record(driver.current_stream()))
+    assert (twin.content(20, 21).view(torch.uint8) == 5).all()
+
+
+def test_lost_device_costs_the_cache_and_not_the_engine(twin: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_side, "_COPY_WAIT_S", 0.02)
+    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.02)
+    twin.stores(FIRST)
+    held = twin.hold()
+    twin.saves(SECOND)
+    twin.driver.lose()
+    held.set()
+    twin.loads(into(FIRST, 20, 21))
+    assert twin.side.take_bad_blocks() == {20, 21}
+    twin.saves(SECOND, name="later")
+    twin.side.before_blocks_are_given_away(["r"])
+    progress = twin.side.take_progress()
+    assert progress is not None and progress.saves == {"later": 1}
+
+
+def test_events_are_given_back(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = made(device="twin")
+    twin.stores(FIRST, SECOND)
+    twin.loads(into(FIRST, 20, 21))
+    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.01)
+    go_on = twin.stops_its_loop()
+    twin.saves(Transfer(NAMES[5], 2, 0, (1, 2)))
+    twin.side.before_blocks_are_given_away(["r"])
+    go_on.set()
+    twin.side.close()
+    twin.saves(Transfer(NAMES[7], 2, 0, (1, 2)))
+    assert twin.driver.events == EVENTS_OF_A_TABLE
+
+
+EVENTS_OF_A_TABLE = 1
+"""PagedKv waits for the upload of its table on an event that it keeps."""
+
+
+# Which memory can be served
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings", "found"),
+    [
+        (["cpu", "meta"], {}, "expected the KV of all layers on one device, found cpu, meta"),
+        (["meta"], {}, "expected KV in host memory or on a CUDA GPU, found it on meta"),
+        (["cuda:1"], {"device": "none"}, "the KV lies on cuda:1, and the configuration says device: none"),
+        (["cuda:1"], {"device": "twin"}, "the KV lies on cuda:1, and the configuration says device: twin"),
+        ([], {}, "no KV"),
+    ],
+)
+def test_kv_that_cannot_be_moved_is_refused(devices: list[str], settings: dict[str, Any], found: str) -> None:
+    tensors = {str(number): SimpleNamespace(device=torch.device(name)) for number, name in enumerate(devices)}
+    with pytest.raises(LayoutError, match=found):
+        make_mover(Config(**settings), tensors, BLOCKS, SPEC)
+
+
+def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver(ordinal: int) -> None:
+        raise DeviceError(f"cuda:{ordinal}: no NVIDIA driver")
+
+    monkeypatch.setattr("tiercache.integrations.vllm.placement.CudaDriver", no_driver)
+    with pytest.raises(DeviceError, match="cuda:3: no NVIDIA driver"):
+        make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, SPEC)

@@ -287,7 +287,7 @@ class DevicePath:
     async def _enqueue_get(
         self, lease: Lease, payload: DevicePayload, rooms: list[Slot], deadline_s: float
     ) -> None:
-        device, driver = self.device, self.device.driver
+        device = self.device
         view = lease.view
         length = lease.payload_bytes
         if payload.payload_bytes != length:

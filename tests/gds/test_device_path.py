@@ -139,7 +139,11 @@ class Hold:
 
 
 @pytest.mark.parametrize("paged", [False, True])
-async def test_round_trip_through_the_tier(bench: Bench, paged: bool) -> None:
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bool) -> None:
+    bench.driver.can_pin = pinned
+    bench.device.pin(bench.cpu.pool.view(0))
+    assert bench.device.copies_block is not pinned
     assert await bench.put(*range(1, 21), paged=paged) == 20
     assert await bench.writer.flush(10.0)
     assert bench.writer.counters.written == 20

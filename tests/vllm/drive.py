@@ -132,6 +132,13 @@ class Driver:
                     file.write(bytes([byte ^ 4]))
         return len(files)
 
+    def remove_files(self, directory: str) -> int:
+        """Every chunk file, behind the tier's back."""
+        files = [path for path in Path(directory).glob("??/*") if path.is_file()]
+        for path in files:
+            path.unlink()
+        return len(files)
+
     def reset_prefix_cache(self) -> bool:
         return bool(self.llm.reset_prefix_cache())
 

@@ -284,3 +284,96 @@ def test_many_requests_in_little_memory(
     for ours, theirs in zip(after, oracle, strict=True):
         assert close_answer(ours, theirs)
     assert not re.search(r"Traceback|of no use|failed", log)
+
+
+def device_settings(directory: Path) -> dict[str, Any]:
+    """The engine's memory treated as a device's: all KV goes through streams, events, kernels and the device's pool."""
+    return tiercache_settings(
+        directory / "disk", device="twin", gds_path=str(directory / "gds"), gds_buffer_size=128, use_gds=False
+    )
+
+
+@pytest.fixture(scope="session")
+def device_life(
+    model: str, prompts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any], str]:
+    directory = tmp_path_factory.mktemp("device")
+    names = ["cold", "flush", "hot", "clear", "gds", "statistics"]
+    steps: list[list[Any]] = [
+        ["generate", prompts],
+        ["flush"],
+        ["generate", prompts],
+        ["clear_hot"],
+        ["generate", prompts],
+        ["statistics"],
+    ]
+    answers, log = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "tiercache": device_settings(directory),
+        },
+        steps,
+    )
+    return directory, dict(zip(names, answers, strict=True)), log
+
+
+@pytest.mark.parametrize("tier", ["hot", "gds"])
+def test_hit_through_device_memory_gives_the_prefix_caches_answer(
+    device_life: tuple[Path, dict[str, Any], str], oracle: list[dict[str, Any]], tier: str
+) -> None:
+    _, answers, log = device_life
+    assert [answer["cached"] for answer in answers["cold"]] == [0, 0]
+    for ours, theirs in zip(answers[tier], oracle, strict=True):
+        assert ours["cached"] == theirs["cached"]
+        assert same_answer(ours, theirs)
+    assert not re.search(r"Traceback|of no use|rest is computed instead", log)
+
+
+def test_gds_is_read_into_the_device_and_not_through_the_host(
+    device_life: tuple[Path, dict[str, Any], str],
+) -> None:
+    statistics = device_life[1]["statistics"]
+    chunks = statistics["writers"]["gds"]["written"]
+    assert chunks == statistics["writers"]["disk"]["written"] >= 8
+    assert statistics["device"]["reader"]["hits"]["gds"] == chunks
+    assert statistics["tiers"]["disk"]["reads"] == 0
+    assert statistics["tiers"]["cpu"]["writes"] == chunks, "by the cold requests; GDS was not promoted"
+    assert statistics["device"]["slots_free"] == statistics["device"]["slots"]
+
+
+def test_new_process_with_device_memory_loads_what_the_old_one_stored(
+    device_life: tuple[Path, dict[str, Any], str], model: str, prompts: list[str], oracle: list[dict[str, Any]]
+) -> None:
+    """From GDS, asynchronously; when its files are gone, from disk through the host; and at last wrong KV."""
+    directory = device_life[0]
+    (gds, removed, disk, statistics, corrupted, wrong), log = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "tiercache": device_settings(directory) | {"enable_async_loading": True},
+        },
+        [
+            ["generate", prompts],
+            ["remove_files", str(directory / "gds")],
+            ["generate", prompts],
+            ["statistics"],
+            ["corrupt_hot"],
+            ["generate", prompts],
+        ],
+    )
+    assert removed >= 8
+    assert statistics["device"]["reader"]["hits"]["gds"] >= 8
+    assert statistics["reader"]["hits"]["disk"] >= 8
+    for answers in (gds, disk):
+        for ours, theirs in zip(answers, oracle, strict=True):
+            assert ours["cached"] == theirs["cached"]
+            assert same_answer(ours, theirs)
+    assert not re.search(r"Traceback|of no use|rest is computed instead", log)
+    # The negative control: if the answers stayed with reversed bytes, all this would prove nothing.
+    assert corrupted >= 8
+    for ours, theirs in zip(wrong, oracle, strict=True):
+        assert ours["cached"] == theirs["cached"]
+        assert not close_answer(ours, theirs)

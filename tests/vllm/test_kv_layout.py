@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec, SlidingWindowSpec
 
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.kv_layout import attention_spec
@@ -45,6 +46,25 @@ def test_one_group_of_full_attention_is_known() -> None:
 def test_other_models_are_refused(specs: tuple[Any, ...], found: str) -> None:
     with pytest.raises(LayoutError, match=found):
         spec_of(*specs)
+
+
+@pytest.mark.parametrize(
+    ("packing", "found"),
+    [
+        ({"state_content_bytes": 200}, "found NONE with 2 x 200 bytes"),
+        ({"num_head_slots": 4}, "found NONE with 4 x 256 bytes"),
+        ({"kv_quant_mode": KVQuantMode.INT8_PER_TOKEN_HEAD}, "found INT8_PER_TOKEN_HEAD"),
+        ({"kv_quant_mode": KVQuantMode.NVFP4, "dtype": torch.uint8}, "found NVFP4 with 2 x 128 bytes"),
+    ],
+)
+def test_packed_kv_is_refused(packing: dict[str, Any], found: str) -> None:
+    with pytest.raises(LayoutError, match=found):
+        spec_of(replace(FULL, **packing))
+
+
+def test_fp8_with_one_scale_is_known() -> None:
+    fp8 = replace(FULL, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)
+    assert spec_of(fp8) is fp8
 
 
 @pytest.mark.parametrize(

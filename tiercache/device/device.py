@@ -32,6 +32,8 @@ class Device:
         self.load = driver.make_stream()
         self.has_kernels = driver.has_kernels
         self._pinned: list[np.ndarray] = []
+        self.copies_block = False
+        """Whether enqueuing a copy of host memory waits for it: so it is where the memory could not be pinned."""
         self.bridge: EventBridge
 
     def begin(self) -> None:
@@ -42,6 +44,8 @@ class Device:
         """Lock host memory for fast copies, until `close`. Blocks for about a second for each 10 GB."""
         if self.driver.pin(memory):
             self._pinned.append(memory)
+        else:
+            self.copies_block = True
 
     def close(self, *, memory_in_use: bool = False) -> None:
         """Give everything back; memory that hung operations still use stays. Idempotent."""

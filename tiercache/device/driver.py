@@ -101,6 +101,12 @@ class Driver(ABC):
     def synchronize(self, event: Event) -> None:
         """Block the calling thread until `event` has happened; sleeps, and holds no GIL."""
 
+    def finish(self, stream: Stream) -> None:
+        """Block the calling thread until all that is enqueued on `stream` by now has ended."""
+        event = self.record(stream)
+        self.synchronize(event)
+        self.release(event)
+
     @abstractmethod
     def call(self, stream: Stream, function: int, argument: int) -> None:
         """Call the native function at address `function` (`void (*)(void *)`) when `stream` gets here. It must not use the

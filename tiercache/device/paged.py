@@ -87,7 +87,7 @@ class PagedKv:
             self._table = driver.allocate(-(-self._addresses.nbytes // 4096) * 4096)
             stream = driver.current_stream()
             driver.copy(self._table.address, self._addresses.ctypes.data, self._addresses.nbytes, stream)
-            driver.synchronize(driver.record(stream))
+            driver.finish(stream)
 
     @property
     def bytes_per_token(self) -> int:

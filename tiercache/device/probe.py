@@ -75,7 +75,7 @@ def try_gds(directory: Path, ordinal: int) -> str:
         stream = driver.make_stream()
         driver.fill(span.address, 0xA5, _BYTES, stream)
         driver.fill(span.address + _BYTES, 0, _BYTES, stream)
-        driver.synchronize(driver.record(stream))
+        driver.finish(stream)
         written, read = driver.array(span.part(0, _BYTES)), driver.array(span.part(_BYTES, _BYTES))
         with kvikio.CuFile(str(path), "w") as file:
             file.pwrite(written, _BYTES, 0).get()
@@ -85,7 +85,7 @@ def try_gds(directory: Path, ordinal: int) -> str:
 
         host = np.zeros(_BYTES, dtype=np.uint8)
         driver.copy(host.ctypes.data, span.address + _BYTES, _BYTES, stream)
-        driver.synchronize(driver.record(stream))
+        driver.finish(stream)
         return "" if (host == 0xA5).all() else "what was read back is not what was written"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -66,6 +66,8 @@ class TwinDriver(Driver):
         self._mappings: dict[int, mmap.mmap] = {}
         self._adopted: list[Span] = []
         self._streams: list[TwinStream] = []
+        self.can_pin = True
+        """What `pin` answers."""
         self._lost = threading.Event()
         self._kernels: ctypes.CDLL | None = None
         self._sought = False
@@ -105,7 +107,7 @@ class TwinDriver(Driver):
         return host_view(span.address, span.length_bytes)
 
     def pin(self, memory: np.ndarray) -> bool:
-        return True
+        return self.can_pin
 
     def unpin(self, memory: np.ndarray) -> None: ...
 

@@ -102,7 +102,7 @@ class DevicePath:
                     await self._admit(key, payload, batch, deadline_s)
                 if batch.storing:
                     try:
-                        self._enqueue_put(batch, after)
+                        await self._enqueue_put(batch, after)
                     finally:
                         # Also what was enqueued before something failed reads the caller's memory.
                         done = self._end_of(self.device.gather, self.device.offload)
@@ -160,7 +160,7 @@ class DevicePath:
             raise
         batch.storing.append(chunk)
 
-    def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
+    async def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
         device, driver = self.device, self.device.driver
         if after is not None:
             driver.wait(device.gather, after)
@@ -179,7 +179,7 @@ class DevicePath:
                     self._follow(device.gather, device.offload)
                 hot = self.cpu.pool.view(chunk.hot, aligned(length))
                 hot[length:] = 0
-                driver.copy(hot.ctypes.data, source.address, length, device.offload)
+                await self._copy(hot.ctypes.data, source.address, length, device.offload)
 
     def _abandon(self, chunk: _Storing) -> None:
         if chunk.hot is not None:
@@ -287,7 +287,7 @@ class DevicePath:
     async def _enqueue_get(
         self, lease: Lease, payload: DevicePayload, rooms: list[Slot], deadline_s: float
     ) -> None:
-        device, driver = self.device, self.device.driver
+        device = self.device
         view = lease.view
         length = lease.payload_bytes
         if payload.payload_bytes != length:
@@ -295,7 +295,7 @@ class DevicePath:
         if isinstance(view, Span):
             payload.scatter(view, device.gather)
         elif payload.span is not None:
-            driver.copy(payload.span.address, view.ctypes.data, length, device.load)
+            await self._copy(payload.span.address, view.ctypes.data, length, device.load)
         else:
             room = self.staging.try_reserve(Purpose.READ)
             if room is None:
@@ -304,9 +304,17 @@ class DevicePath:
                 raise TimeoutError("no room in the device's pool by the deadline")
             rooms.append(room)
             staged = device.pool.view(room, length)
-            driver.copy(staged.address, view.ctypes.data, length, device.load)
+            await self._copy(staged.address, view.ctypes.data, length, device.load)
             self._follow(device.load, device.gather)
             payload.scatter(staged, device.gather)
+
+    async def _copy(self, destination: int, source: int, length: int, stream: Stream) -> None:
+        """Enqueue a copy between host and device; in a thread where that waits for the copy."""
+        copy = self.device.driver.copy
+        if self.device.copies_block:
+            await to_the_end(self.cpu.copiers.submit(copy, destination, source, length, stream))
+        else:
+            copy(destination, source, length, stream)
 
     def _follow(self, first: Stream, second: Stream) -> None:
         """Let later work on `second` begin after what is enqueued on `first`."""

@@ -62,9 +62,7 @@ class ThreadStreams:
 
     def synchronize(self) -> None:
         """Sleep until this thread's stream has ended its work."""
-        event = self._driver.record(self.get())
-        self._driver.synchronize(event)
-        self._driver.release(event)
+        self._driver.finish(self.get())
 
 
 class BounceFiles(DeviceFiles):

@@ -51,7 +51,11 @@ class StagingTier(CpuTier):
         with lease:
             span = lease.view
             stream = self.device.offload
-            self.device.driver.copy(into.ctypes.data, span.address, span.length_bytes, stream)
+            arguments = (into.ctypes.data, span.address, span.length_bytes, stream)
+            if self.device.copies_block:
+                await to_the_end(self.copiers.submit(self.device.driver.copy, *arguments))
+            else:
+                self.device.driver.copy(*arguments)
             await to_the_end(self.device.bridge.after(stream))
             return int(span.length_bytes)
 

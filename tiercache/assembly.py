@@ -19,7 +19,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
-from tiercache.tiers.hf3fs.engine import RingSettings
+from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.mounts import file_system_of
 from tiercache.tiers.weka import WekaSettings, WekaTier
 

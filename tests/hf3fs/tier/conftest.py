@@ -14,7 +14,7 @@ from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator, install
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
-from tiercache.tiers.hf3fs.engine import RingSettings
+from tiercache.tiers.hf3fs.ring import RingSettings
 
 FINGERPRINT = b"3" * 16
 RINGS = RingSettings(entries=16, rings=2, hang_s=0.5)

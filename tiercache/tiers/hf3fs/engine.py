@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,39 +11,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers
-from tiercache.tiers.hf3fs.ring import Ring, Transfer, in_parts
+from tiercache.tiers.hf3fs.ring import Part, Ring, RingSettings, Transfer, in_parts
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment
 
 logger = logging.getLogger("tiercache.hf3fs")
 
-_PART_BYTES = 4 << 20
-_WATCH_S = 0.25
+PART_BYTES = 4 << 20
+_LOOK_S = 0.25
+_SUSPECT_S = 1.0
+"""After so long without an answer somebody looks whether the daemon is alive."""
+_LONGEST_PAUSE_S = 5.0
 _JOIN_S = 2.0
 _END_S = 5.0
-
-
-@dataclass(frozen=True)
-class RingSettings:
-    entries: int = 256
-    io_depth: int = 0
-    rings: int = 4
-    """In each direction, with two threads each."""
-    numa: int = -1
-    hang_s: float = 5.0
-    """A transfer that takes longer means that the daemon hangs: the next ones fail at once."""
+_DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
 
 
 class StillInUse(TierUnavailable):
-    """The daemon lives and may yet write to the transfer's memory: nobody may use it for anything else."""
+    """The daemon lives and may yet touch the transfer's memory and file: see `Transfer.over`."""
+
+
+@dataclass
+class _Equipment:
+    """What one daemon knows of us."""
+
+    rings: dict[bool, list[Ring]]
+    """By direction: True reads."""
+    buffers: Buffers
+    registrations: int
+    """A descriptor of the daemon's list of registrations: whether it can be read says whether that daemon is alive."""
+
+    @property
+    def works(self) -> bool:
+        return all(ring.works for ring in self.all_rings)
+
+    @property
+    def all_rings(self) -> list[Ring]:
+        return self.rings[True] + self.rings[False]
 
 
 class RingEngine:
     """All methods belong to the event loop; what may block runs in threads of its own.
 
-    `make_buffers` makes the tier's own shared memory, anew when the daemon lost track of what it does in the old one;
-    `arena` is registered beside it, and cannot be replaced.
+    `make_buffers` makes the tier's own shared memory; `arena` is registered beside it. `on_death` is called in a thread when
+    the daemon died: descriptors of its mount are of no use any more.
+
+    A transfer is over when its ring says so, when the daemon that had it is dead, or when the engine is closed. One that a
+    living daemon never answers costs its place and its entries. When half of either is lost that way, while others are served,
+    rings and buffers are made anew; an arena's slot stays lost until the daemon ends.
     """
 
     def __init__(
@@ -52,24 +69,30 @@ class RingEngine:
         settings: RingSettings,
         make_buffers: Callable[[], Buffers],
         arena: Segment | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self.library = library
         self.mount = mount
         self.settings = settings
         self.arena = arena
-        self.hung = False
         self.restarts = 0
         """Times that rings were made anew."""
-        self.gone = asyncio.Event()
-        """Set while no daemon that may still write to old memory is known to live."""
         self._make_buffers = make_buffers
+        self._on_death = on_death
         self._workers = Workers("hf3fs-rings", 1)
-        self._rings: dict[bool, list[Ring]] = {True: [], False: []}
+        self._now: _Equipment | None = None
+        self._fresh: _Equipment | None = None
+        """Made by the thread, not yet in use."""
+        self._forsaken: list[Transfer] = []
+        """What a living daemon may yet be doing for rings that we gave up."""
+        self._served_s = 0.0
+        """When the youngest transfer began that was served."""
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
-        self._recovery: asyncio.Task[None] | None = None
+        self._examination: asyncio.Task[None] | None = None
+        self._examine_at_s = 0.0
+        self._pause_s = _LOOK_S
         self._closed = False
-        self.buffers: Buffers
         if settings.io_depth > 1:
             logger.warning(
                 "hf3fs_io_depth: %d makes 3FS issue exact batches only: every partial one is filled up with repeated "
@@ -79,7 +102,11 @@ class RingEngine:
 
     async def open(self) -> None:
         """Register the memory and make the rings. Raises OSError when the mount refuses, ConfigError for a bad size."""
-        await self._workers.submit(self._begin)
+        try:
+            await self._begin()
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End the threads and give rings, registrations and memory back. What is in flight fails. Idempotent."""
@@ -88,155 +115,210 @@ class RingEngine:
         self._closed = True
         if self._watch is not None:
             self._watch.cancel()
-        if self._recovery is not None:
-            self._recovery.cancel()
-            await asyncio.gather(self._recovery, return_exceptions=True)
-        await self._end(TierUnavailable("the tier is closed"))
-        self.gone.set()
-        if self.arena is not None:
-            self.arena.release()
+        if self._examination is not None:
+            self._examination.cancel()
+            await asyncio.gather(self._examination, return_exceptions=True)
+        left = self._give_up(TierUnavailable(f"3FS at {self.mount} is closed"), over=True)
+        # In the one thread, so after whatever it may still be making.
+        await asyncio.wait([self._workers.submit(self._end, left)], timeout=_END_S)
         self._workers.close()
 
     @property
     def in_flight(self) -> int:
-        return sum(len(ring.unfinished) for rings in self._rings.values() for ring in rings)
+        """Transfers that the daemon is or may be working on."""
+        return len(self._unfinished()) + len(self._forsaken)
 
-    def transfer(
-        self, descriptor: int, pieces: Sequence[tuple[Piece, int]], *, read: bool
-    ) -> asyncio.Future[list[int]]:
+    @property
+    def buffers(self) -> Buffers:
+        """Raises TierUnavailable while there is no daemon."""
+        return self._equipment().buffers
+
+    def transfer(self, descriptor: int, pieces: Sequence[tuple[Piece, int]], *, read: bool) -> Transfer:
         """Move pieces of shared memory from or to a registered file; each has its offset in the file.
 
-        The future has the bytes moved for each piece, in order. It fails with OSError when any of them did, with
-        TierUnavailable when the daemon is gone, and with StillInUse when it is not and yet does not answer. Cancelling
-        it changes nothing for the daemon.
+        Raises TierUnavailable when the memory is not registered any more. `ended` is StillInUse when nobody answers in time.
         """
-        if self.hung or self._closed or not self._rings[read]:
-            raise TierUnavailable(f"3FS at {self.mount} does not answer")
-        parts = [in_parts(piece, offset, _PART_BYTES) for piece, offset in pieces]
-        future: asyncio.Future[list[int]] = self._loop.create_future()
-        transfer = Transfer(descriptor, [part for each in parts for part in each], self._loop.create_future())
-        transfer.future.add_done_callback(lambda done: _join_parts(done, [len(each) for each in parts], future))
-        min(self._rings[read], key=lambda ring: len(ring.unfinished)).submit(transfer)
-        if self._watch is None:
-            self._watch = self._loop.call_later(_WATCH_S, self._look)
-        return future
+        rings = self._equipment().rings[read]
+        parts: list[Part] = []
+        for (segment, start, length), offset in pieces:
+            if segment.iov is None:
+                raise TierUnavailable(f"3FS at {self.mount}: the daemon that knew this memory is gone")
+            parts += in_parts(segment.iov, start, length, offset, PART_BYTES)
+        loop = self._loop
+        transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
+        min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
+        self._watch_soon()
+        return transfer
 
-    def _begin(self) -> None:
-        """Blocks. Nothing is kept when it raises."""
-        settings, mount = self.settings, str(self.mount)
-        buffers = self._make_buffers()
-        rings: dict[bool, list[Ring]] = {True: [], False: []}
-        try:
-            buffers.segment.register(self.library, mount, settings.numa)
-            if self.arena is not None and self.arena.iov is None:
-                self.arena.register(self.library, mount, settings.numa)
-            for read in (True, False):
-                for number in range(settings.rings):
-                    ring = Ring(
-                        self.library,
-                        mount,
-                        read=read,
-                        entries=settings.entries,
-                        io_depth=settings.io_depth,
-                        numa=settings.numa,
-                        loop=self._loop,
-                        settled=self._settled,
-                        name=f"hf3fs-{'read' if read else 'write'}-{number}",
-                    )
-                    rings[read].append(ring)
-        except BaseException:
-            _close_all([ring for each in rings.values() for ring in each], buffers)
-            raise
-        self.buffers, self._rings = buffers, rings
+    def _equipment(self) -> _Equipment:
+        if self._now is None:
+            raise TierUnavailable(f"3FS at {self.mount} is not there")
+        return self._now
 
-    async def _end(self, error: TierUnavailable) -> None:
-        """Give up what is in flight, and the memory of ours that it uses."""
-        rings = [ring for each in self._rings.values() for ring in each]
-        self._rings = {True: [], False: []}
-        left = [transfer for ring in rings for transfer in ring.close()]
-        for transfer in left:
-            if not transfer.future.done():
-                transfer.future.set_exception(error)
-        if rings:
-            await asyncio.wait([self._workers.submit(_close_all, rings, self.buffers)], timeout=_END_S)
+    def _unfinished(self) -> list[Transfer]:
+        return [] if self._now is None else [each for ring in self._now.all_rings for each in ring.unfinished]
+
+    async def _begin(self) -> None:
+        await self._workers.submit(self._make)
+        self._now, self._fresh = self._fresh, None
+
+    def _give_up(self, error: TierUnavailable, *, over: bool) -> _Equipment | None:
+        """Fail all that is in flight. `over`: the daemon is dead, or nobody will use the memory again.
+
+        Returns what is to be taken away, in a thread.
+        """
+        equipment, self._now = self._now, None
+        if equipment is not None:
+            for transfer in [each for ring in equipment.all_rings for each in ring.close()]:
+                if not transfer.ended.done():
+                    transfer.ended.set_exception(error)
+                self._forsaken.append(transfer)
+        if over:
+            left, self._forsaken = self._forsaken, []
+            for transfer in left:
+                transfer.over.set_result(None)
+        return equipment
 
     def _settled(self, transfers: list[Transfer]) -> None:
-        if self.hung:
-            logger.info("3FS at %s answers again", self.mount)
-            self.hung = False
         for transfer in transfers:
-            if transfer.future.done():
+            self._served_s = max(self._served_s, transfer.began_s)
+            transfer.over.set_result(None)
+            if transfer.ended.done():
                 continue
             if transfer.error is not None:
-                transfer.future.set_exception(transfer.error)
+                transfer.ended.set_exception(transfer.error)
             else:
-                transfer.future.set_result(transfer.results)
+                transfer.ended.set_result(transfer.moved_bytes)
 
     # When nothing comes back
 
+    def _watch_soon(self) -> None:
+        if self._watch is None and not self._closed:
+            self._watch = self._loop.call_later(_LOOK_S, self._look)
+
     def _look(self) -> None:
         self._watch = None
-        waited_s = self._longest_wait_s()
-        if waited_s > self.settings.hang_s:
-            if not self.hung:
-                self.hung = True
-                logger.warning("3FS at %s has not answered for %.1f s", self.mount, self.settings.hang_s)
-            if self._recovery is None or self._recovery.done():
-                self._recovery = self._loop.create_task(self._recover(waited_s), name="tiercache-hf3fs-recover")
-        if waited_s or self.hung:
-            self._watch = self._loop.call_later(_WATCH_S, self._look)
+        now_s, hang_s = self._loop.time(), self.settings.hang_s
+        unfinished = self._unfinished()
+        late = [each for each in unfinished if not each.ended.done() and now_s - each.began_s > hang_s]
+        if late:
+            logger.warning("3FS at %s: no answer to %d transfers for %.1f s", self.mount, len(late), hang_s)
+        for transfer in late:
+            transfer.ended.set_exception(StillInUse(f"3FS at {self.mount} did not answer for {hang_s:.1f} s"))
+        oldest_s = min((each.began_s for each in unfinished), default=now_s)
+        suspect = self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
+        if not suspect:
+            self._pause_s = _LOOK_S
+        elif self._examination is None and now_s >= self._examine_at_s:
+            self._examination = self._loop.create_task(self._examine(), name="tiercache-hf3fs-examine")
+            self._examination.add_done_callback(self._examined)
+        if suspect or unfinished:
+            self._watch_soon()
 
-    def _longest_wait_s(self) -> float:
-        began_s = [next(iter(ring.unfinished)).began_s for each in self._rings.values() for ring in each if ring.unfinished]
-        return max(self._loop.time() - min(began_s), 1e-9) if began_s else 0.0
+    def _examined(self, examination: asyncio.Task[None]) -> None:
+        self._examination = None
+        self._examine_at_s = self._loop.time() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if not examination.cancelled() and (error := examination.exception()) is not None:
+            logger.warning("3FS at %s cannot be used yet: %s", self.mount, error)
 
-    async def _recover(self, waited_s: float) -> None:
-        """Begin anew where the daemon that knew our memory is dead, and, later, also where it lives and forgot us."""
-        gone = not self._rings[True] or await self._workers.submit(_is_gone, self.mount, self.buffers.segment.name)
-        if not gone and waited_s < 2 * self.settings.hang_s:
-            return
-        if gone:
-            self.gone.set()
-            if self.arena is not None:
-                self.arena.iov = None
-            error = TierUnavailable(f"3FS at {self.mount} died")
-        else:
-            self.gone.clear()
-            error = StillInUse(f"3FS at {self.mount} did not answer for {waited_s:.1f} s")
-        await self._end(error)
+    async def _examine(self) -> None:
+        """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
+        now = self._now
+        if now is not None:
+            if await self._workers.submit(_is_dead, now.registrations, now.buffers.segment.name):
+                logger.warning("3FS at %s: the daemon died", self.mount)
+                died = TierUnavailable(f"3FS at {self.mount} died")
+                await self._workers.submit(self._bury, self._give_up(died, over=True))
+            elif not now.works or self._worn_out(now):
+                logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
+                silent = StillInUse(f"3FS at {self.mount} does not answer")
+                await self._workers.submit(_take_away, self._give_up(silent, over=False))
+            else:
+                return
+        await self._begin()
+        self.restarts += 1
+        logger.info("3FS at %s: rings made anew", self.mount)
+
+    def _worn_out(self, now: _Equipment) -> bool:
+        """Whether half of the places, or of a ring's entries, are lost. While nobody is served it may only hang."""
+        late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
+        lost = [(sum(each.missing for each in late[ring]), ring.entries) for ring in late]
+        lost.append((sum(map(len, late.values())), now.buffers.count))
+        youngest_s = max((each.began_s for part in late.values() for each in part), default=0.0)
+        if self._served_s > youngest_s:
+            return any(2 * count >= room for count, room in lost)
+        # Without any room nobody can be served. An arena's slots come back only through the rings that have them.
+        return self.arena is None and any(count >= room for count, room in lost)
+
+    # In the thread
+
+    def _make(self) -> None:
+        """Nothing is kept when it raises."""
+        settings, mount = self.settings, str(self.mount)
+        registrations = os.open(self.mount / "3fs-virt" / "iovs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        rings: dict[bool, list[Ring]] = {True: [], False: []}
+        buffers = None
         try:
-            await self._workers.submit(self._begin)
-        except (OSError, ConfigError) as refusal:
-            logger.warning("3FS at %s cannot be used yet: %s", self.mount, refusal)
-        else:
-            self.restarts += 1
-            self.hung = False
-            logger.info("3FS at %s: rings made anew", self.mount)
+            # Rings first: they cost little, and a mount that refuses them is found out before memory is touched.
+            for read in (True, False):
+                for number in range(settings.rings):
+                    ring = self.library.make_ioring(
+                        mount, settings.entries, read, settings.io_depth, None, None, settings.numa
+                    )
+                    name = f"hf3fs-{'read' if read else 'write'}-{number}"
+                    rings[read].append(
+                        Ring(ring, settings, read=read, loop=self._loop, settled=self._settled, name=name)
+                    )
+                    del ring  # its thread takes it away
+            buffers = self._make_buffers()
+            buffers.segment.register(self.library, mount, settings.numa)
+            if self.arena is not None and self.arena.iov is None:
+                self.arena.register(self.library, mount, settings.numa)
+        except BaseException:
+            _stop(rings[True] + rings[False])
+            if buffers is not None:
+                buffers.close()
+            os.close(registrations)
+            raise
+        self._fresh = _Equipment(rings, buffers, registrations)
+
+    def _end(self, equipment: _Equipment | None) -> None:
+        fresh, self._fresh = self._fresh, None
+        for each in (equipment, fresh):
+            _take_away(each)
+        if self.arena is not None:
+            self.arena.release()
+
+    def _bury(self, equipment: _Equipment | None) -> None:
+        """What a daemon left that died."""
+        _take_away(equipment)
+        if self.arena is not None:
+            self.arena.unregister()
+        self._on_death()
 
 
-def _is_gone(mount: Path, name: str) -> bool:
-    """Whether no living daemon has memory of this name registered."""
+def _is_dead(registrations: int, name: str) -> bool:
+    """Whether the daemon behind this descriptor is dead, or another one is there that never knew memory of this name."""
     try:
-        with os.scandir(mount / "3fs-virt" / "iovs") as entries:
-            return not any(os.path.basename(os.readlink(entry.path)) == name for entry in entries if entry.is_symlink())
-    except OSError:
-        return True  # ENOTCONN: the mount has lost its daemon
+        return not any(
+            os.path.basename(os.readlink(link, dir_fd=registrations)) == name
+            for link in os.listdir(registrations)
+            if not link.startswith("submit-ios")
+        )
+    except OSError as error:
+        return error.errno in _DEAD_MOUNT
 
 
-def _close_all(rings: list[Ring], buffers: Buffers) -> None:
+def _take_away(equipment: _Equipment | None) -> None:
+    if equipment is not None:
+        _stop(equipment.all_rings)
+        equipment.buffers.close()
+        os.close(equipment.registrations)
+
+
+def _stop(rings: list[Ring]) -> None:
     for ring in rings:
         ring.close()
     for ring in rings:
         ring.join(_JOIN_S)
-    buffers.close()
-
-
-def _join_parts(done: asyncio.Future[list[int]], counts: list[int], future: asyncio.Future[list[int]]) -> None:
-    error = done.exception()
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-        return
-    moved = iter(done.result())
-    future.set_result([sum(next(moved) for _ in range(count)) for count in counts])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 from collections import OrderedDict
 from typing import Any
 
 _OPEN_FILES = 128
+_GET_MAGIC = 0x80046802
+"""3FS's ioctl that every file of its mount answers; a plain directory of the emulator says ENOTTY."""
 
 
 class RegisteredFile:
@@ -17,32 +20,37 @@ class RegisteredFile:
 
     __slots__ = ("descriptor", "length_bytes", "users")
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, length_bytes: int) -> None:
         self.descriptor = descriptor
-        self.length_bytes = os.fstat(descriptor).st_size
+        self.length_bytes = length_bytes
         self.users = 1
 
 
 class RegisteredFiles:
     """Files for reading are kept open, the last used ones longest: opening one takes two calls of the metadata service.
 
-    A file is deregistered before it is closed: afterwards its number would go on meaning the old file.
+    A file is deregistered before it is closed: afterwards its number would go on meaning the old file. Where its mount has
+    died it cannot be, so it stays open until another file of a living mount has lent it its place.
     """
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
+        self._orphans: list[int] = []
         self._lock = threading.Lock()
 
-    def open_to_read(self, path: str) -> RegisteredFile:
-        """Raises FileNotFoundError, OSError."""
+    def kept(self, path: str) -> RegisteredFile | None:
+        """The file if it is open already. Does not block."""
         with self._lock:
             file = self._kept.get(path)
             if file is not None:
                 self._kept.move_to_end(path)
                 file.users += 1
-                return file
-        file = RegisteredFile(self._open(path, os.O_RDONLY))
+            return file
+
+    def open_to_read(self, path: str) -> RegisteredFile:
+        """Raises FileNotFoundError, OSError."""
+        file = self._open(path, os.O_RDONLY)
         surplus = []
         with self._lock:
             if path not in self._kept:
@@ -56,38 +64,71 @@ class RegisteredFiles:
 
     def create(self, path: str) -> RegisteredFile:
         """Raises FileExistsError, OSError."""
-        return RegisteredFile(self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def release(self, file: RegisteredFile) -> None:
+        if self.drop(file):
+            self.bury(file)
+
+    def drop(self, file: RegisteredFile) -> bool:
+        """One user fewer; whether that was the last and the file is to be buried. Does not block."""
         with self._lock:
             file.users -= 1
-            last = not file.users
-        if last:
-            self._library.deregister_fd(file.descriptor)
-            with contextlib.suppress(OSError):  # of a dead mount
-                os.close(file.descriptor)
+            return not file.users
+
+    def bury(self, file: RegisteredFile) -> None:
+        """Deregister and close a file that nobody uses."""
+        self._close(file.descriptor)
 
     def forget(self, path: str) -> None:
-        """The file is going, or is not what it was: the next read opens it anew."""
+        """The file is gone, or is not what it was: the next read opens it anew."""
         with self._lock:
             file = self._kept.pop(path, None)
         if file is not None:
             self.release(file)
 
-    def close(self) -> None:
+    def refresh(self, path: str) -> None:
+        """Make `stat` say the true length of a file that somebody's rings wrote."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._library.force_fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def settle(self, file: RegisteredFile, *, durable: bool) -> int:
+        """Everything that rings wrote is in the file, and in its length. Returns the bytes that it occupies."""
+        if durable:
+            os.fsync(file.descriptor)
+        else:
+            self._library.force_fsync(file.descriptor)
+        return os.fstat(file.descriptor).st_blocks * 512
+
+    def forget_all(self) -> None:
         with self._lock:
             files, self._kept = list(self._kept.values()), OrderedDict()
         for file in files:
             self.release(file)
 
-    def _open(self, path: str, flags: int) -> int:
+    def close(self) -> None:
+        self.forget_all()
+        with self._lock:
+            orphans, self._orphans = self._orphans, []
+        for descriptor in orphans:
+            _close(descriptor)
+
+    def _open(self, path: str, flags: int) -> RegisteredFile:
         descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
+            self._bury_orphans(descriptor)
             self._register(descriptor)
         except BaseException:
-            os.close(descriptor)
+            _close(descriptor)
             raise
-        return descriptor
+        try:
+            return RegisteredFile(descriptor, os.fstat(descriptor).st_size)
+        except BaseException:
+            self._close(descriptor)
+            raise
 
     def _register(self, descriptor: int) -> None:
         try:
@@ -95,6 +136,38 @@ class RegisteredFiles:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # The number belonged to a file of a mount that died, where it could not be deregistered.
+            # The number belongs to a file of a dead mount that somebody closed. On a living one it can be deregistered.
             self._library.deregister_fd(descriptor)
             self._library.register_fd(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        if not _mount_lives(descriptor):
+            with self._lock:
+                self._orphans.append(descriptor)
+            return
+        self._library.deregister_fd(descriptor)
+        _close(descriptor)
+
+    def _bury_orphans(self, living: int) -> None:
+        """Deregister files of a dead mount. 3FS looks whether a number is on a living mount, so they are made to be."""
+        if not self._orphans:
+            return
+        with self._lock:
+            orphans, self._orphans = self._orphans, []
+        for descriptor in orphans:
+            os.dup2(living, descriptor, inheritable=False)
+            self._library.deregister_fd(descriptor)
+            os.close(descriptor)
+
+
+def _mount_lives(descriptor: int) -> bool:
+    try:
+        fcntl.ioctl(descriptor, _GET_MAGIC, bytes(4))
+    except OSError as error:
+        return error.errno == errno.ENOTTY
+    return True
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # of a dead mount
+        os.close(descriptor)

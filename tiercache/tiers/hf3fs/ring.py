@@ -1,227 +1,209 @@
-"""One ring of 3FS, in one direction, kept full: a thread that prepares and submits, and a thread that waits.
+"""One ring of 3FS, in one direction, with a thread that keeps it full and takes what has ended.
 
-Both are daemon threads and look every tenth of a second whether the ring is to end, so a daemon that died or hangs keeps
-neither of them.
+One thread and not two, a submitter and a waiter: the native `prepare` publishes an operation before it notes which slice it is
+for, with the GIL released in between, and where another thread's `wait` sees it end by then it aborts the process. So the
+thread prepares whatever is queued, waits for the first completion or a millisecond, and looks again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
+import logging
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from tiercache.tiers.hf3fs.segments import Piece
+logger = logging.getLogger("tiercache.hf3fs")
 
-_LOOK_S = 0.1
-_PAUSE_S = 0.001
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.01
+"""How long what is queued may wait for a ring whose operations do not end."""
+_PADDING_BYTES = 4096
+
+Part = tuple[Any, int]
+"""A slice of a registered iovec, for one operation, and its offset in the file."""
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    entries: int = 256
+    io_depth: int = 0
+    rings: int = 4
+    """In each direction, with a thread each."""
+    numa: int = -1
+    hang_s: float = 5.0
+    """A transfer that takes longer has failed. What it uses is not used again before it is over all the same."""
 
 
 @dataclass(eq=False)
 class Transfer:
-    """Pieces of one file that are moved together. Its future has the bytes moved by each piece, or an OSError."""
+    """Parts of one file that are moved together."""
 
     descriptor: int
-    pieces: list[tuple[Piece, int]]
-    """With the offset in the file."""
-    future: asyncio.Future[list[int]]
-    began_s: float = 0.0
-    results: list[int] = field(default_factory=list)
+    parts: list[Part]
+    ended: asyncio.Future[int]
+    """The bytes moved; OSError when any part failed, TierUnavailable when nobody will say."""
+    over: asyncio.Future[None]
+    """Done when the daemon touches neither the memory nor the file any more. Not before `ended`, perhaps long after."""
+    began_s: float
     missing: int = 0
-    error: BaseException | None = None
+    moved_bytes: int = 0
+    error: OSError | None = None
 
 
-@dataclass(eq=False)
-class _Operation:
-    transfer: Transfer
-    number: int
-    """Of the piece; -1 for padding of a batch, whose result is nobody's."""
+Operation = tuple[Transfer, Any, int, bool]
+"""What it belongs to, slice, offset in the file, whether its result counts (that of a batch's padding does not)."""
 
 
 class Ring:
-    """`submit` belongs to the event loop; `settled` is called on it, with transfers that have ended, in batches."""
+    """`submit` and `close` belong to the event loop; `settled` is called on it, with transfers that ended, in batches."""
 
     def __init__(
         self,
-        library: Any,
-        mount: str,
+        ring: Any,
+        settings: RingSettings,
         *,
         read: bool,
-        entries: int,
-        io_depth: int,
-        numa: int,
         loop: asyncio.AbstractEventLoop,
         settled: Callable[[list[Transfer]], None],
         name: str,
     ) -> None:
-        self._ring = library.make_ioring(mount, entries, read, io_depth, None, None, numa)
+        self.entries = settings.entries
+        self.unfinished: dict[Transfer, None] = {}
+        """Transfers that were submitted and have not been settled, the oldest first. The loop's."""
+        self._ring = ring
         self._read = read
-        self._exact = io_depth if io_depth > 1 else 0
+        self._batch = max(1, settings.io_depth)
         self._loop = loop
         self._settled = settled
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
-        self._entries = entries
-        self._state = threading.Condition()
-        self._in_flight: dict[int, tuple[Any, _Operation]] = {}
         self._closed = False
         self._done: deque[Transfer] = deque()
         self._wake_pending = False
-        self.unfinished: dict[Transfer, None] = {}
-        """Transfers that were submitted and have not been settled, the oldest first. The loop's."""
-        self._threads = [
-            threading.Thread(target=self._submit_all, name=f"tiercache-{name}-submit", daemon=True),
-            threading.Thread(target=self._reap_all, name=f"tiercache-{name}-reap", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        # All that follows is the thread's.
+        self._waiting: deque[Operation] = deque()
+        self._in_flight: dict[int, Operation] = {}
+        self._partial: Operation | None = None
+        self._partial_count = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._thread = threading.Thread(target=self._run, name=f"tiercache-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def works(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread.is_alive()
 
     def submit(self, transfer: Transfer) -> None:
-        transfer.began_s = self._loop.time()
-        transfer.results = [0] * len(transfer.pieces)
-        transfer.missing = len(transfer.pieces)
+        transfer.missing = len(transfer.parts)
         self.unfinished[transfer] = None
         self._queue.put(transfer)
 
     def close(self) -> list[Transfer]:
-        """Stop both threads and give the ring back. Returns what had not ended; their memory is the daemon's still, unless
-        it is dead. Belongs to the loop; does not wait for the threads (`join` does)."""
-        with self._state:
-            self._closed = True
-            self._state.notify_all()
+        """Let the thread end and take the ring away. Does not wait. Returns what had not ended."""
+        self._closed = True
         self._queue.put(None)
         left, self.unfinished = list(self.unfinished), {}
         return left
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads; whether they ended. For a worker thread."""
-        until_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
-        ended = not any(thread.is_alive() for thread in self._threads)
-        if ended:
-            self._ring = None
-        return ended
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
-    # The submitting thread
-
-    def _submit_all(self) -> None:
-        while (transfer := self._queue.get()) is not None:
-            prepared = 0
-            while True:
-                for number in range(len(transfer.pieces)):
-                    prepared += self._prepare(_Operation(transfer, number))
-                if prepared >= self._entries // 2:
-                    break
-                try:
-                    following = self._queue.get_nowait()
-                except Empty:
-                    break
-                if following is None:
-                    self._queue.put(None)
-                    break
-                transfer = following
-            if self._exact:
-                # The ring issues whole batches only: what is missing is the last header page once more.
-                for _ in range(-prepared % self._exact):
-                    with self._state:
-                        transfer.missing += 1
-                    self._prepare(_Operation(transfer, -1))
-            self._ring.submit()
-
-    def _prepare(self, operation: _Operation) -> bool:
-        """Into the ring as soon as it has room. Whatever else it says is the piece's result."""
-        transfer = operation.transfer
-        (segment, start, length), offset = transfer.pieces[max(0, operation.number)]
-        if operation.number < 0:
-            length = min(length, 4096)
-        while not self._closed:
-            with self._state:
-                if not self._state.wait_for(lambda: len(self._in_flight) < self._entries or self._closed, _LOOK_S):
-                    continue
-            piece = segment.iov[start : start + length]
-            with self._state:
-                self._in_flight[id(piece)] = (piece, operation)  # known before it can come back
-            try:
-                self._ring.prepare(piece, self._read, transfer.descriptor, offset)
-            except OSError as error:
-                with self._state:
-                    del self._in_flight[id(piece)]
-                if error.errno != errno.EAGAIN:
-                    self._completed([(operation, -(error.errno or errno.EIO))])
-                    return False
-                # An early operation holds back the room of those behind it, some of which may not have been submitted.
-                self._ring.submit()
-                with self._state:
-                    self._state.wait(_PAUSE_S)
-                continue
-            with self._state:
-                self._state.notify_all()
-            return True
-        return False
-
-    # The reaping thread
-
-    def _reap_all(self) -> None:
-        while True:
-            with self._state:
-                self._state.wait_for(lambda: self._in_flight or self._closed)
-                if self._closed:
-                    return
-            done = self._ring.wait(max_results=self._entries, min_results=1, timeout=_LOOK_S)
-            ended = []
-            with self._state:
-                for piece in done:
-                    _, operation = self._in_flight.pop(id(piece))
-                    ended.append((operation, piece.result))
-                if done:
-                    self._state.notify_all()
-            if ended:
-                self._completed(ended)
-
-    def _completed(self, ended: list[tuple[_Operation, int]]) -> None:
-        """Count pieces; a transfer whose pieces have all ended goes to the loop. Either thread may come here."""
-        whole = []
-        with self._state:
-            for operation, result in ended:
-                transfer = operation.transfer
-                if operation.number >= 0:
-                    transfer.results[operation.number] = result
-                    if result < 0 and transfer.error is None:
-                        transfer.error = OSError(-result, os.strerror(-result))
-                transfer.missing -= 1
-                if not transfer.missing:
-                    whole.append(transfer)
-            if not whole:
-                return
-            self._done.extend(whole)
-            if self._wake_pending:
-                return
-            self._wake_pending = True
+    def _run(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._settle)
-        except RuntimeError:
-            return  # the loop is closed
+            while not self._closed:
+                self._fill()
+                if self._in_flight:
+                    self._reap()
+        except Exception:
+            logger.exception("%s ended", self._thread.name)
+        # Takes away its registration, which is a call to a mount that may hang: nobody waits for this thread then.
+        self._ring = None
+
+    def _fill(self) -> None:
+        """Prepare what is queued as far as there is room; wait for something where nothing is in flight."""
+        try:
+            while (transfer := self._queue.get(block=not self._waiting and not self._in_flight)) is not None:
+                self._waiting.extend((transfer, piece, offset, True) for piece, offset in transfer.parts)
+        except Empty:
+            pass
+        refused: list[tuple[Operation, int]] = []
+        prepared = 0
+        while not self._closed and len(self._in_flight) < self.entries and (operation := self._next()) is not None:
+            try:
+                self._ring.prepare(operation[1], self._read, operation[0].descriptor, operation[2])
+            except BlockingIOError:
+                # An operation that takes long holds back the room of all that came after it, although entries are free.
+                if operation[3]:
+                    self._waiting.appendleft(operation)
+                break
+            except OSError as error:
+                refused.append((operation, -(error.errno or errno.EIO)))
+                continue
+            prepared += 1
+            self._in_flight[id(operation[1])] = operation
+            self._partial_count = (self._partial_count + 1) % self._batch
+            self._partial = operation if self._partial_count else None
+            if not operation[3]:
+                operation[0].missing += 1
+        if prepared:
+            self._ring.submit()
+        self._completed(refused)
+
+    def _next(self) -> Operation | None:
+        """What is to be prepared next. Where the ring issues whole batches only, one that is not full is filled up with the
+        first bytes of its last operation, once more: it cannot have begun, so its memory and file are still its own."""
+        if self._waiting:
+            return self._waiting.popleft()
+        if self._partial is None:
+            return None
+        transfer, piece, offset, _ = self._partial
+        return transfer, piece[:_PADDING_BYTES], offset, False
+
+    def _reap(self) -> None:
+        done = self._ring.wait(max_results=self.entries, min_results=1, timeout=self._pause_s)
+        self._pause_s = _FIRST_PAUSE_S if done else min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._completed((self._in_flight.pop(id(piece)), piece.result) for piece in done)
+
+    def _completed(self, ended: Iterable[tuple[Operation, int]]) -> None:
+        """Count parts; transfers whose parts have all ended go to the loop."""
+        whole = False
+        for (transfer, _, _, counts), result in ended:
+            if result < 0:
+                transfer.error = transfer.error or OSError(-result, os.strerror(-result))
+            elif counts:
+                transfer.moved_bytes += result
+            transfer.missing -= 1
+            if not transfer.missing:
+                self._done.append(transfer)
+                whole = True
+        # The flag is set after the append and cleared before the loop drains: nothing is left without a wake-up behind it.
+        if whole and not self._wake_pending:
+            self._wake_pending = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
-        with self._state:
-            self._wake_pending = False
-            transfers = list(self._done)
-            self._done.clear()
-        transfers = [transfer for transfer in transfers if self.unfinished.pop(transfer, self) is None]
-        if transfers:
-            self._settled(transfers)
+        self._wake_pending = False
+        settled = []
+        while self._done:
+            transfer = self._done.popleft()
+            if transfer in self.unfinished:
+                del self.unfinished[transfer]
+                settled.append(transfer)
+        if settled:
+            self._settled(settled)
 
 
-def in_parts(piece: Piece, offset: int, part_bytes: int) -> list[tuple[Piece, int]]:
-    """A piece cut where its place in the segment is a multiple of `part_bytes`, for several requests at once."""
-    segment, start, length = piece
+def in_parts(iov: Any, start: int, length: int, offset: int, part_bytes: int) -> list[Part]:
+    """A run of registered memory cut where its place in the memory is a multiple of `part_bytes`."""
     boundaries = range((start // part_bytes + 1) * part_bytes, start + length, part_bytes)
     cuts = itertools.pairwise([start, *boundaries, start + length])
-    return [((segment, begin, end - begin), offset + begin - start) for begin, end in cuts]
+    return [(iov[begin:end], offset + begin - start) for begin, end in cuts]

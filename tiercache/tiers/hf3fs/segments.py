@@ -6,7 +6,10 @@ copies the payload; where the arena lies in shared memory it is registered itsel
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import tempfile
 import uuid
 from typing import Any
 
@@ -21,7 +24,7 @@ Piece = tuple["Segment", int, int]
 
 
 class Segment:
-    """One registered run of shared memory, with the two attributes that `make_iovec` asks of a SharedMemory.
+    """One run of shared memory, with the two attributes that `make_iovec` asks of a SharedMemory.
 
     That class of the standard library has a second process remove the memory of whoever it thinks is gone; our arenas
     have a lock for that.
@@ -36,9 +39,24 @@ class Segment:
     def register(self, library: Any, mount: str, numa: int) -> None:
         self.iov = library.make_iovec(self, mount, 0, numa)
 
+    def unregister(self) -> None:
+        """Blocks while the mount hangs.
+
+        The iovec's finaliser unlinks the registration. It raises, where nobody can catch it, when that has gone with its
+        daemon; so it is called here first, and finds a link of its own when it is called again.
+        """
+        iov, self.iov = self.iov, None
+        if iov is None:
+            return
+        with contextlib.suppress(OSError):
+            iov.__del__()
+        with contextlib.suppress(OSError):
+            stand_in, iov.link = tempfile.mkstemp(prefix="tiercache-")
+            os.close(stand_in)
+
     def release(self) -> None:
         """The registration goes before the memory does."""
-        self.iov = None
+        self.unregister()
         self.buf.release()
         self.memory = np.empty(0, dtype=np.uint8)
 
@@ -56,22 +74,29 @@ class Buffers:
         self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{uuid.uuid4().hex}"))
         assert self._arena.shm_path is not None
         self.segment = Segment(self._arena.shm_path.name, self._arena.memory)
-        self._free = list(range(self.count - 1, -1, -1))
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for place in range(self.count - 1, -1, -1):
+            self._free.put_nowait(place)
 
     @property
     def size_bytes(self) -> int:
         return self._arena.size_bytes
 
-    def take(self) -> int:
-        """A free place. Raises TierUnavailable when there is none: transfers that hang have them all."""
-        if not self._free:
-            raise TierUnavailable("every transfer buffer is in use")
-        return self._free.pop()
+    async def take(self, patience_s: float) -> int:
+        """A free place. Raises TierUnavailable when there is none for so long: transfers that hang have them all."""
+        if not self._free.empty():
+            return self._free.get_nowait()
+        try:
+            async with asyncio.timeout(patience_s):
+                return await self._free.get()
+        except TimeoutError:
+            raise TierUnavailable(f"no transfer buffer was free for {patience_s:.1f} s") from None
 
     def give_back(self, place: int) -> None:
-        self._free.append(place)
+        self._free.put_nowait(place)
 
     def view(self, place: int) -> np.ndarray:
+        """Empty when the buffers were closed meanwhile."""
         start = place * self.place_bytes
         return self.segment.memory[start : start + self.place_bytes]
 
@@ -79,6 +104,7 @@ class Buffers:
         return self.segment, place * self.place_bytes + start, length_bytes
 
     def close(self) -> None:
+        """Blocks while the mount hangs."""
         self.segment.release()
         self._arena.close()
 

@@ -7,11 +7,14 @@ through a ring, all pieces of many chunks at once; threads only verify and, wher
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
-import os
+import threading
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,18 +29,23 @@ from tiercache.core.header import (
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
+from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.disk import DiskSettings, DiskTier, Victims
-from tiercache.tiers.hf3fs.engine import RingEngine, RingSettings, StillInUse
+from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
+from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, transfer_bytes
 from tiercache.tiers.volume import Unborn, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
 
+T = TypeVar("T")
+
 _IN_FLIGHT = 32
+_END_S = 5.0
 _HEADERS_BYTES = 2 << 20
 
 
@@ -64,37 +72,52 @@ class Hf3fsTier(DiskTier):
         self._arena: Arena | None = None
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
+        self._active: set[asyncio.Task[Any]] = set()
 
     def use_arena(self, arena: Arena) -> None:
         """Before `open`: payloads lie in this arena. Where it is shared memory, rings move them with no copy."""
         self._arena = arena
 
     async def open(self) -> None:
+        try:
+            await self._open_engine()
+            await super().open()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open_engine(self) -> None:
         library = load_library()
-        mount = await self._metadata.submit(self._find_mount, library)
+        try:
+            mount = await self._metadata.submit(self._find_mount, library)
+        except OSError as error:
+            raise ConfigError(f"{self.option}: {error}") from error
         arena = arena_segment(self._arena) if self._arena is not None else None
-        self.files = RegisteredFiles(library)
+        self.files = files = RegisteredFiles(library)
         place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(self.settings.chunk_bytes)
         size_bytes = _HEADERS_BYTES if arena is not None else self.settings.iov_bytes
 
         def make_buffers() -> Buffers:
             return Buffers(size_bytes, place_bytes, "headers" if arena is not None else "chunks")
 
-        engine = RingEngine(library, mount, self.settings.rings, make_buffers, arena)
+        rings = self.settings.rings
+        engine = RingEngine(library, mount, rings, make_buffers, arena, on_death=files.forget_all)
         try:
             await engine.open()
         except OSError as error:
-            raise ConfigError(f"{self.option}: 3FS at {mount} refuses rings: {error}") from error
+            hint = "; this 3FS may take no negative hf3fs_io_depth" if rings.io_depth < 0 else ""
+            raise ConfigError(f"{self.option}: 3FS at {mount} refuses rings: {error}{hint}") from error
         self.engine = engine
         places = max(1, min(_IN_FLIGHT, engine.buffers.count // 2))
         self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
-        await super().open()
 
     async def close(self) -> None:
         engine, self.engine = self.engine, None
         if engine is not None:
             await engine.close()
-            self._metadata.submit(self.files.close)
+            if self._active:
+                await asyncio.wait(self._active, timeout=_END_S)
+            self._later(self.files.close)
         await super().close()
 
     def describe(self) -> str:
@@ -102,107 +125,146 @@ class Hf3fsTier(DiskTier):
         return f"{super().describe()[:-1]}, rings, {copies})"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: asyncio.ensure_future(self._ring_read(volume, key, into)))
+        return await self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into)))
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._write(
             key,
             payload_bytes,
-            lambda volume, victims: asyncio.ensure_future(
-                self._ring_write(volume, key, payload, payload_bytes, victims)
-            ),
+            lambda volume, victims: self._begin(self._ring_write(volume, key, payload, payload_bytes, victims)),
         )
 
     async def remove(self, key: ChunkKey) -> bool:
+        path = self.path(key)
+        removed = await super().remove(key)
         if self.engine is not None:
-            await self._metadata.submit(self.files.forget, self.path(key))
-        return await super().remove(key)
+            await to_the_end(self._metadata.submit(self.files.forget, path))
+        return removed
 
-    def _find_mount(self, library: object) -> Path:
-        if self.settings.mount is not None:
-            return self.settings.mount
-        found = set()
+    def _find_mount(self, library: Any) -> Path:
+        """The one mount that all directories lie on. Blocks."""
+        found = {}
         for directory in self.settings.directories:
             place = directory
             while not place.exists():
                 place = place.parent
-            mount = library.extract_mount_point(str(place))  # type: ignore[attr-defined]
+            found[library.extract_mount_point(str(place))] = directory
+        expected = self.settings.mount or next(iter(found))
+        for mount, directory in found.items():
             if mount is None:
                 raise ConfigError(f"{self.option}: {directory} does not lie on a 3FS mount (type fuse.hf3fs)")
-            found.add(mount)
-        if len(found) > 1:
-            raise ConfigError(f"{self.option}: expected one 3FS mount, found {', '.join(sorted(found))}")
-        return Path(found.pop())
+            if Path(mount) != Path(expected).resolve():
+                raise ConfigError(f"{self.option}: expected all on the mount {expected}, found {directory} on {mount}")
+        return Path(expected)
 
     def _engine(self) -> RingEngine:
         if self.engine is None:
             raise TierUnavailable(f"{self.name} is closed")
         return self.engine
 
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=f"tiercache-{self.name}")
+        self._active.add(task)
+        task.add_done_callback(self._active.discard)
+        return task
+
+    def _later(self, call: Callable[..., object], *arguments: object) -> None:
+        """Clean up in a worker thread, which a tier that was closed meanwhile does not have any more."""
+        try:
+            self._metadata.submit(call, *arguments)
+        except RuntimeError:
+            threading.Thread(target=call, args=arguments, name=f"tiercache-{self.name}-late", daemon=True).start()
+
     # Reading
 
     async def _ring_read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
         path = volume.path(key)
+        file = self.files.kept(path)
+        if file is None:
+            try:
+                file = await self._readers.submit(self.files.open_to_read, path)
+            except FileNotFoundError:
+                if not await self._metadata.submit(volume.root.is_dir):
+                    raise
+                return None
         try:
-            file = await self._readers.submit(self.files.open_to_read, path)
-        except FileNotFoundError:
-            if not await self._metadata.submit(volume.root.is_dir):
+            return await self._transfer_in(key, path, file, into)
+        except CorruptChunk as error:
+            doubt = str(error)
+        except OSError as error:
+            if error.errno != errno.EBADF:
                 raise
-            return None
-        try:
-            return await self._transfer_in(volume, key, path, file, into)
-        except (OSError, CorruptChunk) as error:
-            await self._metadata.submit(self.files.forget, path)
-            if isinstance(error, CorruptChunk):
-                await self._metadata.submit(volume.quarantine, key)
-                # Anew: the first one's frames hold views of the rings' memory, and whoever keeps it would keep that.
-                raise CorruptChunk(str(error)) from None
-            raise
-        finally:
-            self._readers.submit(self.files.release, file)
+            doubt = f"{path}: the daemon does not know the descriptor"
+        # The file is to blame only when it is found bad by another way too: anew, with its true length, and without a ring.
+        logger.info("%s; reading it again through the mount", doubt)
+        return await self._readers.submit(self._read_through_mount, volume, key, path, into)
 
-    async def _transfer_in(
-        self, volume: Volume, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray
-    ) -> int:
-        engine = self._engine()
+    def _read_through_mount(self, volume: Volume, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
+        self.files.forget(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.refresh(path)
+        return volume.read(key, into)
+
+    async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
+        """Releases `file`."""
         length = file.length_bytes
-        room = HEADER_BYTES + into.nbytes
-        if not file_bytes(1) <= length <= room:
-            raise CorruptChunk(f"{path}: length: expected {file_bytes(1)} to {room} bytes, found {length}")
-        buffers = engine.buffers
-        place = buffers.take()
-        payload_bytes = length - HEADER_BYTES
-        direct = _inside(engine.arena, into, payload_bytes)
-        pieces = _pieces(buffers, place, direct, payload_bytes)
+        buffers, place, transfer = None, -1, None
         try:
-            moved = await engine.transfer(file.descriptor, pieces, read=True)
-        except StillInUse:
-            if direct is not None:
-                # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
-                await engine.gone.wait()
-            raise
-        except BaseException:
-            buffers.give_back(place)
-            raise
-
-        def verify() -> int:
-            view = buffers.view(place)
-            if not view.nbytes:
-                raise TierUnavailable("the rings were closed meanwhile")
-            payload = into
-            if direct is None:
-                payload = view[HEADER_BYTES : HEADER_BYTES + payload_bytes]
-            found = verify_chunk(
-                path, view[:PACKED_BYTES].data, key, self.fingerprint, payload, sum(moved), length
+            room = HEADER_BYTES + into.nbytes
+            if not file_bytes(1) <= length <= room:
+                raise CorruptChunk(f"{path}: length: expected {file_bytes(1)} to {room} bytes, found {length}")
+            engine = self._engine()
+            buffers = engine.buffers
+            place = await buffers.take(self.settings.rings.hang_s)
+            payload_bytes = length - HEADER_BYTES
+            direct = _inside(engine.arena, into, payload_bytes)
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, payload_bytes), read=True)
+            try:
+                moved_bytes = await transfer.ended
+            except StillInUse:
+                if direct is not None:
+                    # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
+                    await transfer.over
+                raise
+            return await self._readers.submit(
+                self._verify, key, path, buffers, place, direct, into, moved_bytes, length
             )
-            if direct is None:
-                np.copyto(into[:found], payload[:found])
-            return found
-
-        try:
-            return await self._readers.submit(verify)
         finally:
-            buffers.give_back(place)
+            self._let_go(file, buffers, place, transfer)
+
+    def _verify(
+        self,
+        key: ChunkKey,
+        path: str,
+        buffers: Buffers,
+        place: int,
+        direct: Piece | None,
+        into: np.ndarray,
+        moved_bytes: int,
+        length: int,
+    ) -> int:
+        view = buffers.view(place)
+        if not view.nbytes:
+            raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
+        payload = into if direct is not None else view[HEADER_BYTES:]
+        found = verify_chunk(path, view[:PACKED_BYTES].data, key, self.fingerprint, payload, moved_bytes, length)
+        if direct is None:
+            np.copyto(into[:found], payload[:found])
+        return found
+
+    def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
+        """Of what a transfer uses, when nobody uses it any more."""
+
+        def release(_: object = None) -> None:
+            if buffers is not None and place >= 0:
+                buffers.give_back(place)
+            if self.files.drop(file):
+                self._later(self.files.bury, file)
+
+        if transfer is None or transfer.over.done():
+            release()
+        else:
+            transfer.over.add_done_callback(release)
 
     # Writing
 
@@ -210,17 +272,19 @@ class Hf3fsTier(DiskTier):
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> int:
         engine = self._engine()
-        for victim, _ in victims:
-            self._metadata.submit(self.files.forget, volume.path(victim))
         buffers = engine.buffers
-        place = buffers.take()
+        place = await buffers.take(self.settings.rings.hang_s)
         padded = payload[: aligned(payload_bytes)]
         direct = _inside(engine.arena, padded, padded.nbytes)
 
         def begin() -> tuple[Unborn, RegisteredFile]:
             unborn = volume.begin_write(key, payload_bytes, victims)
             try:
+                for victim, _ in victims:
+                    self.files.forget(volume.path(victim))
                 view = buffers.view(place)
+                if not view.nbytes:
+                    raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
                 checksum = payload_checksum(padded[:payload_bytes])
                 packed = Header(key, self.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
@@ -234,33 +298,33 @@ class Hf3fsTier(DiskTier):
 
         try:
             unborn, file = await self._writers.submit(begin)
-            try:
-                moved = await engine.transfer(
-                    file.descriptor, _pieces(buffers, place, direct, padded.nbytes), read=False
-                )
-                if sum(moved) != file_bytes(payload_bytes):
-                    raise OSError(errno.EIO, f"short write: {sum(moved)} of {file_bytes(payload_bytes)} bytes", unborn.path)
-            except BaseException:
-                await self._writers.submit(self._abandon, volume, unborn, file)
-                raise
-            return await self._writers.submit(self._finish, volume, unborn, file)
-        finally:
-            buffers.give_back(place)
-
-    def _finish(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> int:
-        try:
-            if self.settings.durable:
-                os.fsync(file.descriptor)
-            occupied_bytes = os.fstat(file.descriptor).st_blocks * 512
         except BaseException:
-            self._abandon(volume, unborn, file)
+            buffers.give_back(place)
             raise
-        self.files.release(file)
-        return volume.finish_write(unborn, occupied_bytes or unborn.charged_bytes)
+        transfer = None
+        try:
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, padded.nbytes), read=False)
+            moved_bytes, whole_bytes = await transfer.ended, file_bytes(payload_bytes)
+            if moved_bytes != whole_bytes:
+                raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", unborn.path)
+        except BaseException:
+            # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
+            self._later(volume.abandon_write, unborn)
+            self._let_go(file, buffers, place, transfer)
+            raise
+        buffers.give_back(place)
+        return await self._writers.submit(self._publish, volume, unborn, file)
 
-    def _abandon(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> None:
-        self.files.release(file)
-        volume.abandon_write(unborn)
+    def _publish(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> int:
+        """Releases `file`: it has its name only when nobody can write to it any more."""
+        try:
+            occupied_bytes = self.files.settle(file, durable=self.settings.durable)
+        except BaseException:
+            volume.abandon_write(unborn)
+            raise
+        finally:
+            self.files.release(file)
+        return volume.finish_write(unborn, occupied_bytes or unborn.charged_bytes)
 
 
 def _inside(arena: Segment | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
@@ -278,5 +342,3 @@ def _pieces(buffers: Buffers, place: int, direct: Piece | None, payload_bytes: i
     if direct is None:
         return [(buffers.piece(place, 0, HEADER_BYTES + payload_bytes), 0)]
     return [(buffers.piece(place, 0, HEADER_BYTES), 0), (direct, HEADER_BYTES)]
-
-

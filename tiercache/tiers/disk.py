@@ -232,8 +232,8 @@ class DiskTier(Tier):
     def _places(self, key: ChunkKey) -> list[Shelf]:
         """Where a chunk is known to be, else where it may be, the likeliest first.
 
-        Directories are ranked by rendezvous hashing (Thaler and Ravishankar): each gets an equal share, and one that is added
-        takes its own from all alike. What lies elsewhere since before is still found.
+        Directories are ranked by rendezvous hashing (Thaler and Ravishankar): each gets an equal share, and one that is
+        added takes its own from all alike. What lies elsewhere since before is still found.
         """
         if len(self._shelves) == 1:
             return self._shelves

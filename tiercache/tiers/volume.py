@@ -144,7 +144,8 @@ class Volume:
         with contextlib.suppress(OSError):  # the directory may be gone, or never have been one
             (self._temporary / f"{self._owner}.lock").unlink()
         while self._locks:
-            os.close(self._locks.pop())
+            with contextlib.suppress(OSError):  # of a mount that is dead
+                os.close(self._locks.pop())
 
     def path(self, key: ChunkKey) -> str:
         name = key.hex()
@@ -232,8 +233,13 @@ class Volume:
         try:
             self._unlink(unborn.path)
         except OSError:
-            if os.path.lexists(unborn.path):
+            try:
+                os.lstat(unborn.path)
                 return  # it stays, and stays counted
+            except FileNotFoundError:
+                pass
+            except OSError:
+                return  # nobody knows: the mount is dead
         self.ledger.correct(-unborn.charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:

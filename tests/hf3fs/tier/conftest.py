@@ -1,5 +1,8 @@
 """3FS tiers on the emulator, over buffers of their own and over an arena in shared memory."""
 
+import asyncio
+import gc
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +20,9 @@ from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 
 FINGERPRINT = b"3" * 16
-RINGS = RingSettings(entries=16, rings=2, hang_s=0.5)
+RINGS = RingSettings(entries=16, rings=2, hang_s=10.0)
+HASTY = RingSettings(entries=16, rings=2, hang_s=0.2)
+"""For tests in which something hangs."""
 
 install()
 
@@ -37,34 +42,64 @@ def place(emulator: Hf3fsEmulator, request: pytest.FixtureRequest) -> Path:
     return emulator.mount / f"{abs(hash(request.node.nodeid)):x}"
 
 
+@pytest.fixture(params=[pytest.param("fuse", marks=needs_fuse), "directory"])
+def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hf3fsEmulator]:
+    """An emulator of the test's own, to be killed or left in disorder."""
+    if request.param == "directory":
+        monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
+    with Hf3fsEmulator(fuse=request.param == "fuse") as emulator:
+        yield emulator
+        emulator.resume()
+
+
+async def until(condition: Callable[[], object], patience_s: float = 20.0) -> None:
+    async with asyncio.timeout(patience_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 class Memory:
     """Payload memory as tiers get it: of an arena in shared memory, or any."""
 
     def __init__(self, arena: Arena | None) -> None:
         self.arena = arena
         self._next = 0
+        self._free: list[np.ndarray] = []
 
     def make(self, content: np.ndarray | None = None) -> np.ndarray:
         if self.arena is None:
             memory = page_aligned(CHUNK_BYTES)
+        elif self._free:
+            memory = self._free.pop()
         else:
             memory = self.arena.memory[self._next : self._next + CHUNK_BYTES]
             self._next += CHUNK_BYTES
-            memory[:] = 0xEE
+            assert len(memory) == CHUNK_BYTES, "the arena is used up"
+        memory[:] = 0xEE
         if content is not None:
             memory[: content.nbytes] = content
             memory[content.nbytes :] = 0
         return memory
 
+    def give_back(self, memory: np.ndarray) -> None:
+        """Nobody uses it any more."""
+        self._free.append(memory)
+
+    def close(self) -> None:
+        self._free.clear()
+        gc.collect()  # errors keep frames, which keep views of the arena
+        if self.arena is not None:
+            self.arena.close()
+
 
 @pytest.fixture(params=["buffers", "arena"])
 def memory(request: pytest.FixtureRequest) -> Iterator[Memory]:
-    if request.param == "buffers":
-        yield Memory(None)
-        return
-    arena = Arena(ArenaSettings(size_bytes=16 << 20, shm_name=f"test-{request.node.name[:20].replace('/', '_')}"))
-    yield Memory(arena)
-    arena.close()
+    arena = None
+    if request.param == "arena":
+        arena = Arena(ArenaSettings(size_bytes=16 << 20, shm_name=f"test-{os.getpid()}"))
+    memory = Memory(arena)
+    yield memory
+    memory.close()
 
 
 Opened = Callable[..., Any]

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,13 @@ class _Equipment:
 class RingEngine:
     """All methods belong to the event loop; what may block runs in threads of its own.
 
-    `make_buffers` makes the tier's own shared memory; `arena` is registered beside it. `on_death` is called in a thread when
-    the daemon died: descriptors of its mount are of no use any more.
+    `make_buffers` makes the tier's own shared memory; `arena` is registered beside it. `revive` is awaited before the
+    rings of another daemon are used: descriptors of the mount that died are of no use any more. It may raise OSError or
+    TierCacheError, and is called again later then.
 
     A transfer is over when its ring says so, when the daemon that had it is dead, or when the engine is closed. One that a
-    living daemon never answers costs its place and its entries. When half of either is lost that way, while others are served,
-    rings and buffers are made anew; an arena's slot stays lost until the daemon ends.
+    living daemon never answers costs its place and its entries. When half of either is lost that way while others are
+    served, rings and buffers are made anew; an arena's slot stays lost until the daemon ends.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RingEngine:
         settings: RingSettings,
         make_buffers: Callable[[], Buffers],
         arena: Segment | None = None,
-        on_death: Callable[[], None] = lambda: None,
+        revive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.library = library
         self.mount = mount
@@ -78,7 +79,9 @@ class RingEngine:
         self.restarts = 0
         """Times that rings were made anew."""
         self._make_buffers = make_buffers
-        self._on_death = on_death
+        self._revive = revive
+        self._died = False
+        self._draining = False
         self._workers = Workers("hf3fs-rings", 1)
         self._now: _Equipment | None = None
         self._fresh: _Equipment | None = None
@@ -91,7 +94,8 @@ class RingEngine:
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
         self._examine_at_s = 0.0
-        self._pause_s = _LOOK_S
+        self._look_s = min(_LOOK_S, settings.hang_s / 4)
+        self._pause_s = self._look_s
         self._closed = False
         if settings.io_depth > 1:
             logger.warning(
@@ -151,7 +155,7 @@ class RingEngine:
         return transfer
 
     def _equipment(self) -> _Equipment:
-        if self._now is None:
+        if self._now is None or self._draining:
             raise TierUnavailable(f"3FS at {self.mount} is not there")
         return self._now
 
@@ -161,6 +165,7 @@ class RingEngine:
     async def _begin(self) -> None:
         await self._workers.submit(self._make)
         self._now, self._fresh = self._fresh, None
+        self._draining = False
 
     def _give_up(self, error: TierUnavailable, *, over: bool) -> _Equipment | None:
         """Fail all that is in flight. `over`: the daemon is dead, or nobody will use the memory again.
@@ -194,7 +199,7 @@ class RingEngine:
 
     def _watch_soon(self) -> None:
         if self._watch is None and not self._closed:
-            self._watch = self._loop.call_later(_LOOK_S, self._look)
+            self._watch = self._loop.call_later(self._look_s, self._look)
 
     def _look(self) -> None:
         self._watch = None
@@ -208,7 +213,7 @@ class RingEngine:
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
         suspect = self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
         if not suspect:
-            self._pause_s = _LOOK_S
+            self._pause_s = self._look_s
         elif self._examination is None and now_s >= self._examine_at_s:
             self._examination = self._loop.create_task(self._examine(), name="tiercache-hf3fs-examine")
             self._examination.add_done_callback(self._examined)
@@ -229,13 +234,21 @@ class RingEngine:
             if await self._workers.submit(_is_dead, now.registrations, now.buffers.segment.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
                 died = TierUnavailable(f"3FS at {self.mount} died")
+                self._died = True
                 await self._workers.submit(self._bury, self._give_up(died, over=True))
             elif not now.works or self._worn_out(now):
                 logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
+                # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
+                self._draining = True
+                if served := [each.ended for each in self._unfinished() if not each.ended.done()]:
+                    await asyncio.wait(served)
                 silent = StillInUse(f"3FS at {self.mount} does not answer")
                 await self._workers.submit(_take_away, self._give_up(silent, over=False))
             else:
                 return
+        if self._died and self._revive is not None:
+            await self._revive()
+        self._died = False
         await self._begin()
         self.restarts += 1
         logger.info("3FS at %s: rings made anew", self.mount)
@@ -295,7 +308,6 @@ class RingEngine:
         _take_away(equipment)
         if self.arena is not None:
             self.arena.unregister()
-        self._on_death()
 
 
 def _is_dead(registrations: int, name: str) -> bool:

@@ -37,6 +37,7 @@ class RegisteredFiles:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
         self._orphans: list[int] = []
+        self._closed = False
         self._lock = threading.Lock()
 
     def kept(self, path: str) -> RegisteredFile | None:
@@ -53,7 +54,7 @@ class RegisteredFiles:
         file = self._open(path, os.O_RDONLY)
         surplus = []
         with self._lock:
-            if path not in self._kept:
+            if path not in self._kept and not self._closed:
                 file.users += 1  # one is ours
                 self._kept[path] = file
                 while len(self._kept) > _OPEN_FILES:
@@ -110,6 +111,8 @@ class RegisteredFiles:
             self.release(file)
 
     def close(self) -> None:
+        """Nothing is kept open from now on. Files in use are closed by whoever releases them."""
+        self._closed = True
         self.forget_all()
         with self._lock:
             orphans, self._orphans = self._orphans, []

@@ -1,7 +1,7 @@
 """One ring of 3FS, in one direction, with a thread that keeps it full and takes what has ended.
 
-One thread and not two, a submitter and a waiter: the native `prepare` publishes an operation before it notes which slice it is
-for, with the GIL released in between, and where another thread's `wait` sees it end by then it aborts the process. So the
+One thread and not two, a submitter and a waiter: the native `prepare` publishes an operation before it notes which slice it
+is for, with the GIL released in between, and where another thread's `wait` sees it end by then it aborts the process. So the
 thread prepares whatever is queued, waits for the first completion or a millisecond, and looks again.
 """
 
@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ class Ring:
                 if self._in_flight:
                     self._reap()
         except Exception:
-            logger.exception("%s ended", self._thread.name)
+            # As text: frames of the exception would keep the ring.
+            logger.error("%s ended: %s", self._thread.name, traceback.format_exc())
         # Takes away its registration, which is a call to a mount that may hang: nobody waits for this thread then.
         self._ring = None
 

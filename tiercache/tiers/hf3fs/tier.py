@@ -93,7 +93,7 @@ class Hf3fsTier(DiskTier):
         except OSError as error:
             raise ConfigError(f"{self.option}: {error}") from error
         arena = arena_segment(self._arena) if self._arena is not None else None
-        self.files = files = RegisteredFiles(library)
+        self.files = RegisteredFiles(library)
         place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(self.settings.chunk_bytes)
         size_bytes = _HEADERS_BYTES if arena is not None else self.settings.iov_bytes
 
@@ -101,7 +101,7 @@ class Hf3fsTier(DiskTier):
             return Buffers(size_bytes, place_bytes, "headers" if arena is not None else "chunks")
 
         rings = self.settings.rings
-        engine = RingEngine(library, mount, rings, make_buffers, arena, on_death=files.forget_all)
+        engine = RingEngine(library, mount, rings, make_buffers, arena, revive=self._revive)
         try:
             await engine.open()
         except OSError as error:
@@ -170,10 +170,29 @@ class Hf3fsTier(DiskTier):
 
     def _later(self, call: Callable[..., object], *arguments: object) -> None:
         """Clean up in a worker thread, which a tier that was closed meanwhile does not have any more."""
+
+        def clean_up() -> None:
+            try:
+                call(*arguments)
+            except OSError as error:
+                logger.info("%s: could not clean up: %s", self.name, error)
+
         try:
-            self._metadata.submit(call, *arguments)
+            self._metadata.submit(clean_up)
         except RuntimeError:
-            threading.Thread(target=call, args=arguments, name=f"tiercache-{self.name}-late", daemon=True).start()
+            threading.Thread(target=clean_up, name=f"tiercache-{self.name}-late", daemon=True).start()
+
+    async def _revive(self) -> None:
+        """Another daemon serves the mount: what was open on it is of no use any more. Chunks are where they were."""
+        await self._metadata.submit(self.files.forget_all)
+        for shelf in self._shelves:
+            fresh = self._make_volume(shelf.volume.root, shelf.volume.cap_bytes)
+            await self._open_volume(fresh)
+            old, shelf.volume = shelf.volume, fresh
+            self._later(old.close)
+            # Writes that died with the daemon are still counted. A scan that is the first one corrects that.
+            shelf.scanned, shelf.next_scan_s = False, 0.0
+            self._begin_scan(shelf)
 
     # Reading
 

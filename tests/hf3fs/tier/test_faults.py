@@ -1,0 +1,339 @@
+"""Daemons that hang, lose answers, die and come back: nothing wrong is served, no good file is blamed, all is well again."""
+
+import asyncio
+import contextlib
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
+from tiercache.errors import CorruptChunk, TierUnavailable
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers import disk
+from tiercache.tiers.hf3fs import Hf3fsTier, engine, tier
+from tiercache.tiers.hf3fs.engine import StillInUse
+
+PATIENCE_S = 20.0
+
+
+async def put(tier: Hf3fsTier, memory: Memory, *numbers: int) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        source = memory.make(payload)
+        assert await tier.write(key, source, CHUNK_BYTES)
+        memory.give_back(source)
+
+
+async def get(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """The chunk is there and is right."""
+    key, payload = chunk(number)
+    into = memory.make()
+    assert await tier.read(key, into) == CHUNK_BYTES
+    assert np.array_equal(into, payload)
+    memory.give_back(into)
+
+
+async def works_again(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """Sooner or later. What fails until then is what a breaker is for."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            with contextlib.suppress(OSError, TierUnavailable):
+                await put(tier, memory, number)
+                await get(tier, memory, number)
+                return
+            await asyncio.sleep(0.01)
+
+
+def quarantined(tier: Hf3fsTier) -> list[Path]:
+    return [path for root in tier.settings.directories for path in (root / "quarantine").glob("*")]
+
+
+def start_reading(tier: Hf3fsTier, memory: Memory, *numbers: int) -> list[asyncio.Task[int | None]]:
+    return [asyncio.create_task(tier.read(chunk(number)[0], memory.make())) for number in numbers]
+
+
+async def test_hanging_daemon_keeps_what_it_may_still_write_to(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place, rings=HASTY) as tier:
+        await put(tier, memory, 1, 2, 3)
+        emulator.control.hang()
+        reads = start_reading(tier, memory, 1, 2)
+        write = asyncio.create_task(tier.write(chunk(4)[0], memory.make(chunk(4)[1]), CHUNK_BYTES))
+        with pytest.raises(StillInUse):
+            await write
+        if memory.arena is None:
+            for outcome in await asyncio.gather(*reads, return_exceptions=True):
+                assert isinstance(outcome, StillInUse)
+        else:
+            assert not any(read.done() for read in reads), "the slots are the daemon's"
+        assert tier.engine.in_flight == 3
+        assert tier.engine.buffers._free.qsize() == tier.engine.buffers.count - 3
+        emulator.control.resume()
+        await until(lambda: tier.engine.in_flight == 0)
+        for outcome in await asyncio.gather(*reads, return_exceptions=True):
+            assert isinstance(outcome, StillInUse)
+        assert tier.engine.buffers._free.qsize() == tier.engine.buffers.count
+        assert tier.engine.restarts == 0
+        for number in (1, 2, 3):
+            await get(tier, memory, number)
+        assert not quarantined(tier)
+
+
+async def test_write_that_was_given_up_never_shows(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place, rings=HASTY) as tier:
+        emulator.control.hang()
+        with pytest.raises(StillInUse):
+            await put(tier, memory, 1)
+        assert await tier.read(chunk(1)[0], memory.make()) is None
+        emulator.control.resume()
+        await until(lambda: tier.engine.in_flight == 0)
+        assert await tier.read(chunk(1)[0], memory.make()) is None
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+        await until(lambda: not list((place / ".tiercache" / "tmp").glob("*[0-9]")))
+
+
+async def test_lost_answers_wear_out_and_are_replaced(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    """Each takes its place and its entries for good; when half are gone, and others are served, all is made anew."""
+    async with opened(place, rings=HASTY) as tier:
+        await put(tier, memory, 1)
+        half = 16
+        emulator.control.lose(half * (1 if memory.arena is None else 2), direction="write")
+        writes = [put(tier, memory, number) for number in range(10, 10 + half)]
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        assert all(isinstance(outcome, StillInUse) for outcome in outcomes)
+        async with asyncio.timeout(PATIENCE_S):
+            while not tier.engine.restarts:
+                with contextlib.suppress(TierUnavailable):
+                    await get(tier, memory, 1)
+        await works_again(tier, memory, 2)
+        assert tier.engine.buffers._free.qsize() == tier.engine.buffers.count
+        assert tier.engine.in_flight == half, "they may yet be written to"
+        assert not quarantined(tier)
+
+
+async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place, rings=HASTY) as tier:
+        await put(tier, memory, 1)
+        struck_before = emulator.control.statistics().faults_struck
+        emulator.control.lose(1, direction="read")
+        (lost,) = start_reading(tier, memory, 1)
+        await until(lambda: emulator.control.statistics().faults_struck > struck_before)
+        for _ in range(3):
+            await get(tier, memory, 1)
+        await until(lambda: any(each.ended.done() for each in tier.engine._unfinished()))
+        await asyncio.wait([lost], timeout=PATIENCE_S if memory.arena is None else 0.1)
+        assert lost.done() is (memory.arena is None), "an arena's slot stays with the read"
+        assert tier.engine.buffers._free.qsize() == tier.engine.buffers.count - 1
+    with pytest.raises(StillInUse):
+        await lost
+
+
+async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory
+) -> None:
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
+        await put(tier, memory, *range(1, 9))
+        for number in range(1, 9):
+            await get(tier, memory, number)  # their files are kept open
+        mortal.control.hang()
+        reads = start_reading(tier, memory, 1, 2, 3)
+        await asyncio.to_thread(mortal.control.until_hanging, 3)
+        mortal.kill()
+        await asyncio.to_thread(mortal.restart)
+        outcomes = await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), PATIENCE_S)
+        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
+        await until(lambda: tier.engine.restarts == 1)
+        assert tier.engine.in_flight == 0
+        for number in range(1, 9):
+            await get(tier, memory, number)
+        await works_again(tier, memory, 9)
+        assert tier.statistics().corrupt == 0
+        assert not quarantined(tier)
+        await tier.scanned()
+        occupied = sum(os.stat(tier.path(chunk(number)[0])).st_blocks * 512 for number in range(1, 10))
+        directories = [entry for entry in os.scandir(mortal.mount / "chunks") if len(entry.name) == 2]
+        occupied += sum(entry.stat().st_blocks * 512 for entry in directories)
+        assert tier.statistics().occupied_bytes == occupied, "what died half-written is not counted"
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_dead_mount_is_an_error_at_once_and_closes(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+        mortal.kill()
+        with pytest.raises((OSError, TierUnavailable)):
+            await put(tier, memory, 2)
+    mortal.restart()
+    async with opened(
+        mortal.mount / "chunks", rings=HASTY
+    ) as tier:  # and gets the numbers of what could not be deregistered
+        await tier.scanned()
+        await get(tier, memory, 1)
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_paused_daemon_hangs_threads_and_not_the_loop(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory
+) -> None:
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier:
+        await put(tier, memory, 1, 2)
+        await get(tier, memory, 1)
+        mortal.pause()
+        tasks = [asyncio.create_task(get(tier, memory, number)) for number in (1, 2)]
+        tasks.append(asyncio.create_task(put(tier, memory, 3)))
+        lag_s = 0.0
+        until_s = asyncio.get_running_loop().time() + 1.0
+        while (now_s := asyncio.get_running_loop().time()) < until_s:
+            await asyncio.sleep(0.005)
+            lag_s = max(lag_s, asyncio.get_running_loop().time() - now_s)
+        assert lag_s < 0.5
+        mortal.resume()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await works_again(tier, memory, 4)
+        for number in (1, 2):
+            await get(tier, memory, number)
+        assert tier.engine.in_flight == 0
+        assert not quarantined(tier)
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_close_does_not_wait_for_a_paused_daemon(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((engine, "_END_S"), (tier, "_END_S"), (disk, "_CLOSE_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
+        await put(tier3, memory, 1)
+        mortal.pause()
+        tasks = [asyncio.create_task(get(tier3, memory, 1)), asyncio.create_task(put(tier3, memory, 3))]
+        await until(lambda: any(worker.unfinished for worker in (tier3._readers, tier3._writers)))
+        closing = asyncio.create_task(tier3.close())
+        await asyncio.wait_for(closing, 5)
+        mortal.resume()
+        for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S):
+            assert isinstance(outcome, (OSError, TierUnavailable, RuntimeError)), outcome
+
+
+@pytest.mark.parametrize("to_bytes", [0, 100, 4096, 30000])
+async def test_short_ring_read_is_no_fault_of_the_file(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, to_bytes: int
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        emulator.control.shorten(to_bytes, count=1, direction="read")
+        await get(tier, memory, 1)
+        assert emulator.control.statistics().faults_struck
+        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+
+
+async def test_unknown_descriptor_is_no_fault_of_the_file(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        emulator.control.fail(errno.EBADF, count=1, direction="read")
+        await get(tier, memory, 1)
+        assert not quarantined(tier)
+
+
+async def test_failed_transport_is_an_error_and_no_fault_of_the_file(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        for number in (errno.EREMOTEIO, errno.EIO):
+            emulator.control.fail(number, count=1, direction="read")
+            with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
+                await tier.read(chunk(1)[0], memory.make())
+        await get(tier, memory, 1)
+        assert not quarantined(tier)
+
+
+async def test_stale_descriptor_is_no_fault_of_the_file(opened: Opened, place: Path, memory: Memory) -> None:
+    """A file that we keep open is not the one of this name any more, and went bad."""
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+        path = tier.path(chunk(1)[0])
+        with open(path, "r+b") as old:
+            Path(f"{path}.good").write_bytes(old.read())
+            os.rename(f"{path}.good", path)
+            old.seek(5000)
+            old.write(b"damage")
+        await get(tier, memory, 1)
+        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+
+
+@needs_fuse
+@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
+async def test_length_that_lags_is_no_fault_of_the_file(opened: Opened, place: Path, memory: Memory) -> None:
+    """`stat` does not see what rings wrote before somebody asks 3FS to look: here, of a file that stays open."""
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        path = tier.path(chunk(1)[0])
+        whole = Path(path).read_bytes()
+        os.unlink(path)
+        file = tier.files.create(path)
+        buffers = tier.engine.buffers
+        buffers.view(0)[: len(whole)] = np.frombuffer(whole, dtype=np.uint8)[: buffers.place_bytes]
+        parts = range(0, len(whole), buffers.place_bytes)
+        for start in parts:
+            length = min(buffers.place_bytes, len(whole) - start)
+            buffers.view(0)[:length] = np.frombuffer(whole, dtype=np.uint8)[start : start + length]
+            moved = tier.engine.transfer(file.descriptor, [(buffers.piece(0, 0, length), start)], read=False)
+            assert await moved.ended == length
+        assert os.stat(path).st_size == 0
+        await get(tier, memory, 1)
+        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+        await asyncio.to_thread(tier.files.release, file)
+
+
+async def test_really_bad_file_is_quarantined_once(
+    opened: Opened, place: Path, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        path = tier.path(chunk(1)[0])
+        os.truncate(path, 8192)
+        with pytest.raises(CorruptChunk):
+            await tier.read(chunk(1)[0], memory.make())
+        assert len(quarantined(tier)) == 1
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+    caplog.clear()  # an error that was logged keeps the memory it was about
+
+
+async def test_close_in_the_middle_blames_nobody(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1, 2)
+        emulator.control.hang()
+        reads = start_reading(tier, memory, 1, 2)
+        write = asyncio.create_task(put(tier, memory, 3))
+        await until(lambda: tier.engine.in_flight == 3)
+        await tier.close()
+        for outcome in await asyncio.gather(*reads, write, return_exceptions=True):
+            assert isinstance(outcome, TierUnavailable)
+    emulator.control.resume()
+    async with opened(place) as tier:
+        await get(tier, memory, 1)
+        assert not quarantined(tier)

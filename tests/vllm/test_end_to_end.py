@@ -349,7 +349,7 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
 ) -> None:
     """From GDS, asynchronously; when its files are gone, from disk through the host; and at last wrong KV."""
     directory = device_life[0]
-    (gds, removed, disk, statistics, corrupted, wrong), log = drive(
+    (_, gds, removed, disk, statistics, corrupted, wrong), log = drive(
         {
             "model": model,
             "enable_prefix_caching": False,
@@ -357,6 +357,7 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
             "tiercache": device_settings(directory) | {"enable_async_loading": True},
         },
         [
+            ["scanned"],
             ["generate", prompts],
             ["remove_files", str(directory / "gds")],
             ["generate", prompts],

@@ -294,3 +294,20 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
         place = tensor_on(driver, tensor.shape)
         assert await cache.get_into([key_of(1)], [place]) == 1, "it was written before the first cache closed"
         assert same(place, tensor)
+
+
+async def test_forgotten_chunk_does_not_come_back_from_a_queue(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
+        tensors = chunks(driver, range(20))
+        keys = [key_of(number) for number in range(20)]
+        await cache.put_many(keys, tensors)
+        await cache.forget(keys)
+        await cache.flush()
+        assert (await cache.lookup_keys(keys)).chunks == 0
+        assert cache.statistics().tiers["gds"].resident == 0
+
+
+async def test_cap_that_holds_no_chunk_is_an_error(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_gds_size: .* hold no chunk of 0.05 MiB"):
+        async with opened(gds_path=(str(tmp_path),), max_gds_size=1e-5):
+            pass

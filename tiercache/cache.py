@@ -369,8 +369,8 @@ class TierCache:
         self._check_open()
         for key in keys:
             self.cpu.forget(key)
-            for tier in self.tiers:
-                await tier.remove(key)
+            for writer in self._fan_out.writers:
+                await writer.forget(key)
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
@@ -378,7 +378,7 @@ class TierCache:
 
     @property
     def _stuck(self) -> int:
-        device = self._device_reader.stuck if self._device_path is not None else 0
+        device = self._device_reader.stuck + self._device_path.device.unfinished if self._device_path is not None else 0
         return device + self._reader.stuck + sum(writer.stuck for writer in self._fan_out.writers)
 
     def _device_statistics(self) -> DeviceStatistics | None:

@@ -6,6 +6,7 @@ pinned host memory where it does not, and without a GPU the tier serves host mem
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from tiercache.tiers.ledger import counted_in
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.gds")
+
+_TIDY_S = 5.0
 
 _SHARE_OF_FREE = 0.9
 
@@ -56,6 +59,7 @@ class GdsTier(DiskTier, DeviceTier):
         self.device = device
         self.files: DeviceFiles | None = None
         self._given_files = files
+        self._tidying: asyncio.TimerHandle | None = None
 
     @property
     def serves_device(self) -> bool:
@@ -71,8 +75,11 @@ class GdsTier(DiskTier, DeviceTier):
         except BaseException:
             await self.close()
             raise
+        self._tidy_later()
 
     async def close(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
         await super().close()
         files, self.files = self.files, None
         if files is not None:
@@ -117,6 +124,16 @@ class GdsTier(DiskTier, DeviceTier):
         if self.files is not None:
             self.files.forget(self.path(key))
         return await super().remove(key)
+
+    def _tidy_later(self) -> None:
+        """Now and then also where nothing is written, as in an instance that only reads a shared directory."""
+        if self.files is not None:
+            self._tidying = asyncio.get_running_loop().call_later(_TIDY_S, self._tidy)
+
+    def _tidy(self) -> None:
+        if self.files is not None:
+            self._metadata.submit(self.files.tidy)
+            self._tidy_later()
 
     def _files(self) -> DeviceFiles:
         if self.files is None:

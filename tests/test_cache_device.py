@@ -276,3 +276,38 @@ async def test_weka_demands_gpudirect_storage_unless_told_otherwise(
     with pytest.raises(ConfigError, match="weka_path: GPUDirect Storage does not work with .* Set use_gds: false"):
         async with opened(weka_path=(str(tmp_path),), use_gds=True):
             pass
+
+
+async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    import threading
+
+    (tensor,) = chunks(driver, range(1))
+    hold = threading.Event()
+    async with opened(local_disk=(str(tmp_path),), max_local_disk_size=1) as cache:
+        stream = driver.make_stream()
+        stream.enqueue(hold.wait)
+        put = asyncio.ensure_future(cache.put_many([key_of(1)], [tensor], after=driver.record(stream)))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, hold.set)
+    assert await put == 1
+    async with opened(local_disk=(str(tmp_path),), max_local_disk_size=1) as cache:
+        place = tensor_on(driver, tensor.shape)
+        assert await cache.get_into([key_of(1)], [place]) == 1, "it was written before the first cache closed"
+        assert same(place, tensor)
+
+
+async def test_forgotten_chunk_does_not_come_back_from_a_queue(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+    async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
+        tensors = chunks(driver, range(20))
+        keys = [key_of(number) for number in range(20)]
+        await cache.put_many(keys, tensors)
+        await cache.forget(keys)
+        await cache.flush()
+        assert (await cache.lookup_keys(keys)).chunks == 0
+        assert cache.statistics().tiers["gds"].resident == 0
+
+
+async def test_cap_that_holds_no_chunk_is_an_error(opened: Opened, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_gds_size: .* hold no chunk of 0.05 MiB"):
+        async with opened(gds_path=(str(tmp_path),), max_gds_size=1e-5):
+            pass

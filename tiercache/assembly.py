@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.config.remotes import Remote, remotes_of, split_paths
 from tiercache.config.schema import available_memory_bytes
+from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.cuda import CudaDriver
 from tiercache.device.device import Device
@@ -80,7 +81,14 @@ def make_twin() -> TwinDriver:
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
-    """The tiers below the hot cache, in the order of the cascade."""
+    """The tiers below the hot cache, in the order of the cascade. Raises ConfigError for a cap that holds no chunk."""
+    needed_bytes = file_bytes(layout.chunk_bytes)
+    for name, cap_bytes in (("max_local_disk_size", config.disk_bytes), ("max_gds_size", config.gds_bytes)):
+        if 0 < cap_bytes < needed_bytes:
+            raise ConfigError(
+                f"{name}: {cap_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, or lower "
+                "chunk_size"
+            )
     tiers: list[Tier] = []
     if config.local_disk and config.disk_bytes:
         tiers.append(DiskTier(disk_settings(config, layout), layout.fingerprint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -55,6 +56,9 @@ class TierCache:
         self.namespace = layout.namespace(config.tenant_salt)
         self._warming: set[asyncio.Task[int]] = set()
         self._running = False
+        self._operations = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @classmethod
     @asynccontextmanager
@@ -148,7 +152,12 @@ class TierCache:
         """
         if not self._running:
             return FlushReport()
-        report = await self._fan_out.flush(self.config.close_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
+        # A put that is under way has nothing queued yet, and copies of a device go on without their waiters.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        report = await self._fan_out.flush(timeout_s)
         self._running = False
         for task in list(self._warming):
             task.cancel()
@@ -162,8 +171,8 @@ class TierCache:
         for tier in (*self.tiers, self.cpu):
             await tier.close()
         self._copiers.close()
-        if self._stuck:
-            logger.warning("%d operations hang in a device; their memory stays mapped", self._stuck)
+        if self._stuck or not self._idle.is_set():
+            logger.warning("%d operations hang in a device; their memory stays mapped", self._stuck + self._operations)
             self._close_device(memory_in_use=True)
         else:
             self._close_device()
@@ -222,7 +231,7 @@ class TierCache:
         stored = await self.put_from(host, deadline_s=deadline_s) if host else 0
         if chunks and self._device_path is not None:
             deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
-            with self._caller_event(after) as event:
+            with self._operation(), self._caller_event(after) as event:
                 stored += await self._device_path.put(chunks, event, deadline)
         return stored
 
@@ -238,7 +247,8 @@ class TierCache:
         self._check_open()
         for _, length, _ in items:
             self._check_length(length)
-        return await self._host_path.put(items, self._wait_s(deadline_s))
+        with self._operation():
+            return await self._host_path.put(items, self._wait_s(deadline_s))
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """`put` for the chunks of `tokens`, in order; returns how many are hot now."""
@@ -281,7 +291,7 @@ class TierCache:
             there = [chunk for chunk in chunks if chunk is not None]
             if len(there) == len(chunks):
                 deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
-                with self._caller_event(after) as event:
+                with self._operation(), self._caller_event(after) as event:
                     return await self._device_path.get(keys, there, event, deadline)
             if there:
                 raise ValueError("buffers: expected all in host memory or all in device memory, found both")
@@ -360,8 +370,8 @@ class TierCache:
         self._check_open()
         for key in keys:
             self.cpu.forget(key)
-            for tier in self.tiers:
-                await tier.remove(key)
+            for writer in self._fan_out.writers:
+                await writer.forget(key)
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
@@ -369,7 +379,7 @@ class TierCache:
 
     @property
     def _stuck(self) -> int:
-        device = self._device_reader.stuck if self._device_path is not None else 0
+        device = self._device_reader.stuck + self._device_path.device.unfinished if self._device_path is not None else 0
         return device + self._reader.stuck + sum(writer.stuck for writer in self._fan_out.writers)
 
     def _device_statistics(self) -> DeviceStatistics | None:
@@ -377,6 +387,18 @@ class TierCache:
             return None
         pool = self._device.pool
         return DeviceStatistics(pool.count, pool.free, self._device_reader.counters, self._device_reader.breakers())
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Something that `close` waits for."""
+        self._operations += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._operations -= 1
+            if not self._operations:
+                self._idle.set()
 
     @contextmanager
     def _caller_event(self, after: Event | None) -> Iterator[Event]:

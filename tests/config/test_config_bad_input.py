@@ -228,3 +228,8 @@ def test_any_bytes_load_or_are_a_configuration_error(tmp_path_factory: pytest.Te
     path.write_bytes(content)
     with contextlib.suppress(ConfigError):
         Config.load(path, environ={})
+
+
+def test_one_directory_for_two_tiers_is_an_error(load_text) -> None:
+    with pytest.raises(ConfigError, match="/a is a directory of two tiers; each needs its own"):
+        load_text("local_disk: /a\nmax_local_disk_size: 1\ngds_path: /a\ngds_buffer_size: 64\n")

@@ -63,6 +63,9 @@ class FakeDriver(Driver):
         self.streams.append(FakeStream())
         return self.streams[-1]
 
+    def drop_stream(self, stream: Stream) -> None:
+        """What is enqueued on it still ends, when the test says so."""
+
     def current_stream(self) -> Stream:
         return self.idle
 

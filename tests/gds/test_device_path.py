@@ -12,8 +12,8 @@ import pytest
 from tests.gds.conftest import FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.device.driver import DeviceError, Span, Stream
-from tiercache.device.twin import TwinDriver
+from tiercache.device.driver import DeviceError, Event, Span, Stream
+from tiercache.device.twin import TwinDriver, TwinEvent
 from tiercache.errors import LayoutError
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
@@ -37,6 +37,7 @@ class Flat:
     driver: TwinDriver
     memory: Span
     paged: bool = False
+    takes_long: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -179,7 +180,7 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
     await bench.put(1, 2, 3)
     await bench.writer.flush(10.0)
     sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
-    hold = Hold(bench.device.gather)
+    hold = Hold(bench.device.scatter)
     keys = [chunk(number)[0] for number in (1, 2, 3)]
     get = asyncio.ensure_future(bench.path.get(keys, sinks, None, bench.soon()))
     while not bench.device.bridge.pending:
@@ -321,3 +322,88 @@ async def test_many_put_and_get_the_same_chunks_at_once(bench: Bench) -> None:
     await bench.writer.flush(10.0)
     bench.cpu.clear()
     await bench.until_whole()
+
+
+class Refusing(TwinDriver):
+    """Refuses, once and without being lost, the `after`-th call of a method."""
+
+    def __init__(self) -> None:
+        super().__init__(256 << 20)
+        self.refuse: dict[str, int] = {}
+
+    def _count(self, what: str) -> None:
+        if what in self.refuse:
+            self.refuse[what] -= 1
+            if self.refuse[what] == 0:
+                raise DeviceError("twin: out of memory, for once")
+
+    def record(self, stream: Stream) -> TwinEvent:
+        self._count("record")
+        return super().record(stream)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._count("wait")
+        super().wait(stream, event)
+
+
+@pytest.mark.parametrize("call", ["record", "wait"])
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize("keep", [True, False])
+async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_tell(
+    tmp_path: Path, call: str, number: int, keep: bool
+) -> None:
+    driver = Refusing()
+    device = Device(driver, CHUNK_BYTES, 4 << 20)
+    device.begin()
+    bench = Bench(device, tmp_path, keep)
+    await bench.open()
+    holds = [Hold(device.gather), Hold(device.offload)]
+    driver.refuse = {call: number}
+    put = asyncio.ensure_future(bench.put(1, 2, paged=True))
+    while put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.bridge.pending:
+        await asyncio.sleep(0)
+    assert not put.done(), "copies are under way"
+    for hold in holds:
+        hold.release()
+    await asyncio.gather(put, return_exceptions=True)
+    await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    await bench.until_whole()
+    assert not device.unfinished
+    await bench.close()
+    device.close()
+    driver.close()
+
+
+async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_nobody(bench: Bench) -> None:
+    await bench.put(1, 2)
+    await bench.writer.flush(10.0)
+    busy = bench.driver.make_stream()
+    hold = Hold(busy)
+    after = bench.driver.record(busy)
+    late, other = bench.sink(), bench.sink()
+    late.content[:] = 7
+    assert await bench.path.get([chunk(1)[0]], [late], after, bench.soon(0.1)) == 0
+    waiting = asyncio.ensure_future(bench.path.get([chunk(1)[0]], [late], after, bench.soon()))
+    assert await bench.path.get([chunk(2)[0]], [other], None, bench.soon()) == 1
+    assert np.array_equal(other.content, chunk(2)[1])
+    assert (late.content == 7).all()
+    hold.release()
+    assert await waiting == 1
+    assert np.array_equal(late.content, chunk(1)[1])
+
+
+async def test_paged_copies_without_kernels_are_enqueued_off_the_loop(bench: Bench) -> None:
+    threads = set()
+
+    class Slow(Flat):
+        def gather(self, chunk: Span, stream: Stream) -> None:
+            threads.add(threading.current_thread())
+            super().gather(chunk, stream)
+
+    key, payload = chunk(1)
+    slow = Slow(bench.driver, bench.driver.allocate(CHUNK_BYTES), paged=True, takes_long=True)
+    slow.content[:] = payload
+    assert await bench.path.put([(key, slow)], None, bench.soon()) == 1
+    assert threading.main_thread() not in threads
+    assert threads

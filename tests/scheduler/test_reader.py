@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, expect
+from tiercache.core.budget import Purpose
 from tiercache.scheduler.reader import Reader, ReaderSettings
 from tiercache.testing import chunk
 
@@ -229,3 +230,32 @@ async def test_closing_answers_whoever_waits(bench: Bench) -> None:
     await reader.close()
     assert await asker is None
     bench.tier.gate.set()
+
+
+async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 20))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    for key in keys[:12]:
+        assert await reader.fetch(key, soon(0.001)) is None
+    bench.tier.gate.set()
+    lease = await reader.fetch(keys[15], soon())
+    assert lease is not None
+    lease.release()
+    assert reader.breakers() == {"disk": "closed"}
+
+
+async def test_slot_that_comes_free_at_the_very_deadline_is_not_lost(bench: Bench) -> None:
+    loop = asyncio.get_running_loop()
+    slots = []
+    while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
+        slots.append(slot)
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
+    await asyncio.sleep(0)
+    loop.call_at(loop.time() + 1.0, bench.cpu.abandon, slots.pop(), Purpose.READ)
+    late = await waiting
+    if late is not None:
+        slots.append(late)
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.READ)
+    assert bench.is_whole()

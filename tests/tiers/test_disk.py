@@ -5,6 +5,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailabl
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Scanned, Volume
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -437,3 +438,50 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         (tmp_path / key.hex()[:2]).rmdir()
     volume.close()
 
+
+
+async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
+    """A look-up makes them known, writes evict them, and only then the scan reaches their directories."""
+    async with opened(tmp_path, 20) as tier:
+        await fill(tier, range(1, 21))
+        used = tier.statistics().occupied_bytes
+    async with opened(tmp_path, 20) as tier:
+        volume = tier._shelves[0].volume
+        scan, gate = volume.scan, threading.Event()
+
+        def slow(top: str) -> Scanned:
+            gate.wait()
+            return scan(top)
+
+        volume.scan = slow  # type: ignore[method-assign]
+        tier._metadata.threads = 2  # the scan has the one, the look-up wants another
+        assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
+        await fill(tier, range(101, 111))
+        gate.set()
+        await tier.scanned()
+        assert tier.statistics().evicted >= 8
+        assert tier.statistics().occupied_bytes == pytest.approx(used, abs=3 * FILE_BYTES)
+        files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
+        assert tier.statistics().occupied_bytes >= files
+
+
+async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorrected(tmp_path: Path) -> None:
+    async with opened(tmp_path, 20) as tier:
+        await fill(tier, range(1, 21))
+    async with opened(tmp_path, 20) as first:
+        volume = first._shelves[0].volume
+        scan, gate = volume.scan, threading.Event()
+
+        def slow(top: str) -> Scanned:
+            gate.wait()
+            return scan(top)
+
+        volume.scan = slow  # type: ignore[method-assign]
+        async with opened(tmp_path, 20) as second:
+            await second.scanned()
+            await fill(second, range(101, 111))
+        gate.set()
+        await first.scanned()
+        files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
+        await first._metadata.submit(volume.ledger.refresh)
+        assert first.statistics().occupied_bytes >= files

@@ -88,6 +88,17 @@ class Driver:
         thread = cache_thread()
         return bool(thread.submit(thread.cache.flush(30)).result(40).complete)
 
+    def scanned(self) -> bool:
+        """Waits until the tiers know what an earlier process left them."""
+        thread = cache_thread()
+
+        async def scan() -> bool:
+            for tier in thread.cache.tiers:
+                await tier.scanned()
+            return True
+
+        return bool(thread.submit(scan()).result(30))
+
     def clear_hot(self) -> int:
         thread = cache_thread()
 

@@ -251,8 +251,9 @@ def test_scheduler_and_worker_in_two_processes(
     assert "Stored" in log and "every chunk was written" in log
 
 
+@pytest.mark.parametrize("device", ["auto", "twin"])
 def test_many_requests_in_little_memory(
-    model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
+    model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path, device: str
 ) -> None:
     """Preemption, blocks that are held for their copies, generated tokens that are stored, an engine whose own block hashes
     are weak, and a reset of all caches."""
@@ -264,7 +265,7 @@ def test_many_requests_in_little_memory(
             "max_num_batched_tokens": STEP_TOKENS,
             "max_model_len": 2048,
             "num_gpu_blocks_override": 20,
-            "tiercache": tiercache_settings(tmp_path, save_decode_cache=True),
+            "tiercache": tiercache_settings(tmp_path, save_decode_cache=True, device=device),
         },
         [
             ["generate_together", prompts, 280],
@@ -348,7 +349,7 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
 ) -> None:
     """From GDS, asynchronously; when its files are gone, from disk through the host; and at last wrong KV."""
     directory = device_life[0]
-    (gds, removed, disk, statistics, corrupted, wrong), log = drive(
+    (_, gds, removed, disk, statistics, corrupted, wrong), log = drive(
         {
             "model": model,
             "enable_prefix_caching": False,
@@ -356,6 +357,7 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
             "tiercache": device_settings(directory) | {"enable_async_loading": True},
         },
         [
+            ["scanned"],
             ["generate", prompts],
             ["remove_files", str(directory / "gds")],
             ["generate", prompts],

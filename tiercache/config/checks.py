@@ -44,6 +44,9 @@ def _gds(values: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("gds_path", "weka_path"):
         if values.get(key) and values.get("gds_buffer_size") is None:
             yield (key, "gds_buffer_size"), f"{key} needs gds_buffer_size (or cufile_buffer_size): MiB of device memory"
+    shared = sorted({*values.get("gds_path", ()), *values.get("weka_path", ())} & set(values.get("local_disk", ())))
+    if shared:
+        yield ("gds_path", "local_disk"), f"{shared[0]} is a directory of two tiers; each needs its own"
     if values.get("gds_backend") == "hipfile" and (values.get("gds_path") or values.get("weka_path")):
         yield ("gds_backend",), "gds_backend: hipfile is not supported; cufile is, or use_gds: false"
 

@@ -57,6 +57,14 @@ class BoundedQueue(Generic[V]):
         self.queued_bytes -= item_bytes
         return key, value
 
+    def discard(self, key: ChunkKey) -> V | None:
+        """Remove and return the item of `key`; None when there is none."""
+        item = self._items.pop(key, None)
+        if item is None:
+            return None
+        self.queued_bytes -= item[1]
+        return item[0]
+
     def drain(self) -> list[V]:
         """Remove and return everything."""
         values = [value for value, _ in self._items.values()]

@@ -145,6 +145,12 @@ class CudaDriver(Driver):
         self._streams.append(stream.value)
         return stream.value
 
+    def drop_stream(self, stream: Stream) -> None:
+        self.attach()
+        if stream in self._streams:
+            self._streams.remove(stream)
+            self._call("cuStreamDestroy_v2", ctypes.c_void_p(stream))
+
     def current_stream(self) -> Stream:
         import torch
 

@@ -78,6 +78,10 @@ class Driver(ABC):
     def make_stream(self) -> Stream: ...
 
     @abstractmethod
+    def drop_stream(self, stream: Stream) -> None:
+        """Give a stream back; what is enqueued on it still ends."""
+
+    @abstractmethod
     def current_stream(self) -> Stream:
         """The stream on which the calling thread's own work (torch's) is enqueued."""
 

@@ -209,6 +209,10 @@ class _Callbacks:
         if not self._bridge.loop.is_closed():
             self._bridge.loop.remove_reader(self._epoll.fileno())
         self._epoll.close()
+        for beside in self._beside.values():
+            # Of a lost device nothing can be given back.
+            with contextlib.suppress(DeviceError):
+                self._bridge.driver.drop_stream(beside)
 
     def _arm(self, lane: _Lane, pending: _Pending) -> None:
         driver = self._bridge.driver

@@ -94,6 +94,11 @@ class PagedKv:
         """Over all planes."""
         return len(self.planes) * self.geometry.token_bytes
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a copy is one kernel; else it is a copy for each run of bytes, thousands where heads lie apart."""
+        return self._table is not None
+
     def close(self) -> None:
         """Idempotent. No copy may be under way."""
         if self._table is not None:

@@ -19,6 +19,10 @@ class DevicePayload(Protocol):
     def span(self) -> Span | None:
         """Where the chunk lies in one piece; None when it has to be gathered."""
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether enqueuing is too much work for an event loop."""
+
     def gather(self, chunk: Span, stream: Stream) -> None:
         """Enqueue the copy into `chunk`."""
 
@@ -57,6 +61,10 @@ class PagedChunk:
     def span(self) -> Span | None:
         return None
 
+    @property
+    def takes_long(self) -> bool:
+        return not self.kv.has_kernel  # thousands of copies
+
     def gather(self, chunk: Span, stream: Stream) -> None:
         if self.skip or self.chunk_tokens != self.tokens:
             raise LayoutError("a part of a chunk can be loaded, not stored")
@@ -67,6 +75,8 @@ class PagedChunk:
 
 
 class _TensorChunk:
+    takes_long = False
+
     def __init__(self, driver: Driver, tensor: Any) -> None:
         self._driver = driver
         self._tensor = tensor  # keeps the memory alive

@@ -124,6 +124,11 @@ class TwinDriver(Driver):
         self._streams.append(stream)
         return stream
 
+    def drop_stream(self, stream: Stream) -> None:
+        if stream in self._streams:
+            self._streams.remove(stream)
+            stream.close()
+
     def current_stream(self) -> Stream:
         return self._idle
 

@@ -69,7 +69,8 @@ class DevicePath:
         self._host_reader = host_reader
         self._device_reader = device_reader
         self._fan_out = fan_out
-        self._places = asyncio.Semaphore(_BATCHES_AT_ONCE)
+        self._puts = asyncio.Semaphore(_BATCHES_AT_ONCE)
+        self._gets = asyncio.Semaphore(_BATCHES_AT_ONCE)
         tiers = [writer.tier for writer in fan_out.writers]
         self._device_tiers = [tier for tier in tiers if _serves_device(tier)]
         self._host_tiers = [tier for tier in tiers if not _serves_device(tier)]
@@ -96,7 +97,7 @@ class DevicePath:
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
-        async with self._places:
+        async with self._puts:
             try:
                 for key, payload in chunks:
                     await self._admit(key, payload, batch, deadline_s)
@@ -105,7 +106,7 @@ class DevicePath:
                         await self._enqueue_put(batch, after)
                     finally:
                         # Also what was enqueued before something failed reads the caller's memory.
-                        done = self._end_of(self.device.gather, self.device.offload)
+                        done = self.device.end_of(self.device.gather, self.device.offload)
                         await self._copied(done)
             except BaseException:
                 _when_done(done, batch.storing, self._abandon)
@@ -170,13 +171,13 @@ class DevicePath:
             source = chunk.payload.span
             if chunk.staged is not None:
                 source = device.pool.view(chunk.staged, length)
-                chunk.payload.gather(source, device.gather)
+                await self._run(chunk.payload, chunk.payload.gather, source, device.gather)
                 if padding := aligned(length) - length:
                     driver.fill(source.address + length, 0, padding, device.gather)
             if chunk.hot is not None:
                 assert source is not None
                 if chunk.staged is not None:
-                    self._follow(device.gather, device.offload)
+                    device.follow(device.gather, device.offload)
                 hot = self.cpu.pool.view(chunk.hot, aligned(length))
                 hot[length:] = 0
                 await self._copy(hot.ctypes.data, source.address, length, device.offload)
@@ -198,17 +199,15 @@ class DevicePath:
     ) -> int:
         """Returns how many chunks of the contiguous prefix are in place. Nothing writes to the payloads' memory when this
         has returned or raised - but for a device that does not finish a copy within 30 s, which DeviceError says."""
-        driver = self.device.driver
-        if after is not None:
-            driver.wait(self.device.load, after)
-            driver.wait(self.device.gather, after)
+        if after is not None and not await self._has_happened(after, deadline_s):
+            return 0
         delivered = bytearray(len(keys))
         hot = {position: lease for position, key in enumerate(keys) if (lease := self._lease_now(key)) is not None}
         size = max(1, self.device.pool.count // 4)
         positions = list(hot)
         work = [
             asyncio.ensure_future(
-                self._hand_over([(p, hot[p]) for p in positions[start : start + size]], payloads, delivered, deadline_s)
+                self._hand_over_hot(positions[start : start + size], hot, payloads, delivered, deadline_s)
             )
             for start in range(0, len(positions), size)
         ]
@@ -225,6 +224,30 @@ class DevicePath:
             for lease in hot.values():
                 lease.release()
         return prefix_of(delivered)
+
+    async def _has_happened(self, after: Event, deadline_s: float) -> bool:
+        """Whether the caller's event came in time. Awaited here and not on the streams, where it would hold up others."""
+        driver, loop = self.device.driver, asyncio.get_running_loop()
+        if driver.query(after):
+            return True
+        happened = self.device.happened(after)
+        done, _ = await asyncio.wait([happened], timeout=max(0.0, deadline_s - loop.time()))
+        if not done:
+            return False
+        happened.result()
+        return True
+
+    async def _hand_over_hot(
+        self,
+        positions: Sequence[int],
+        hot: dict[int, Lease],
+        payloads: Sequence[DevicePayload],
+        delivered: bytearray,
+        deadline_s: float,
+    ) -> None:
+        """Takes the leases over once it runs: what is cancelled before stays in `hot`."""
+        part = [(position, hot.pop(position)) for position in positions]
+        await self._hand_over(part, payloads, delivered, deadline_s)
 
     def _lease_now(self, key: ChunkKey) -> Lease | None:
         return self._host_reader.lease_now(key) or self._device_reader.lease_now(key)
@@ -267,13 +290,13 @@ class DevicePath:
         rooms: list[Slot] = []
         done: asyncio.Future[None] | None = None
         try:
-            async with self._places:
+            async with self._gets:
                 try:
                     for position, lease in part:
                         await self._enqueue_get(lease, payloads[position], rooms, deadline_s)
                 finally:
                     # Also what was enqueued before something failed writes to the caller's memory.
-                    done = self._end_of(self.device.load, self.device.gather)
+                    done = self.device.end_of(self.device.load, self.device.scatter)
                     await self._copied(done)
             for position, _ in part:
                 delivered[position] = 1
@@ -293,7 +316,7 @@ class DevicePath:
         if payload.payload_bytes != length:
             raise ValueError(f"expected a chunk of {payload.payload_bytes} bytes, found {length}")
         if isinstance(view, Span):
-            payload.scatter(view, device.gather)
+            await self._run(payload, payload.scatter, view, device.scatter)
         elif payload.span is not None:
             await self._copy(payload.span.address, view.ctypes.data, length, device.load)
         else:
@@ -305,8 +328,16 @@ class DevicePath:
             rooms.append(room)
             staged = device.pool.view(room, length)
             await self._copy(staged.address, view.ctypes.data, length, device.load)
-            self._follow(device.load, device.gather)
-            payload.scatter(staged, device.gather)
+            device.follow(device.load, device.scatter)
+            await self._run(payload, payload.scatter, staged, device.scatter)
+
+    async def _run(
+        self, payload: DevicePayload, enqueue: Callable[[Span, Stream], None], chunk: Span, stream: Stream
+    ) -> None:
+        if payload.takes_long:
+            await to_the_end(self.cpu.copiers.submit(enqueue, chunk, stream))
+        else:
+            enqueue(chunk, stream)
 
     async def _copy(self, destination: int, source: int, length: int, stream: Stream) -> None:
         """Enqueue a copy between host and device; in a thread where that waits for the copy."""
@@ -315,18 +346,6 @@ class DevicePath:
             await to_the_end(self.cpu.copiers.submit(copy, destination, source, length, stream))
         else:
             copy(destination, source, length, stream)
-
-    def _follow(self, first: Stream, second: Stream) -> None:
-        """Let later work on `second` begin after what is enqueued on `first`."""
-        driver = self.device.driver
-        event = driver.record(first)
-        driver.wait(second, event)
-        driver.release(event)
-
-    def _end_of(self, first: Stream, second: Stream) -> asyncio.Future[None]:
-        """Done when all that is enqueued on both has ended."""
-        self._follow(first, second)
-        return self.device.bridge.after(second)
 
     async def _copied(self, done: asyncio.Future[None]) -> None:
         """Until what is enqueued has ended. Cancellation waits for it too: it touches the caller's memory."""

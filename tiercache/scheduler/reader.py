@@ -21,6 +21,8 @@ from tiercache.tiers.cpu import CpuTier, Lease
 
 logger = logging.getLogger("tiercache.reader")
 
+_PATIENCE_S = 1.0
+
 Sink = Callable[[np.ndarray], None]
 ReadCall = Callable[[Any, ChunkKey, Any], Coroutine[Any, Any, int | None]]
 """Tier, key, room for the payload -> the payload's length; as `Tier.read`."""
@@ -96,6 +98,11 @@ class Reader:
         self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
 
     @property
+    def _patience_s(self) -> float:
+        """Shorter waits do not count against a tier."""
+        return min(_PATIENCE_S, self.settings.deadline_s)
+
+    @property
     def stuck(self) -> int:
         """Reads that outlived their deadline and still hold a slot."""
         return len(self._stuck)
@@ -135,8 +142,10 @@ class Reader:
             async with asyncio.timeout_at(deadline_s):
                 lease = await arrival
         except TimeoutError:
-            self.counters.late += 1
-            return None
+            if not arrival.done() or arrival.cancelled():
+                self.counters.late += 1
+                return None
+            lease = arrival.result()  # it came at this very moment
         except BaseException:
             if arrival.done() and not arrival.cancelled() and (landed := arrival.result()) is not None:
                 landed.release()
@@ -260,12 +269,14 @@ class Reader:
             return None
         if not source.breaker.allows(loop.time()):
             return None
+        began_s = loop.time()
         try:
             async with asyncio.timeout_at(flight.deadline_s):
                 await source.places.acquire()
         except TimeoutError:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it.
-            source.breaker.failed(loop.time())
+            if loop.time() - began_s >= self._patience_s:
+                source.breaker.failed(loop.time())
             return None
         slot = await self._slot(flight)
         if slot is None:
@@ -279,7 +290,9 @@ class Reader:
             if not read.done():
                 self._leave_behind(read, slot, source)
         if not read.done():
-            source.breaker.failed(loop.time())
+            # A caller who gives up soon says nothing about the tier.
+            if loop.time() - began_s >= self._patience_s:
+                source.breaker.failed(loop.time())
             self.counters.failed += 1
             return None
         source.places.release()

@@ -60,6 +60,7 @@ class TierWriter:
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: dict[ChunkKey, int] = {}
+        self._unwanted: set[ChunkKey] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
@@ -116,6 +117,17 @@ class TierWriter:
             lease.release()
             raise
 
+    async def forget(self, key: ChunkKey) -> None:
+        """Remove a chunk from the tier, from the queue, and from the tier again once a write under way has ended."""
+        lease = self._queue.discard(key)
+        if lease is not None:
+            lease.release()
+            self._room.set()
+            self._settle()
+        if key in self._writing:
+            self._unwanted.add(key)
+        await self.tier.remove(key)
+
     async def flush(self, timeout_s: float) -> bool:
         """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
         try:
@@ -159,11 +171,14 @@ class TierWriter:
             self._writing[key] = lease.payload_bytes
             try:
                 await self._write(key, lease)
+                if key in self._unwanted:
+                    await self.tier.remove(key)
             except Exception:
                 logger.exception("%s: a write failed in a way that nobody foresaw", self.tier.name)
                 self.counters.dropped += 1
             finally:
                 del self._writing[key]
+                self._unwanted.discard(key)
                 self._settle()
 
     def _settle(self) -> None:

@@ -211,11 +211,12 @@ class CpuTier(Tier):
             turn: asyncio.Future[None] = loop.create_future()
             self._waiting[purpose].append(turn)
             self._waiters += 1
+            slot, late = None, False
             try:
                 async with asyncio.timeout_at(deadline_s):
                     await turn
             except TimeoutError:
-                return None
+                late = True  # though the turn may have come at this very moment
             finally:
                 self._waiters -= 1
                 if not turn.done() or turn.cancelled():
@@ -225,7 +226,7 @@ class CpuTier(Tier):
                     # Woken: pass the turn on when we cannot use it (cancelled, or somebody was faster).
                     slot = self.try_reserve(purpose) if not self._cancelling() else None
                     self._wake()
-            if slot is not None:
+            if slot is not None or late:
                 return slot
 
     def publish(self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose) -> Lease:

@@ -70,7 +70,7 @@ class CuFileFiles(DeviceFiles):
     def write(
         self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
     ) -> int:
-        self._close_deleted()
+        self.tidy()
         total_bytes = file_bytes(payload_bytes)
         page, _ = self._scratch()
         header = Header(key, fingerprint, payload_bytes, self._digest(payload.part(0, payload_bytes))).pack()
@@ -105,6 +105,13 @@ class CuFileFiles(DeviceFiles):
         if file is not None:
             file.handle.close()
 
+    def tidy(self) -> None:
+        with self._lock:
+            deleted = [path for path, file in self._open_files.items() if not file.exists]
+            files = [self._open_files.pop(path) for path in deleted]
+        for file in files:
+            file.handle.close()
+
     def close(self) -> None:
         with self._lock:
             files, self._open_files = list(self._open_files.values()), OrderedDict()
@@ -117,6 +124,7 @@ class CuFileFiles(DeviceFiles):
             page, scratch = self._owned.pop()
             self._driver.unpin(page)
             self._driver.free(scratch)
+        self._streams.close()
 
     def _verify(self, path: str, key: bytes, fingerprint: bytes, slot: Span) -> int:
         page, _ = self._scratch()
@@ -181,14 +189,6 @@ class CuFileFiles(DeviceFiles):
                 surplus.append(self._open_files.popitem(last=False)[1])
         for each in surplus:
             each.handle.close()
-
-    def _close_deleted(self) -> None:
-        """A file that another process deleted occupies its space for as long as we have it open."""
-        with self._lock:
-            deleted = [path for path, file in self._open_files.items() if not file.exists]
-            files = [self._open_files.pop(path) for path in deleted]
-        for file in files:
-            file.handle.close()
 
     def _cufile(self, path: str, flags: str) -> Any:
         try:

@@ -42,6 +42,9 @@ class DeviceFiles(ABC):
     def forget(self, path: str) -> None:  # noqa: B027 - not every way keeps files open
         """The file at `path` is gone."""
 
+    def tidy(self) -> None:  # noqa: B027
+        """Close files that others have deleted: as long as they are open they take their space."""
+
     @abstractmethod
     def close(self) -> None:
         """Idempotent. Memory that a hung call still uses stays until it ends."""
@@ -53,12 +56,19 @@ class ThreadStreams:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._own = threading.local()
+        self._made: list[Stream] = []
 
     def get(self) -> Stream:
         stream = getattr(self._own, "stream", None)
         if stream is None:
             stream = self._own.stream = self._driver.make_stream()
+            self._made.append(stream)
         return stream
+
+    def close(self) -> None:
+        """No thread may use one any more."""
+        while self._made:
+            self._driver.drop_stream(self._made.pop())
 
     def synchronize(self) -> None:
         """Sleep until this thread's stream has ended its work."""
@@ -112,6 +122,7 @@ class BounceFiles(DeviceFiles):
             return
         if self._pinned:
             self._driver.unpin(self._arena.memory)
+        self._streams.close()
         while not self._buffers.empty():
             self._buffers.get_nowait()
         self._arena.close()

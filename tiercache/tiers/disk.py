@@ -208,7 +208,11 @@ class DiskTier(Tier):
         shelf = self._shelf(key)
         occupied_bytes = shelf.index.remove(key)
         if occupied_bytes is None:
-            return False
+            # Perhaps somebody else's, of whom we do not know.
+            found = await self._metadata.submit(shelf.volume.exists, [key])
+            if not found:
+                return False
+            occupied_bytes = found[0]
         return await to_the_end(self._metadata.submit(shelf.volume.delete, key, occupied_bytes))
 
     def statistics(self) -> TierStatistics:
@@ -376,8 +380,8 @@ class DiskTier(Tier):
         for start in range(0, len(by_age), _AGING_STEP):
             shelf.index.age(by_age[start : start + _AGING_STEP])
             await asyncio.sleep(0)
-        if first and volume.alone:
-            await self._metadata.submit(volume.ledger.correct, found.counted_bytes - volume.count_at_open_bytes)
+        if first:
+            await self._metadata.submit(volume.correct_count, found.counted_bytes)
         self._statistics.strays += found.strays + volume.strays_removed
         volume.strays_removed = 0
         shelf.scanned = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -56,10 +57,19 @@ class Election:
                 return False
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
-                    os.pwrite(self._descriptor, os.urandom(_BEAT_BYTES), 0)
+                    self._write_beat(self._descriptor)
                     return True
         self.resign()
         return False
+
+    @staticmethod
+    def _write_beat(descriptor: int) -> None:
+        """Of all times, eviction must not fail when the device is full: a first beat that finds no room is left out."""
+        try:
+            os.pwrite(descriptor, os.urandom(_BEAT_BYTES), 0)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def heartbeat(self) -> bytes:
         """What the elected one wrote last. Opened anew each time: a network file system then asks its server."""

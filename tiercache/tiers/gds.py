@@ -6,6 +6,7 @@ pinned host memory where it does not, and without a GPU the tier serves host mem
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from tiercache.tiers.space import default_cap
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.gds")
+
+_TIDY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class GdsTier(DiskTier, DeviceTier):
         self.device = device
         self.files: DeviceFiles | None = None
         self._given_files = files
+        self._tidying: asyncio.TimerHandle | None = None
 
     @property
     def serves_device(self) -> bool:
@@ -66,8 +70,11 @@ class GdsTier(DiskTier, DeviceTier):
         except BaseException:
             await self.close()
             raise
+        self._tidy_later()
 
     async def close(self) -> None:
+        if self._tidying is not None:
+            self._tidying.cancel()
         await super().close()
         files, self.files = self.files, None
         if files is not None:
@@ -114,6 +121,16 @@ class GdsTier(DiskTier, DeviceTier):
         if self.files is not None:
             self.files.forget(self.path(key))
         return await super().remove(key)
+
+    def _tidy_later(self) -> None:
+        """Now and then also where nothing is written, as in an instance that only reads a shared directory."""
+        if self.files is not None:
+            self._tidying = asyncio.get_running_loop().call_later(_TIDY_S, self._tidy)
+
+    def _tidy(self) -> None:
+        if self.files is not None:
+            self._metadata.submit(self.files.tidy)
+            self._tidy_later()
 
     def _files(self) -> DeviceFiles:
         if self.files is None:

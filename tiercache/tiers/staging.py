@@ -50,13 +50,15 @@ class StagingTier(CpuTier):
             return None
         with lease:
             span = lease.view
-            stream = self.device.offload
+            device, stream = self.device, self.device.offload
             arguments = (into.ctypes.data, span.address, span.length_bytes, stream)
-            if self.device.copies_block:
-                await to_the_end(self.copiers.submit(self.device.driver.copy, *arguments))
-            else:
-                self.device.driver.copy(*arguments)
-            await to_the_end(self.device.bridge.after(stream))
+            try:
+                if device.copies_block:
+                    await to_the_end(self.copiers.submit(device.driver.copy, *arguments))
+                else:
+                    device.driver.copy(*arguments)
+            finally:
+                await to_the_end(device.end_of(device.gather, stream))
             return int(span.length_bytes)
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:

@@ -22,6 +22,7 @@ import itertools
 import logging
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -101,6 +102,10 @@ class Volume:
         self._owner = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._locks: list[int] = []
+        self._scan_lock = threading.Lock()
+        self._unscanned = set(TOP_LEVELS)
+        self._ours: set[ChunkKey] = set()
+        self._deleted_unscanned_bytes = 0
         self._relinked: set[int] = set()
         self.ways = WAYS
         """How a finished file gets its name; the first that the file system can do."""
@@ -116,6 +121,11 @@ class Volume:
         except BlockingIOError:
             self.alone = False
         fcntl.flock(owners, fcntl.LOCK_SH)
+        # The file grows with everybody who comes: so one who has gone again is known to have been here.
+        os.lseek(owners, 0, os.SEEK_END)
+        os.write(owners, b".")
+        self._owners = owners
+        self._visits = os.fstat(owners).st_size
         # Locked before it has its name: nobody may find it unlocked and take us for dead.
         unnamed = self._temporary / f"{self._owner}.new"
         mine = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -224,6 +234,9 @@ class Volume:
             self.abandon_write(unborn)
             raise
         if others_bytes is None:
+            if self._unscanned:
+                with self._scan_lock:
+                    self._ours.add(key)
             return occupied_bytes
         self.abandon_write(unborn)
         return others_bytes
@@ -242,10 +255,28 @@ class Volume:
                 return  # nobody knows: the mount is dead
         self.ledger.correct(-unborn.charged_bytes)
 
+    def correct_count(self, counted_bytes: int) -> None:
+        """After the first scan: what it found of before we opened is what there was, with what was deleted meanwhile. Only
+        if nobody else was here, whose deletions we do not know; the count is too high then, never too low."""
+        with self._scan_lock:
+            self._unscanned.clear()
+            self._ours.clear()
+            there_bytes = counted_bytes + self._deleted_unscanned_bytes
+        if self.alone and self._locks and os.fstat(self._owners).st_size == self._visits:
+            self.ledger.correct(there_bytes - self.count_at_open_bytes)
+
+    def _note_deleted(self, key: ChunkKey, occupied_bytes: int) -> None:
+        """A file that the first scan has not come to and will not find."""
+        if self._unscanned:
+            with self._scan_lock:
+                if key.hex()[:2] in self._unscanned and key not in self._ours:
+                    self._deleted_unscanned_bytes += occupied_bytes
+
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
         if not self._unlink(self.path(key)):
             return False
+        self._note_deleted(key, occupied_bytes)
         self.ledger.correct(-occupied_bytes)
         return True
 
@@ -255,6 +286,7 @@ class Volume:
         for victim in victims:
             try:
                 if self._unlink(self.path(victim[0])):
+                    self._note_deleted(*victim)
                     done.chunks += 1
                     done.freed_bytes += victim[1]
             except OSError as error:
@@ -268,7 +300,9 @@ class Volume:
         """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
         try:
             self._quarantine.mkdir(exist_ok=True)
-            os.rename(self.path(key), self._quarantine / f"{key.hex()}.{time.time_ns()}")
+            place = self._quarantine / f"{key.hex()}.{time.time_ns()}"
+            os.rename(self.path(key), place)
+            self._note_deleted(key, place.stat().st_blocks * 512)
         except FileNotFoundError:
             return  # another instance was quicker
         except OSError as error:
@@ -278,9 +312,12 @@ class Volume:
         with contextlib.suppress(FileNotFoundError):
             kept = sorted(self._quarantine.iterdir(), key=lambda path: path.stat().st_mtime_ns)
             for path in kept[:-_QUARANTINE_KEEPS]:
-                occupied_bytes = path.stat().st_blocks * 512
+                status = path.stat()
                 if self._unlink(path):
-                    self.ledger.correct(-occupied_bytes)
+                    if self._unscanned and status.st_ctime < self.opened_at_s:
+                        with self._scan_lock:
+                            self._deleted_unscanned_bytes += status.st_blocks * 512
+                    self.ledger.correct(-status.st_blocks * 512)
 
     def _discard(self, key: ChunkKey) -> None:
         """Delete a bad chunk that cannot be moved: publishing never replaces a file, so it would stay for ever."""
@@ -299,6 +336,9 @@ class Volume:
             with os.scandir(directory) as entries:
                 for entry in entries:
                     self._examine(entry, found, self.opened_at_s)
+        # After and not before: what is deleted while its directory is read may be counted twice, never not at all.
+        with self._scan_lock:
+            self._unscanned.discard(top)
         return found
 
     def scan_quarantine(self) -> int:

@@ -1,7 +1,16 @@
 """`python -m tiercache.bench.gpu`."""
 
+import importlib.util
 import sys
 
-from tiercache.bench.gpu.command import main
+NEEDED = ("aiofiles", "msgspec", "numpy", "rich", "torch", "xxhash", "yaml")
+missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(
+        f"{sys.executable} lacks {', '.join(missing)}. Choose another with make gpu-check GPU_PYTHON=.venv/bin/python "
+        "(after make setup), or install them: pip install aiofiles msgspec numpy rich torch xxhash pyyaml"
+    )
+
+from tiercache.bench.gpu.command import main  # noqa: E402 - only once its imports are known to be there
 
 sys.exit(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ from tiercache.bench.machine import machine
 PART_LIMITS_S = {"tests": 150, "paged": 90, "events": 70, "model": 60, "ttft": 100, "overlap": 70, "gds": 90}
 _LIMIT_S = 460
 _SHORTEST_S = 10
-_TESTS = ("tests/device", "tests/gds", "tests/test_cache_device.py")
+_TESTS = ("tests/device", "tests/gds", "tests/test_cache_device.py", "tests/vllm/test_device_mover.py")
 _ROOT = Path(__file__).resolve().parents[3]
 _WHEELS = {
     "torch": "torch, with CUDA",

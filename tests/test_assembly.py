@@ -1,0 +1,61 @@
+"""Which device a configuration makes the cache use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiercache import Config, Layout
+from tiercache.assembly import make_device
+from tiercache.device.driver import DeviceError
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import ConfigError
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(ordinal: int) -> None:
+        raise DeviceError(f"cuda:{ordinal}: no NVIDIA driver")
+
+    monkeypatch.setattr("tiercache.assembly.CudaDriver", refuse)
+
+
+def gds(path: Path, **more: Any) -> Config:
+    return Config(gds_path=(str(path),), gds_buffer_size=1, **more)
+
+
+def test_none_is_never_even_when_a_driver_is_handed_in(tmp_path: Path) -> None:
+    driver = TwinDriver()
+    assert make_device(gds(tmp_path, device="none"), LAYOUT, driver, 0) is None
+    driver.close()
+
+
+def test_twin_needs_no_gpu_and_no_tier(no_gpu: None) -> None:
+    device = make_device(Config(device="twin"), LAYOUT, None, 0)
+    assert device is not None and device.driver.name == "twin"
+    device.close()
+
+
+def test_twin_with_too_large_a_pool_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.assembly.available_memory_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError):
+        make_device(Config(device="twin", gds_path=(str(tmp_path),), gds_buffer_size=64), LAYOUT, None)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_goes_on_without_a_gpu(tmp_path: Path) -> None:
+    assert make_device(Config(), LAYOUT, None) is None
+    assert make_device(Config(), LAYOUT, None, 3) is None
+    assert make_device(gds(tmp_path), LAYOUT, None) is None
+
+
+def test_driver_that_was_handed_in_has_to_work() -> None:
+    driver = TwinDriver()
+    driver.lose()
+    with pytest.raises(DeviceError, match="lost"):
+        make_device(Config(), LAYOUT, driver)
+    driver.close()

@@ -1,0 +1,137 @@
+"""Blocks of a device through a real cache, without vLLM: on the CPU twin, and on a GPU where torch has one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tiercache.bridge import CacheThread  # noqa: E402
+from tiercache.config import Config  # noqa: E402
+from tiercache.core.layout import Layout  # noqa: E402
+from tiercache.integrations.vllm.device_mover import DeviceMover  # noqa: E402
+from tiercache.integrations.vllm.placement import make_mover  # noqa: E402
+from tiercache.integrations.vllm.planning import Transfer  # noqa: E402
+
+BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
+SPEC = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=2 * CONTENT)
+ORDERS = {"LBHNC": "lbhnc", "LBNHC": "lbnhc", "LHBNC": "lhbnc", "BLHNC": "blhnc", "BLNHC": "blnhc", "BHLNC": "bhlnc"}
+SIZES = {"l": LAYERS, "b": BLOCKS, "h": HEADS, "n": TOKENS, "c": CONTENT}
+DEVICES = ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
+
+
+class Engine:
+    """KV in one of vLLM's orders, a cache, and what moves blocks between them."""
+
+    def __init__(self, device: str, order: str, directory: Path) -> None:
+        inside = ORDERS[order]
+        memory = torch.empty([SIZES[letter] for letter in inside], dtype=torch.bfloat16, device=device)
+        self.kv = memory.permute([inside.index(letter) for letter in "lbhnc"])
+        self.fill(range(BLOCKS), seed=1)
+        config = Config(
+            max_local_cpu_size=0.02,
+            device="twin" if device == "cpu" else "auto",
+            gds_path=(str(directory),),
+            gds_buffer_size=8,
+            use_gds=False,
+        )
+        mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, SPEC)
+        assert isinstance(mover, DeviceMover)
+        self.mover = mover
+        layout = Layout(
+            "m",
+            chunk_tokens=CHUNK_BLOCKS * TOKENS,
+            bytes_per_token=mover.kv.bytes_per_block // TOKENS,
+            byte_format=mover.kv.describe(),
+        )
+        self.thread = CacheThread(config, layout, device=mover.driver)
+
+    def close(self) -> None:
+        self.thread.close(10.0)
+        self.mover.close()
+
+    def fill(self, blocks: Sequence[int], seed: int) -> None:
+        """On the engine's own stream, not waiting for it."""
+        shape = (LAYERS, len(blocks), HEADS, TOKENS, CONTENT)
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+        self.kv[:, torch.tensor(blocks)] = values.to(self.kv.device, non_blocking=True)
+
+    def content(self, blocks: Sequence[int]) -> Any:
+        return self.kv[:, torch.tensor(blocks)].cpu()
+
+    def put(self, keys: Sequence[bytes], chunks: Sequence[tuple[int, ...]]) -> int:
+        transfers = [Transfer(key, CHUNK_BLOCKS, 0, blocks) for key, blocks in zip(keys, chunks, strict=True)]
+        move = self.mover.put(self.thread, keys, transfers, 10.0)
+        assert move.wait(10.0)
+        # Whatever comes now is not stored.
+        self.fill([block for blocks in chunks for block in blocks], seed=99)
+        return move.future.result(30)
+
+    def get(self, keys: Sequence[bytes], chunks: Sequence[tuple[int, ...]]) -> int:
+        transfers = [
+            Transfer(key, CHUNK_BLOCKS, CHUNK_BLOCKS - len(blocks), blocks)
+            for key, blocks in zip(keys, chunks, strict=True)
+        ]
+        move = self.mover.get(self.thread, keys, transfers, 10.0)
+        arrived = move.future.result(30)
+        assert move.is_off_blocks()
+        return arrived
+
+    def clear_hot(self) -> None:
+        async def clear() -> None:
+            await self.thread.cache.flush()
+            self.thread.cache.clear_hot()
+
+        self.thread.submit(clear()).result(30)
+
+
+@pytest.fixture(params=[(device, order) for device in DEVICES for order in ORDERS], ids=lambda pair: "-".join(pair))
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(*request.param, tmp_path)
+    yield made
+    made.close()
+
+
+def test_blocks_come_back_from_the_host_and_from_gds(engine: Engine) -> None:
+    keys = [number.to_bytes(24, "big") for number in range(6)]
+    old = [tuple(range(4 * number, 4 * number + 4))[::-1] for number in range(6)]
+    new = [(60 - number, 30 + number, 52 - number, 40 + number) for number in range(6)]
+    untouched = [block for block in range(24, BLOCKS) if block not in {block for blocks in new for block in blocks}]
+    engine.fill(range(24), seed=7)
+    expected, before = engine.content([block for blocks in old for block in blocks]), engine.content(untouched)
+    engine.fill(range(24), seed=7)
+    assert engine.put(keys, old) == 6
+    for place in ("hot", "gds"):
+        if place == "gds":
+            engine.clear_hot()
+        flat = [block for blocks in new for block in blocks]
+        engine.fill(flat, seed=50)
+        assert engine.get(keys, new) == 6
+        assert torch.equal(engine.content(flat), expected), place
+        assert torch.equal(engine.content(untouched), before)
+        engine.fill(flat, seed=51)
+        assert engine.get(keys[2:4], [(33, 44), (55,)]) == 2
+        assert torch.equal(engine.content([33, 44, 55]), expected[:, [10, 11, 15]])
+
+
+def test_copies_wait_for_the_engine_and_the_engine_for_nothing(engine: Engine) -> None:
+    """On a GPU the forward is still running when the put begins; handing it over takes no longer for that."""
+    key = bytes(24)
+    if engine.kv.is_cuda:
+        torch.cuda._sleep(200_000_000)
+    engine.fill((3, 1, 2, 0), seed=11)
+    began_s = time.perf_counter()
+    move = engine.mover.put(engine.thread, [key], [Transfer(key, 4, 0, (3, 1, 2, 0))], 10.0)
+    took_s = time.perf_counter() - began_s
+    if engine.kv.is_cuda:
+        assert took_s < 0.02
+        assert not move.is_off_blocks()
+    assert move.future.result(30) == 1
+    assert engine.get([key], [(10, 11, 12, 13)]) == 1
+    assert torch.equal(engine.content([10, 11, 12, 13]), engine.content([3, 1, 2, 0]))

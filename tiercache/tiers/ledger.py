@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _COUNT = struct.Struct("<8sQ")
@@ -48,10 +48,15 @@ class Ledger:
         self._spent = False
         self._pledge = pledge
         self._pledged_bytes = 0
-        with self._file_lock():
-            counted_bytes = self._load()
-            self.trusted = counted_bytes is not None
-            self._store(counted_bytes or 0)
+        try:
+            with self._file_lock():
+                counted_bytes = self._load()
+                self.trusted = counted_bytes is not None
+                self._store(counted_bytes or 0)
+        except BaseException:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            raise
 
     @property
     def counted_bytes(self) -> int:

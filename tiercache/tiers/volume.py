@@ -236,7 +236,7 @@ class Volume:
         if others_bytes is None:
             if self._unscanned:
                 with self._scan_lock:
-                    self._ours.add(key)
+                    self._ours.add(unborn.key)
             return occupied_bytes
         self.abandon_write(unborn)
         return others_bytes

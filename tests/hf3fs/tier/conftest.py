@@ -88,8 +88,9 @@ class Memory:
     def close(self) -> None:
         self._free.clear()
         gc.collect()  # errors keep frames, which keep views of the arena
-        if self.arena is not None:
-            self.arena.close()
+        arena, self.arena = self.arena, None  # it goes with the last view, which a thread may still have
+        if arena is not None:
+            arena.close()
 
 
 @pytest.fixture(params=["buffers", "arena"])

@@ -164,8 +164,16 @@ class RingEngine:
 
     async def _begin(self) -> None:
         await self._workers.submit(self._make)
+        try:
+            # Only now: until rings could be made, what lies at the mount point may be the directory below it.
+            if self._died and self._revive is not None:
+                await self._revive()
+        except BaseException:
+            fresh, self._fresh = self._fresh, None
+            await self._workers.submit(_take_away, fresh)
+            raise
         self._now, self._fresh = self._fresh, None
-        self._draining = False
+        self._died = self._draining = False
 
     def _give_up(self, error: TierUnavailable, *, over: bool) -> _Equipment | None:
         """Fail all that is in flight. `over`: the daemon is dead, or nobody will use the memory again.
@@ -225,7 +233,7 @@ class RingEngine:
         self._examine_at_s = self._loop.time() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if not examination.cancelled() and (error := examination.exception()) is not None:
-            logger.warning("3FS at %s cannot be used yet: %s", self.mount, error)
+            logger.warning("3FS at %s cannot be used yet: %s", self.mount, str(error))  # its frames keep rings
 
     async def _examine(self) -> None:
         """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
@@ -246,9 +254,6 @@ class RingEngine:
                 await self._workers.submit(_take_away, self._give_up(silent, over=False))
             else:
                 return
-        if self._died and self._revive is not None:
-            await self._revive()
-        self._died = False
         await self._begin()
         self.restarts += 1
         logger.info("3FS at %s: rings made anew", self.mount)

@@ -45,6 +45,7 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
+_OPEN_S = 60.0
 _END_S = 5.0
 _HEADERS_BYTES = 2 << 20
 
@@ -80,8 +81,13 @@ class Hf3fsTier(DiskTier):
 
     async def open(self) -> None:
         try:
-            await self._open_engine()
+            async with asyncio.timeout(_OPEN_S):
+                await self._open_engine()
             await super().open()
+        except TimeoutError:
+            await self.close()
+            # Any mount of 3FS that hangs on this machine: looking for ours asks all of them.
+            raise ConfigError(f"{self.option}: a 3FS mount did not answer for {_OPEN_S:.0f} s") from None
         except BaseException:
             await self.close()
             raise

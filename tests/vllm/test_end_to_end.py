@@ -6,13 +6,17 @@ Each engine runs in a process of its own and goes through many steps, because st
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tiercache.testing.hf3fs import Hf3fsEmulator
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -46,7 +50,9 @@ def continued() -> str:
     return (REPOSITORY / "LICENSE").read_text()[:8500] + "\nQuestion: What may a contributor do?\nAnswer:"
 
 
-def drive(engine: dict[str, Any], steps: list[list[Any]]) -> tuple[list[Any], str]:
+def drive(
+    engine: dict[str, Any], steps: list[list[Any]], environment: dict[str, str] | None = None
+) -> tuple[list[Any], str]:
     """The answers of each step, and everything that the engine logged."""
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("drive.py"))],
@@ -55,6 +61,7 @@ def drive(engine: dict[str, Any], steps: list[list[Any]]) -> tuple[list[Any], st
         text=True,
         timeout=400,
         check=False,
+        env={**os.environ, **(environment or {})},
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     answers: list[Any] = json.loads(run.stdout.strip().splitlines()[-1])
@@ -379,3 +386,48 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
     for ours, theirs in zip(wrong, oracle, strict=True):
         assert ours["cached"] == theirs["cached"]
         assert not close_answer(ours, theirs)
+
+
+@pytest.fixture(scope="session")
+def mounted_3fs() -> Iterator[Hf3fsEmulator]:
+    with Hf3fsEmulator() as emulator:
+        yield emulator
+
+
+@pytest.mark.parametrize("shared_arena", [False, True], ids=["one copy", "no copy"])
+def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_too(
+    mounted_3fs: Hf3fsEmulator, model: str, prompts: list[str], oracle: list[dict[str, Any]], shared_arena: bool
+) -> None:
+    """3FS is the only storage below RAM. Wrong KV changes the answer at last: what was compared is what was loaded."""
+    settings: dict[str, Any] = {
+        "chunk_size": 256,
+        "save_unfull_chunk": True,
+        "max_local_cpu_size": 0.5,
+        "max_hf3fs_size": 1.0,
+        "remote_storage_plugins": ["hf3fs.primary"],
+        "extra_config": {
+            "remote_storage_plugin.hf3fs.primary.base_path": str(mounted_3fs.mount / f"kv-{shared_arena}"),
+            **({"shm_name": f"vllm-3fs-{os.getpid()}"} if shared_arena else {}),
+        },
+    }
+    engine = {
+        "model": model,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": STEP_TOKENS,
+        "tiercache": settings,
+    }
+    (_, flushed, _, loaded, statistics), _ = drive(
+        engine,
+        [["generate", prompts], ["flush"], ["clear_hot"], ["generate", prompts], ["statistics"]],
+        mounted_3fs.environment,
+    )
+    assert flushed
+    assert statistics["tiers"]["hf3fs.primary"]["reads"] >= 8
+    (_, restored, _, wrong), _ = drive(
+        engine, [["scanned"], ["generate", prompts], ["corrupt_hot"], ["generate", prompts]], mounted_3fs.environment
+    )
+    for answers in (loaded, restored):
+        for ours, theirs in zip(answers, oracle, strict=True):
+            assert ours["cached"] == theirs["cached"]
+            assert same_answer(ours, theirs)
+    assert not any(same_answer(ours, theirs) for ours, theirs in zip(wrong, oracle, strict=True))

@@ -68,10 +68,12 @@ class Arena:
     def close(self) -> None:
         """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""
         self.memory = np.empty(0, dtype=np.uint8)
-        try:
-            self._mapping.close()
-        except BufferError:
-            logger.debug("arena: views are still held; the mapping goes when they do")
+        mapping = self.__dict__.pop("_mapping", None)
+        if mapping is not None:
+            try:
+                mapping.close()
+            except BufferError:
+                logger.debug("arena: views are still held; the mapping goes when they do")
         if self.shm_path is not None:
             self.shm_path.unlink(missing_ok=True)
             self.shm_path = None

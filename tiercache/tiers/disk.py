@@ -32,6 +32,7 @@ logger = logging.getLogger("tiercache.disk")
 Victims = list[tuple[ChunkKey, int]]
 
 FORMAT = 1
+MANIFEST = "tiercache.json"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _RESCAN_PAUSE_S = 30.0
 _ATTEMPTS = 4
@@ -263,7 +264,7 @@ class DiskTier(Tier):
         root = volume.root
         try:
             await self._metadata.submit(volume.open)
-            manifest = root / "tiercache.json"
+            manifest = root / MANIFEST
             if await asyncio.to_thread(manifest.exists):
                 async with aiofiles.open(manifest) as file:
                     found = json.loads(await file.read()).get("format")

@@ -110,10 +110,20 @@ class RegisteredFiles:
         for file in files:
             self.release(file)
 
-    def close(self) -> None:
-        """Nothing is kept open from now on. Files in use are closed by whoever releases them."""
+    def close(self, living: str) -> None:
+        """Nothing is kept open from now on. Files in use are closed by whoever releases them.
+
+        `living` is a file of the mount, for files of one that died to be deregistered by.
+        """
         self._closed = True
         self.forget_all()
+        if self._orphans:
+            with contextlib.suppress(OSError):
+                descriptor = os.open(living, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    self._bury_orphans(descriptor)
+                finally:
+                    os.close(descriptor)
         with self._lock:
             orphans, self._orphans = self._orphans, []
         for descriptor in orphans:
@@ -144,23 +154,21 @@ class RegisteredFiles:
             self._library.register_fd(descriptor)
 
     def _close(self, descriptor: int) -> None:
-        if not _mount_lives(descriptor):
+        self._library.deregister_fd(descriptor)
+        if _mount_lives(descriptor):  # so it did before, and is deregistered
+            _close(descriptor)
+        else:
             with self._lock:
                 self._orphans.append(descriptor)
-            return
-        self._library.deregister_fd(descriptor)
-        _close(descriptor)
 
     def _bury_orphans(self, living: int) -> None:
         """Deregister files of a dead mount. 3FS looks whether a number is on a living mount, so they are made to be."""
-        if not self._orphans:
-            return
         with self._lock:
             orphans, self._orphans = self._orphans, []
         for descriptor in orphans:
-            os.dup2(living, descriptor, inheritable=False)
-            self._library.deregister_fd(descriptor)
-            os.close(descriptor)
+            if _mount_lives(living):
+                os.dup2(living, descriptor, inheritable=False)
+            self._close(descriptor)
 
 
 def _mount_lives(descriptor: int) -> bool:

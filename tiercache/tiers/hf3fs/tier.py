@@ -32,7 +32,7 @@ from tiercache.memory.arena import Arena
 from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
-from tiercache.tiers.disk import DiskSettings, DiskTier, Victims
+from tiercache.tiers.disk import MANIFEST, DiskSettings, DiskTier, Victims
 from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
@@ -123,7 +123,7 @@ class Hf3fsTier(DiskTier):
             await engine.close()
             if self._active:
                 await asyncio.wait(self._active, timeout=_END_S)
-            self._later(self.files.close)
+            self._later(self.files.close, str(self.settings.directories[0] / MANIFEST))
         await super().close()
 
     def describe(self) -> str:

@@ -7,6 +7,7 @@ gets.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -39,7 +40,11 @@ def register_fd(fd: int, flags: int = 0) -> None:
         if duplicate in _registered:
             os.close(duplicate)
             raise OSError(errno.EINVAL, f"descriptor {duplicate} was closed while it was registered")
-        inode = hold_inode(duplicate)
+        try:
+            inode = hold_inode(duplicate)
+        except OSError:
+            os.close(duplicate)
+            raise
         access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
         _registered[fd] = _registered[duplicate] = RegisteredFile(duplicate, inode, access)
 
@@ -55,7 +60,8 @@ def deregister_fd(fd: int) -> None:
         if _registered.get(file.duplicate) is file:
             del _registered[file.duplicate]
         release_inode(file.duplicate, file.inode)
-        os.close(file.duplicate)
+        with contextlib.suppress(OSError):  # of a dead mount; the real one does not look
+            os.close(file.duplicate)
 
 
 def registered(fd: int) -> RegisteredFile | None:

@@ -356,7 +356,7 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
     device = twin.side.thread.cache._device
     assert device is not None
     held = threading.Event()
-    device.gather.enqueue(held.wait)
+    device.scatter.enqueue(held.wait)
     twin.loads(into(FIRST, 20, 21))
     assert twin.side.take_bad_blocks() == {20, 21}
     assert "a copy of 0.02 seconds and more" in caplog.text

@@ -57,6 +57,8 @@ class Breaker:
         self._pause_s = self.settings.first_pause_s
 
     def failed(self, now_s: float) -> None:
+        if self.state is BreakerState.OPEN:
+            return  # begun before it opened: all that hang fail together, which is one bad sign and not many
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
             return

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.emulator.conftest import NO_FUSE
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
@@ -27,7 +27,11 @@ HASTY = RingSettings(entries=16, rings=2, hang_s=0.2)
 install()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("fuse", marks=needs_fuse), "directory"])
+KIND = "directory" if NO_FUSE else "fuse"
+"""Of most tests. The tier's contract is tested on both kinds."""
+
+
+@pytest.fixture(scope="module", params=[KIND])
 def emulator(request: pytest.FixtureRequest) -> Iterator[Hf3fsEmulator]:
     with pytest.MonkeyPatch.context() as patch, Hf3fsEmulator(fuse=request.param == "fuse") as emulator:
         if request.param == "directory":
@@ -42,7 +46,7 @@ def place(emulator: Hf3fsEmulator, request: pytest.FixtureRequest) -> Path:
     return emulator.mount / f"{abs(hash(request.node.nodeid)):x}"
 
 
-@pytest.fixture(params=[pytest.param("fuse", marks=needs_fuse), "directory"])
+@pytest.fixture(params=[KIND])
 def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hf3fsEmulator]:
     """An emulator of the test's own, to be killed or left in disorder."""
     if request.param == "directory":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
@@ -11,6 +12,8 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.base import Tier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+
+pytestmark = pytest.mark.parametrize("emulator", [pytest.param("fuse", marks=needs_fuse), "directory"], indirect=True)
 
 
 class TestHf3fsTier(TierContract):

@@ -37,6 +37,7 @@ class RegisteredFiles:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
         self._orphans: list[int] = []
+        self._keeps = True
         self._closed = False
         self._lock = threading.Lock()
 
@@ -54,7 +55,7 @@ class RegisteredFiles:
         file = self._open(path, os.O_RDONLY)
         surplus = []
         with self._lock:
-            if path not in self._kept and not self._closed:
+            if path not in self._kept and self._keeps:
                 file.users += 1  # one is ours
                 self._kept[path] = file
                 while len(self._kept) > _OPEN_FILES:
@@ -115,7 +116,7 @@ class RegisteredFiles:
 
         `living` is a file of the mount, for files of one that died to be deregistered by.
         """
-        self._closed = True
+        self._keeps = False
         self.forget_all()
         if self._orphans:
             with contextlib.suppress(OSError):
@@ -124,6 +125,7 @@ class RegisteredFiles:
                     self._bury_orphans(descriptor)
                 finally:
                     os.close(descriptor)
+        self._closed = True
         with self._lock:
             orphans, self._orphans = self._orphans, []
         for descriptor in orphans:
@@ -155,7 +157,7 @@ class RegisteredFiles:
 
     def _close(self, descriptor: int) -> None:
         self._library.deregister_fd(descriptor)
-        if _mount_lives(descriptor):  # so it did before, and is deregistered
+        if _mount_lives(descriptor) or self._closed:  # if it lives it did before, so the file is deregistered
             _close(descriptor)
         else:
             with self._lock:

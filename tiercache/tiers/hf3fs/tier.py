@@ -168,6 +168,11 @@ class Hf3fsTier(DiskTier):
             raise TierUnavailable(f"{self.name} is closed")
         return self.engine
 
+    def _out_of_reach(self, memory: np.ndarray) -> bool:
+        """Where the arena is registered there are no places for payloads that lie elsewhere: the mount moves those."""
+        arena = self._engine().arena
+        return arena is not None and _inside(arena, memory, memory.nbytes) is None
+
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work, name=f"tiercache-{self.name}")
         self._active.add(task)
@@ -204,6 +209,8 @@ class Hf3fsTier(DiskTier):
 
     async def _ring_read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
         path = volume.path(key)
+        if self._out_of_reach(into):
+            return await self._readers.submit(volume.read, key, into)
         file = self.files.kept(path)
         if file is None:
             try:
@@ -296,6 +303,8 @@ class Hf3fsTier(DiskTier):
     async def _ring_write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> int:
+        if self._out_of_reach(payload):
+            return await self._writers.submit(volume.write, key, payload, payload_bytes, victims)
         engine = self._engine()
         buffers = engine.buffers
         place = await buffers.take(self.settings.rings.hang_s)

@@ -107,7 +107,8 @@ class Filesystem:
 
     def symlink(self, path: str, target: str) -> None:
         if os.path.dirname(path) == _IOVS:
-            _, _, pid = self._context()
+            _, _, thread = self._context()
+            pid = _process_of(thread)
             self._buffers.register(os.path.basename(path), target, pid)
             self._on_client(pid)
         else:
@@ -245,3 +246,12 @@ class Filesystem:
                 raise OSError(errno.ENOENT, path)
             number, mode, size = zlib.crc32(name.encode()) | 1 << 40, stat.S_IFLNK | 0o777, len(target)
         return {"st_mode": mode, "st_ino": _VIRTUAL_INODES | number, "st_nlink": 1, "st_size": size}
+
+
+def _process_of(thread: int) -> int:
+    """FUSE names the thread that made a call; what is to be watched is its process."""
+    try:
+        with open(f"/proc/{thread}/status") as status:
+            return next((int(line.split()[1]) for line in status if line.startswith("Tgid:")), thread)
+    except OSError:
+        return thread

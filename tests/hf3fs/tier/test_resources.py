@@ -1,0 +1,169 @@
+"""What a tier takes: shared memory as configured, and nothing of it after the end, whichever way that came."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
+from tiercache.errors import ConfigError
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.hf3fs.ring import RingSettings
+
+CLIENT = """
+import asyncio, sys
+from pathlib import Path
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.testing import chunk, page_aligned
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+
+async def main():
+    settings = Hf3fsSettings((Path(sys.argv[1]),), 64 << 20, threads=2, chunk_bytes=65536, iov_bytes=4 << 20)
+    tier = Hf3fsTier(settings, b"3" * 16)
+    if sys.argv[2] == "arena":
+        arena = Arena(ArenaSettings(size_bytes=4 << 20, shm_name=f"test-client-{sys.argv[3]}"))
+        tier.use_arena(arena)
+    await tier.open()
+    for number in range(100, 110):
+        key, payload = chunk(number)
+        if sys.argv[2] == "arena" and number % 2:  # the others lie elsewhere
+            arena.memory[:65536] = payload
+            payload = arena.memory[:65536]
+        await tier.write(key, payload, 65536)
+    print("written", flush=True)
+    found = int(sys.stdin.readline())
+    key, payload = chunk(found)
+    into = page_aligned(65536)
+    assert await tier.probe([key]) == 1 and await tier.read(key, into) == 65536 and (into == payload).all()
+    print("read", flush=True)
+    sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+
+def ours() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("tiercache.")}
+
+
+def used_bytes(names: set[str]) -> int:
+    return sum(os.stat(f"/dev/shm/{name}").st_size for name in names)
+
+
+def start_client(emulator: Hf3fsEmulator, place: Path, memory: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, str(place), memory, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **emulator.environment},
+    )
+
+
+async def test_shared_memory_is_what_the_configuration_says(opened: Opened, place: Path, memory: Memory) -> None:
+    before = ours()
+    async with opened(place) as tier:
+        expected_bytes = 4 << 20 if memory.arena is None else 2 << 20
+        assert used_bytes(ours() - before) == expected_bytes
+        assert tier.engine.buffers.size_bytes == expected_bytes
+    assert ours() == before
+
+
+async def test_buffers_too_small_for_two_chunks_are_refused(emulator: Hf3fsEmulator, place: Path) -> None:
+    before = ours()
+    tier = Hf3fsTier(
+        Hf3fsSettings((place,), 64 << 20, chunk_bytes=3 << 20, iov_bytes=4 << 20, rings=RINGS), FINGERPRINT
+    )
+    with pytest.raises(ConfigError, match="hf3fs_iov_size"):
+        await tier.open()
+    assert ours() == before
+
+
+async def test_refused_depth_is_named(mortal: Hf3fsEmulator) -> None:
+    mortal.negative_io_depth = False
+    mortal.restart()
+    before = ours()
+    rings = RingSettings(entries=16, rings=2, io_depth=-4)
+    settings = Hf3fsSettings(
+        (mortal.mount / "chunks",), 64 << 20, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=rings
+    )
+    with pytest.raises(ConfigError, match="negative hf3fs_io_depth"):
+        await Hf3fsTier(settings, FINGERPRINT).open()
+    assert ours() == before
+    mortal.control.until_registered(buffers=0, rings=0)
+
+
+async def test_directory_outside_of_3fs_is_refused(tmp_path: Path) -> None:
+    tier = Hf3fsTier(Hf3fsSettings((tmp_path / "no",), 64 << 20, chunk_bytes=CHUNK_BYTES, rings=RINGS), FINGERPRINT)
+    with pytest.raises(ConfigError, match="does not lie on a 3FS mount"):
+        await tier.open()
+
+
+async def test_wrong_mount_is_refused(emulator: Hf3fsEmulator, place: Path, tmp_path: Path) -> None:
+    settings = Hf3fsSettings((place,), 64 << 20, chunk_bytes=CHUNK_BYTES, mount=tmp_path, rings=RINGS)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        await Hf3fsTier(settings, FINGERPRINT).open()
+
+
+async def test_unusable_base_path_leaves_nothing(emulator: Hf3fsEmulator, place: Path, opened: Opened) -> None:
+    place.mkdir()
+    (place / "file").touch()
+    before = ours()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        async with opened(place / "good", place / "file"):
+            pass
+    assert ours() == before
+    emulator.control.until_registered(buffers=0, rings=0)
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_dead_mount_is_refused_and_leaves_nothing(mortal: Hf3fsEmulator, opened: Opened) -> None:
+    before = ours()
+    mortal.kill()
+    with pytest.raises(ConfigError):
+        async with opened(mortal.mount / "chunks"):
+            pass
+    assert ours() == before
+
+
+@pytest.mark.parametrize("kind", ["buffers", "arena"])
+async def test_killed_process_leaves_nothing_once_another_has_begun(
+    emulator: Hf3fsEmulator, place: Path, kind: str
+) -> None:
+    """And the two of them found each other's chunks before."""
+    before = ours()
+    with start_client(emulator, place, kind) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "written\n"
+        assert len(ours() - before) == (1 if kind == "buffers" else 2)
+        settings = Hf3fsSettings((place,), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS)
+        tier = Hf3fsTier(settings, FINGERPRINT)
+        await tier.open()
+        keys = [chunk(number)[0] for number in range(100, 110)]
+        assert await tier.probe(keys) == 10
+        for number in range(100, 110):
+            into = page_aligned(CHUNK_BYTES)
+            assert await tier.read(chunk(number)[0], into) == CHUNK_BYTES
+            assert (into == chunk(number)[1]).all()
+        key, payload = chunk(7)
+        await tier.write(key, payload, CHUNK_BYTES)
+        print(7, file=process.stdin, flush=True)
+        assert await asyncio.to_thread(process.stdout.readline) == "read\n"
+        process.kill()
+        process.wait()
+        await tier.close()
+    assert ours() - before, "what kill -9 left"
+    again = Hf3fsTier(settings, FINGERPRINT)
+    await again.open()
+    assert len(ours() - before) == 1, "its own and nothing else"
+    await again.close()
+    assert ours() == before
+    emulator.control.until_registered(buffers=0, rings=0)

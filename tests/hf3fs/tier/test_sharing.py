@@ -1,0 +1,143 @@
+"""Several base paths, several instances: chunks spread evenly, found by everybody, and never seen before they are whole."""
+
+import asyncio
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.tier.conftest import Memory, Opened, until
+from tiercache.core.keys import ChunkKey
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.testing.hf3fs.client.descriptors import _registered
+from tiercache.tiers.hf3fs import Hf3fsTier
+from tiercache.tiers.volume import Unborn, Volume
+
+CHUNKS = 99
+
+
+async def write_small(tier: Hf3fsTier, memory: Memory, numbers: range) -> list[ChunkKey]:
+    keys = []
+    for number in numbers:
+        key = np.random.default_rng(number).bytes(32)
+        source = memory.make(np.full(100, number % 251, dtype=np.uint8))
+        assert await tier.write(key, source[:4096], 100)
+        memory.give_back(source)
+        keys.append(key)
+    return keys
+
+
+async def test_base_paths_share_evenly_and_find_all_after_one_is_added(
+    opened: Opened, place: Path, memory: Memory
+) -> None:
+    three = [place / name for name in "abc"]
+    async with opened(*three) as tier:
+        keys = await write_small(tier, memory, range(CHUNKS))
+        where = Counter(Path(tier.path(key)).parents[1].name for key in keys)
+        assert set(where) == {"a", "b", "c"}
+        assert all(CHUNKS / 3 * 0.6 < count < CHUNKS / 3 * 1.4 for count in where.values()), where
+    async with opened(*three, place / "d") as tier:
+        into = memory.make()
+        for number, key in enumerate(keys):
+            assert await tier.probe([key]) == 1
+            assert await tier.read(key, into) == 100
+            assert (into[:100] == number % 251).all()
+        more = await write_small(tier, memory, range(CHUNKS, CHUNKS + 40))
+        assert sum(Path(tier.path(key)).parents[1].name == "d" for key in more) >= 3
+
+
+async def test_chunk_has_its_name_only_when_nobody_can_write_to_it(
+    opened: Opened, place: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsync, deregister, close, rename, in this order."""
+    seen = []
+    fsync, finish_write = os.fsync, Volume.finish_write
+
+    def watched_fsync(descriptor: int) -> None:
+        seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), descriptor in _registered))
+        fsync(descriptor)
+
+    def watched_finish(volume: Volume, unborn: Unborn, occupied_bytes: int) -> int:
+        open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
+        seen.append(("named", unborn.path, unborn.path in open_files))
+        assert os.stat(unborn.path).st_size == 4096 + CHUNK_BYTES
+        return finish_write(volume, unborn, occupied_bytes)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Volume, "finish_write", watched_finish)
+    async with opened(place) as tier:
+        key, payload = chunk(1)
+        await tier.write(key, memory.make(payload), CHUNK_BYTES)
+        path = seen[0][1]
+        assert seen == [("fsync", path, True), ("named", path, False)]
+
+
+async def test_writing_chunk_is_seen_by_nobody(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    key, payload = chunk(1)
+    async with opened(place) as writer, opened(place) as reader:
+        emulator.control.hang()
+        write = asyncio.create_task(writer.write(key, memory.make(payload), CHUNK_BYTES))
+        await until(lambda: writer.engine.in_flight == 1)
+        assert await reader.probe([key]) == 0
+        assert await reader.read(key, memory.make()) is None
+        emulator.control.resume()
+        assert await write
+        into = memory.make()
+        assert await reader.read(key, into) == CHUNK_BYTES
+        assert np.array_equal(into, payload)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+async def test_reader_of_another_instance_sees_all_or_nothing(
+    opened: Opened, place: Path, memory: Memory, durable: bool
+) -> None:
+    seen: Counter[int | None] = Counter()
+    async with opened(place, durable=durable) as writer, opened(place) as reader:
+
+        async def write() -> None:
+            for number in range(1, 31):
+                key, payload = chunk(number)
+                source = memory.make(payload)
+                assert await writer.write(key, source, CHUNK_BYTES)
+                memory.give_back(source)
+
+        async def read() -> None:
+            into = memory.make()
+            for number in range(1, 31):
+                key, payload = chunk(number)
+                while (length := await reader.read(key, into)) is None:
+                    seen[None] += 1
+                seen[length] += 1
+                assert np.array_equal(into, payload)
+
+        async with asyncio.timeout(30):
+            await asyncio.gather(write(), read())
+        assert set(seen) <= {None, CHUNK_BYTES}
+        assert reader.statistics().corrupt == 0
+        assert not list((place / "quarantine").glob("*"))
+
+
+@needs_fuse
+@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
+@pytest.mark.parametrize("call", ["open", "fsync"])
+async def test_failed_call_leaves_no_chunk_and_no_count(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, call: str
+) -> None:
+    async with opened(place) as tier:
+        used_before = tier.statistics().occupied_bytes
+        emulator.control.fail_call(call, errno.EIO)  # type: ignore[arg-type]
+        key, payload = chunk(1)
+        with pytest.raises(OSError, match="Errno 5"):
+            await tier.write(key, memory.make(payload), CHUNK_BYTES)
+        assert not tier.contains(key)
+        assert not list((place / ".tiercache" / "tmp").glob("*[0-9]"))
+        assert tier.statistics().occupied_bytes == used_before
+        assert await tier.write(key, memory.make(payload), CHUNK_BYTES)

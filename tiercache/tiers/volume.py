@@ -249,7 +249,7 @@ class Volume:
             try:
                 os.lstat(unborn.path)
                 return  # it stays, and stays counted
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 pass
             except OSError:
                 return  # nobody knows: the mount is dead

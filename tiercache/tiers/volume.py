@@ -246,13 +246,8 @@ class Volume:
         try:
             self._unlink(unborn.path)
         except OSError:
-            try:
-                os.lstat(unborn.path)
+            if os.path.lexists(unborn.path):
                 return  # it stays, and stays counted
-            except FileNotFoundError:
-                pass
-            except OSError:
-                return  # nobody knows: the mount is dead
         self.ledger.correct(-unborn.charged_bytes)
 
     def correct_count(self, counted_bytes: int) -> None:

@@ -140,7 +140,7 @@ class RegisteredFiles:
             _close(descriptor)
             raise
         try:
-            return RegisteredFile(descriptor, os.fstat(descriptor).st_size)
+            return RegisteredFile(descriptor, 0 if flags & os.O_CREAT else os.fstat(descriptor).st_size)
         except BaseException:
             self._close(descriptor)
             raise

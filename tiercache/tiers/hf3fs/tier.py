@@ -37,7 +37,7 @@ from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, transfer_bytes
+from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
 from tiercache.tiers.volume import Unborn, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -45,6 +45,8 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
+_LARGEST_ALLOWANCE_BYTES = 1 << 30
+_SMALLEST_SHARE = 64
 _OPEN_S = 60.0
 _END_S = 5.0
 _HEADERS_BYTES = 2 << 20
@@ -163,6 +165,18 @@ class Hf3fsTier(DiskTier):
                 raise ConfigError(f"{self.option}: expected all on the mount {expected}, found {directory} on {mount}")
         return Path(expected)
 
+    def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+        # An allowance: two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes.
+        settings, allowance_bytes = self.settings, min(_LARGEST_ALLOWANCE_BYTES, cap_bytes // _SMALLEST_SHARE)
+        return Volume(
+            directory,
+            cap_bytes,
+            self.fingerprint,
+            direct=settings.direct,
+            durable=settings.durable,
+            allowance_bytes=allowance_bytes,
+        )
+
     def _engine(self) -> RingEngine:
         if self.engine is None:
             raise TierUnavailable(f"{self.name} is closed")
@@ -278,11 +292,15 @@ class Hf3fsTier(DiskTier):
         view = buffers.view(place)
         if not view.nbytes:
             raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
-        payload = into if direct is not None else view[HEADER_BYTES:]
-        found = verify_chunk(path, view[:PACKED_BYTES].data, key, self.fingerprint, payload, moved_bytes, length)
-        if direct is None:
-            np.copyto(into[:found], payload[:found])
-        return found
+        raw_header = view[:PACKED_BYTES].data
+        if direct is not None:
+            return verify_chunk(path, raw_header, key, self.fingerprint, into, moved_bytes, length)
+
+        def copy(payload: np.ndarray) -> int:
+            return copy_with_checksum(payload, into)
+
+        payload = view[HEADER_BYTES:]
+        return verify_chunk(path, raw_header, key, self.fingerprint, payload, moved_bytes, length, copy)
 
     def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
         """Of what a transfer uses, when nobody uses it any more."""
@@ -319,12 +337,15 @@ class Hf3fsTier(DiskTier):
                 view = buffers.view(place)
                 if not view.nbytes:
                     raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
-                checksum = payload_checksum(padded[:payload_bytes])
+                if direct is None:
+                    target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
+                    checksum = copy_with_checksum(padded[:payload_bytes], target)
+                    target[payload_bytes:] = 0
+                else:
+                    checksum = payload_checksum(padded[:payload_bytes])
                 packed = Header(key, self.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
                 view[PACKED_BYTES:HEADER_BYTES] = 0
-                if direct is None:
-                    np.copyto(view[HEADER_BYTES : HEADER_BYTES + padded.nbytes], padded)
                 return unborn, self.files.create(unborn.path)
             except BaseException:
                 volume.abandon_write(unborn)

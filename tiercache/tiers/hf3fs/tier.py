@@ -252,19 +252,15 @@ class Hf3fsTier(DiskTier):
         return volume.read(key, into)
 
     async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
-        """Releases `file`."""
-        length = file.length_bytes
+        """As much as there is room for: a read ends at the end of the file, whatever `stat` would say. Releases `file`."""
         buffers, place, transfer = None, -1, None
         try:
-            room = HEADER_BYTES + into.nbytes
-            if not file_bytes(1) <= length <= room:
-                raise CorruptChunk(f"{path}: length: expected {file_bytes(1)} to {room} bytes, found {length}")
             engine = self._engine()
             buffers = engine.buffers
             place = await buffers.take(self.settings.rings.hang_s)
-            payload_bytes = length - HEADER_BYTES
-            direct = _inside(engine.arena, into, payload_bytes)
-            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, payload_bytes), read=True)
+            direct = _inside(engine.arena, into, into.nbytes)
+            room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
             try:
                 moved_bytes = await transfer.ended
             except StillInUse:
@@ -272,35 +268,26 @@ class Hf3fsTier(DiskTier):
                     # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
                     await transfer.over
                 raise
-            return await self._readers.submit(
-                self._verify, key, path, buffers, place, direct, into, moved_bytes, length
-            )
+            view = buffers.view(place)
+            return await self._readers.submit(self._verify, key, path, view, direct is not None, into, moved_bytes)
         finally:
             self._let_go(file, buffers, place, transfer)
 
     def _verify(
-        self,
-        key: ChunkKey,
-        path: str,
-        buffers: Buffers,
-        place: int,
-        direct: Piece | None,
-        into: np.ndarray,
-        moved_bytes: int,
-        length: int,
+        self, key: ChunkKey, path: str, view: np.ndarray, in_place: bool, into: np.ndarray, moved_bytes: int
     ) -> int:
-        view = buffers.view(place)
+        """`view` is a place of the rings' memory: the header, and the payload after it if that is not in place already."""
         if not view.nbytes:
             raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
         raw_header = view[:PACKED_BYTES].data
-        if direct is not None:
-            return verify_chunk(path, raw_header, key, self.fingerprint, into, moved_bytes, length)
+        if in_place:
+            return verify_chunk(path, raw_header, key, self.fingerprint, into, moved_bytes, moved_bytes)
 
         def copy(payload: np.ndarray) -> int:
             return copy_with_checksum(payload, into)
 
         payload = view[HEADER_BYTES:]
-        return verify_chunk(path, raw_header, key, self.fingerprint, payload, moved_bytes, length, copy)
+        return verify_chunk(path, raw_header, key, self.fingerprint, payload, moved_bytes, moved_bytes, copy)
 
     def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
         """Of what a transfer uses, when nobody uses it any more."""

@@ -15,20 +15,23 @@ from tiercache.bench.core_figures import measure_core
 from tiercache.bench.cpu_figures import measure_cpu
 from tiercache.bench.disk_figures import measure_disk
 from tiercache.bench.figures import Figures
+from tiercache.bench.hf3fs_figures import measure_hf3fs
 from tiercache.bench.loop_figures import measure_loop
 from tiercache.bench.machine import machine
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.errors import TierCacheError
 
-PARTS = ("core", "cpu", "disk", "loop", "restart")
+DEFAULT_PARTS = ("core", "cpu", "disk", "loop", "restart")
+PARTS = (*DEFAULT_PARTS, "hf3fs")
+"""3FS is measured when asked for: it wants its emulator, and a machine that does nothing else."""
 
 
 def bench_command(
     json_file: Path | None, directory: Path, pairs: int, only: str, quick: bool, peer: str, peer_python: Path | None
 ) -> int:
     """Exit status 2 for a wrong argument, 1 when a measurement could not be made, both said in one sentence."""
-    parts = [part.strip() for part in only.split(",") if part.strip()] or list(PARTS)
+    parts = [part.strip() for part in only.split(",") if part.strip()] or list(DEFAULT_PARTS)
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         return _complain(f"--only: expected a comma list of {', '.join(PARTS)}, found {unknown[0]!r}")
@@ -91,8 +94,10 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
             return
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(measure_loop(figures, plan, "loop.uvloop"))
-    else:
+    elif part == "restart":
         asyncio.run(measure_restart(figures, plan))
+    else:
+        asyncio.run(measure_hf3fs(figures, plan))
 
 
 def _complain(problem: str) -> int:

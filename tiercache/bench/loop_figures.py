@@ -39,13 +39,13 @@ async def measure_loop(figures: Figures, plan: Plan, prefix: str = "loop") -> No
         for pair in range(plan.pairs):
             plan.progress(f"{prefix}, run {pair + 1} of {plan.pairs}")
             idle = await lags(asyncio.sleep(0.2))
-            figures.add(f"{prefix}.idle_lag_p99_ms", _p99(idle) * 1e3)
+            figures.add(f"{prefix}.idle_lag_p99_ms", p99(idle) * 1e3)
             plain = await lags(asyncio.to_thread(ceiling.write, durable=True))
-            figures.add(f"{prefix}.ceiling_lag_p99_ms", _p99(plain) * 1e3)
+            figures.add(f"{prefix}.ceiling_lag_p99_ms", p99(plain) * 1e3)
             figures.add(f"{prefix}.ceiling_lag_max_ms", plain[-1] * 1e3)
             keys = new_keys(count)
             busy = await lags(saturate(keys))
-            figures.add(f"{prefix}.lag_p99_ms", _p99(busy) * 1e3)
+            figures.add(f"{prefix}.lag_p99_ms", p99(busy) * 1e3)
             figures.add(f"{prefix}.lag_max_ms", busy[-1] * 1e3)
             await cache.forget(keys)
     ceiling.close()
@@ -74,5 +74,5 @@ async def lags(work: Coroutine[Any, Any, Any], clock: Callable[[], float] = time
     return sorted(found) or [0.0]
 
 
-def _p99(values: list[float]) -> float:
+def p99(values: list[float]) -> float:
     return values[len(values) * 99 // 100]

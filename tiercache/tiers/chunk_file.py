@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,16 +29,16 @@ from tiercache.errors import CorruptChunk
 _thread = threading.local()
 
 
-def write_chunk_file(
-    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool
-) -> int:
+def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool) -> int:
     """Create `path` (which must not exist) with the chunk, checked for its full length. Returns the bytes it occupies.
 
     `payload` is uint8, page-aligned, padded with zeroes to a multiple of 4096. `durable` adds fdatasync. On any error the
     file is removed again and the error raised.
     """
     total_bytes = file_bytes(header.payload_bytes)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644
+    )
     try:
         # Reserving first makes the extents contiguous, and a full device fails here instead of half-way.
         try:
@@ -87,9 +88,19 @@ def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.n
 
 
 def verify_chunk(
-    path: Path | str, raw_header: memoryview, key: bytes, fingerprint: bytes | None, into: np.ndarray, got: int, length: int
+    path: Path | str,
+    raw_header: memoryview,
+    key: bytes,
+    fingerprint: bytes | None,
+    into: np.ndarray,
+    got: int,
+    length: int,
+    checksum: Callable[[np.ndarray], int] = payload_checksum,
 ) -> int:
-    """Check everything that a header promises; `fingerprint` None accepts any layout (for `tiercache verify`)."""
+    """Check everything that a header promises; `fingerprint` None accepts any layout (for `tiercache verify`).
+
+    `checksum` is called once, with the payload without padding.
+    """
     try:
         header = Header.unpack(raw_header)
         header.require(key, header.fingerprint if fingerprint is None else fingerprint)
@@ -99,7 +110,7 @@ def verify_chunk(
         raise CorruptChunk(
             f"{path}: length: expected {file_bytes(header.payload_bytes)} bytes, found {length} (read {got})"
         )
-    found = payload_checksum(into[: header.payload_bytes])
+    found = checksum(into[: header.payload_bytes])
     if found != header.payload_checksum:
         raise CorruptChunk(f"{path}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}")
     return header.payload_bytes

@@ -133,7 +133,7 @@ async def test_refused_last_operation_leaves_no_batch_waiting(bench: OpenBench) 
     async with bench(entries=8, io_depth=4) as opened:
         file = opened.file("file", pages(2))
         stranger = os.open(opened.place / "file", os.O_RDONLY)
-        transfers = [opened.begin(file, 0), opened.begin(file, 1), opened.begin(RegisteredFile(stranger, 0), 2)]
+        transfers = [opened.begin(file, 0), opened.begin(file, 1), opened.begin(RegisteredFile(stranger), 2)]
         outcomes = await asyncio.gather(*(each.ended for each in transfers), return_exceptions=True)
         os.close(stranger)
         assert outcomes[:2] == [PAGE, PAGE]

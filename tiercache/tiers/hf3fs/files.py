@@ -16,13 +16,12 @@ _GET_MAGIC = 0x80046802
 
 
 class RegisteredFile:
-    """An open file that rings know. `length_bytes` is that of the time when it was opened."""
+    """An open file that rings know."""
 
-    __slots__ = ("descriptor", "length_bytes", "users")
+    __slots__ = ("descriptor", "users")
 
-    def __init__(self, descriptor: int, length_bytes: int) -> None:
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.length_bytes = length_bytes
         self.users = 1
 
 
@@ -139,11 +138,7 @@ class RegisteredFiles:
         except BaseException:
             _close(descriptor)
             raise
-        try:
-            return RegisteredFile(descriptor, os.fstat(descriptor).st_size)
-        except BaseException:
-            self._close(descriptor)
-            raise
+        return RegisteredFile(descriptor)
 
     def _register(self, descriptor: int) -> None:
         try:

@@ -37,7 +37,7 @@ from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, transfer_bytes
+from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
 from tiercache.tiers.volume import Unborn, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -45,6 +45,8 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
+_LARGEST_ALLOWANCE_BYTES = 1 << 30
+_SMALLEST_SHARE = 64
 _OPEN_S = 60.0
 _END_S = 5.0
 _HEADERS_BYTES = 2 << 20
@@ -163,6 +165,18 @@ class Hf3fsTier(DiskTier):
                 raise ConfigError(f"{self.option}: expected all on the mount {expected}, found {directory} on {mount}")
         return Path(expected)
 
+    def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+        # An allowance: two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes.
+        settings, allowance_bytes = self.settings, min(_LARGEST_ALLOWANCE_BYTES, cap_bytes // _SMALLEST_SHARE)
+        return Volume(
+            directory,
+            cap_bytes,
+            self.fingerprint,
+            direct=settings.direct,
+            durable=settings.durable,
+            allowance_bytes=allowance_bytes,
+        )
+
     def _engine(self) -> RingEngine:
         if self.engine is None:
             raise TierUnavailable(f"{self.name} is closed")
@@ -238,19 +252,15 @@ class Hf3fsTier(DiskTier):
         return volume.read(key, into)
 
     async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
-        """Releases `file`."""
-        length = file.length_bytes
+        """As much as there is room for: a read ends at the end of the file, whatever `stat` would say. Releases `file`."""
         buffers, place, transfer = None, -1, None
         try:
-            room = HEADER_BYTES + into.nbytes
-            if not file_bytes(1) <= length <= room:
-                raise CorruptChunk(f"{path}: length: expected {file_bytes(1)} to {room} bytes, found {length}")
             engine = self._engine()
             buffers = engine.buffers
             place = await buffers.take(self.settings.rings.hang_s)
-            payload_bytes = length - HEADER_BYTES
-            direct = _inside(engine.arena, into, payload_bytes)
-            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, payload_bytes), read=True)
+            direct = _inside(engine.arena, into, into.nbytes)
+            room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
             try:
                 moved_bytes = await transfer.ended
             except StillInUse:
@@ -258,31 +268,26 @@ class Hf3fsTier(DiskTier):
                     # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
                     await transfer.over
                 raise
-            return await self._readers.submit(
-                self._verify, key, path, buffers, place, direct, into, moved_bytes, length
-            )
+            view = buffers.view(place)
+            return await self._readers.submit(self._verify, key, path, view, direct is not None, into, moved_bytes)
         finally:
             self._let_go(file, buffers, place, transfer)
 
     def _verify(
-        self,
-        key: ChunkKey,
-        path: str,
-        buffers: Buffers,
-        place: int,
-        direct: Piece | None,
-        into: np.ndarray,
-        moved_bytes: int,
-        length: int,
+        self, key: ChunkKey, path: str, view: np.ndarray, in_place: bool, into: np.ndarray, moved_bytes: int
     ) -> int:
-        view = buffers.view(place)
+        """`view` is a place of the rings' memory: the header, and the payload after it if that is not in place already."""
         if not view.nbytes:
             raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
-        payload = into if direct is not None else view[HEADER_BYTES:]
-        found = verify_chunk(path, view[:PACKED_BYTES].data, key, self.fingerprint, payload, moved_bytes, length)
-        if direct is None:
-            np.copyto(into[:found], payload[:found])
-        return found
+        raw_header = view[:PACKED_BYTES].data
+        if in_place:
+            return verify_chunk(path, raw_header, key, self.fingerprint, into, moved_bytes, moved_bytes)
+
+        def copy(payload: np.ndarray) -> int:
+            return copy_with_checksum(payload, into)
+
+        payload = view[HEADER_BYTES:]
+        return verify_chunk(path, raw_header, key, self.fingerprint, payload, moved_bytes, moved_bytes, copy)
 
     def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
         """Of what a transfer uses, when nobody uses it any more."""
@@ -319,12 +324,15 @@ class Hf3fsTier(DiskTier):
                 view = buffers.view(place)
                 if not view.nbytes:
                     raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
-                checksum = payload_checksum(padded[:payload_bytes])
+                if direct is None:
+                    target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
+                    checksum = copy_with_checksum(padded[:payload_bytes], target)
+                    target[payload_bytes:] = 0
+                else:
+                    checksum = payload_checksum(padded[:payload_bytes])
                 packed = Header(key, self.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
                 view[PACKED_BYTES:HEADER_BYTES] = 0
-                if direct is None:
-                    np.copyto(view[HEADER_BYTES : HEADER_BYTES + padded.nbytes], padded)
                 return unborn, self.files.create(unborn.path)
             except BaseException:
                 volume.abandon_write(unborn)

@@ -103,7 +103,7 @@ class Daemon:
                 hard_remove=True,
                 # The real client invalidates the kernel's copy of what it changes; this interface cannot.
                 attr_timeout=0,
-                entry_timeout=0,
+                entry_timeout=1.0,  # names change through the mount only, which the kernel sees
                 negative_timeout=0,
             )
         except RuntimeError:

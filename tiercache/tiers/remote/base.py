@@ -1,0 +1,225 @@
+"""What all remote tiers have in common: verification, what is known of the server, counting. One server, one tier.
+
+A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3.py` for one whose
+client is asynchronous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tiercache.core.header import PACKED_BYTES, Header, HeaderError, payload_checksum
+from tiercache.core.keys import ChunkKey
+from tiercache.core.remembered import RememberedKeys
+from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
+from tiercache.memory.workers import to_the_end
+from tiercache.tiers.base import Tier, TierStatistics, Traits
+
+T = TypeVar("T")
+
+_REMEMBERED_KEYS = 1 << 20
+_REMEMBERED_S = 10.0
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """What a remote tier is made from. `url` and `options` may hold secrets, so neither is in the `repr`."""
+
+    name: str
+    """The instance, as statistics and log lines call it: `redis`, or `redis.primary`."""
+    type: str
+    """What the registry found it by: the first part of a plug-in's name, or a URL's scheme."""
+    fingerprint: bytes
+    """The layout's, 16 bytes."""
+    chunk_bytes: int
+    """The largest payload."""
+    url: str = field(default="", repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The instance's settings by name, of the types that `tiercache.config.remote_options` declares; plain text for types
+    that it does not know."""
+    timeout_s: float = 5.0
+    """The longest wait for the answer to one request."""
+    concurrency: int = 4
+    """Transfers at a time in each direction, at most."""
+
+    def key(self, option: str) -> str:
+        """The configuration's key for `option`, for error messages."""
+        return f"remote_storage_plugin.{self.name}.{option}"
+
+    def error(self, option: str, problem: str) -> ConfigError:
+        """A ConfigError about `option`. `problem` must not hold secrets."""
+        return ConfigError(f"{self.key(option)}: {problem}")
+
+
+class RemoteTier(Tier):
+    """A tier on a server that is shared, may be slow, and may be gone.
+
+    What subclasses do: `_connect`, `_disconnect`, `_get`, `_put`, `_exist`, `_delete`. They need not care for cancellation:
+    each runs to its end once begun, so none may wait for longer than about `settings.timeout_s` without progress. They raise
+    TierUnavailable, OSError, or TierFull; any of these is a bad sign for the tier's breaker, which belongs to the scheduler.
+    """
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.fingerprint = settings.fingerprint
+        self.traits = Traits(
+            durable=True,
+            shared=True,
+            read_concurrency=settings.concurrency,
+            write_concurrency=settings.concurrency,
+        )
+        self.known = RememberedKeys(_REMEMBERED_KEYS, _REMEMBERED_S)
+        self.counters = TierStatistics()
+        self._open = False
+
+    # For subclasses
+
+    @abstractmethod
+    async def _connect(self) -> None:
+        """Make the tier usable. Raises ConfigError for what the operator must mend, TierUnavailable for what may pass."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Give everything back. Called once, also after a `_connect` that failed; does not wait for hung operations."""
+
+    @abstractmethod
+    async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Move the value into `into` and let `self.verified` check it, in a thread. None: the server has none."""
+
+    @abstractmethod
+    async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
+        """Store `payload` (without padding) after `self.packed_header(key, payload)`, so that no reader ever sees a part.
+
+        False: the tier declines, or somebody else's value is in the way.
+        """
+
+    @abstractmethod
+    async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """Which of `keys` the server has: one round trip for all of them, not one each."""
+
+    @abstractmethod
+    async def _delete(self, key: ChunkKey) -> bool:
+        """Whether it was there."""
+
+    def packed_header(self, key: ChunkKey, payload: np.ndarray) -> bytes:
+        """The 88 bytes that say what `payload` is. Hashes it: in a thread."""
+        return Header(key, self.fingerprint, payload.nbytes, payload_checksum(payload)).pack()
+
+    def verified(self, key: ChunkKey, raw_header: Any, into: np.ndarray, got_bytes: int) -> int:
+        """Check `into[:got_bytes]` against its header and return the payload's length. Hashes it: in a thread.
+
+        Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote.
+        """
+        if len(raw_header) < PACKED_BYTES or bytes(raw_header[:8]) != Header(b"k", bytes(16), 0, 0).pack()[:8]:
+            raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
+        try:
+            header = Header.unpack(raw_header)
+            header.require(key, self.fingerprint)
+        except HeaderError as error:
+            raise CorruptChunk(f"{self.name}: {error}") from error
+        if header.payload_bytes != got_bytes:
+            raise CorruptChunk(f"{self.name}: length: expected {header.payload_bytes} bytes, found {got_bytes}")
+        found = payload_checksum(into[:got_bytes])
+        if found != header.payload_checksum:
+            raise CorruptChunk(
+                f"{self.name}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}"
+            )
+        return got_bytes
+
+    # The contract
+
+    async def open(self) -> None:
+        self._open = True
+        try:
+            await self._connect()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.known.clear()
+            await self._disconnect()
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.known.has(key, time.monotonic())
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        """Asks the server about every key that is not known, in one go, so that chunks behind a gap are known as well."""
+        self._check_open()
+        now_s = time.monotonic()
+        unknown = [key for key in keys if not self.known.has(key, now_s)]
+        if unknown:
+            for key, there in zip(unknown, await self._exist(unknown), strict=True):
+                if there:
+                    self.known.add(key, now_s)
+                else:
+                    self.known.discard(key)
+        return self.prefix(keys)
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        self._check_open()
+        try:
+            length = await self._finish(self._get(key, into))
+        except CorruptChunk as error:
+            self.counters.corrupt += 1
+            self.known.discard(key)
+            if not isinstance(error, NotOurs):
+                await self._finish(self._delete(key))
+            raise
+        if length is None:
+            self.counters.read_misses += 1
+            self.known.discard(key)
+            return None
+        self.counters.reads += 1
+        self.counters.read_bytes += length
+        self.known.add(key, time.monotonic(), length)
+        return length
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        self._check_open()
+        if self.contains(key):
+            return True
+        try:
+            stored = await self._finish(self._put(key, payload[:payload_bytes]))
+        except BaseException:
+            self.counters.write_failures += 1
+            raise
+        if stored:
+            self.counters.writes += 1
+            self.counters.written_bytes += payload_bytes
+            self.known.add(key, time.monotonic(), payload_bytes)
+        return stored
+
+    async def remove(self, key: ChunkKey) -> bool:
+        self._check_open()
+        self.known.discard(key)
+        return await self._finish(self._delete(key))
+
+    def statistics(self) -> TierStatistics:
+        """`resident` and `occupied_bytes` are what this process knows of, not what the server holds."""
+        counters = TierStatistics(**vars(self.counters))
+        counters.resident = len(self.known)
+        counters.occupied_bytes = self.known.bytes_known
+        return counters
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise TierUnavailable(f"{self.name} is closed")
+
+    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Memory is in use until `work` has ended, whatever happens to whoever waits for it."""
+        return await to_the_end(asyncio.ensure_future(work))
+
+
+class NotOurs(CorruptChunk):
+    """A value under our key that tiercache did not write: it is left alone."""

@@ -1,0 +1,69 @@
+"""Which types of remote tiers there are, and who makes one: built in, named by module and class, or an entry point."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from tiercache.errors import ConfigError
+from tiercache.tiers.base import Tier
+from tiercache.tiers.remote.base import RemoteSettings
+
+ENTRY_POINTS = "tiercache.tiers"
+"""The group of entry points; a name is a type, its object a `Factory`."""
+
+Factory = Callable[[RemoteSettings], Tier]
+
+_BUILT_IN = {
+    "redis": "tiercache.tiers.remote.redis:RedisTier",
+    "mooncake": "tiercache.tiers.remote.mooncake:MooncakeTier",
+    "infinistore": "tiercache.tiers.remote.infinistore:InfiniStoreTier",
+    "s3": "tiercache.tiers.remote.s3:S3Tier",
+    "fs": "tiercache.tiers.remote.fs:make_fs_tier",
+}
+
+
+def make_remote(settings: RemoteSettings, *, module_path: str = "", class_name: str = "") -> Tier:
+    """The tier, not open yet. Raises ConfigError when there is no such type or it cannot be imported.
+
+    `module_path` and `class_name` name a factory of somebody else's; they win over all types.
+    """
+    if module_path:
+        where, place = settings.key("class_name"), f"{module_path}:{class_name}"
+    elif settings.type in _BUILT_IN:
+        where, place = f"the {settings.type} tier", _BUILT_IN[settings.type]
+    else:
+        found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=settings.type)
+        if not found:
+            raise ConfigError(
+                f"{settings.name}: there is no remote tier of type {settings.type!r}; known are "
+                f"{', '.join(sorted([*_BUILT_IN, *third_party_types()]))}"
+            )
+        entry = next(iter(found))
+        where, place = f"the entry point {settings.type}", entry.value
+    factory = _load(where, place)
+    tier = factory(settings)
+    if not isinstance(tier, Tier):
+        raise ConfigError(
+            f"{where}: expected a tiercache.tiers.base.Tier from {place}, found {type(tier).__name__}; LMCache's connectors "
+            "are not tiers"
+        )
+    return tier
+
+
+def third_party_types() -> list[str]:
+    """Types that installed packages bring."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def _load(where: str, place: str) -> Factory:
+    module_name, _, attribute = place.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: {place} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{where}: {place} is nothing that makes a tier")
+    return found  # type: ignore[no-any-return]

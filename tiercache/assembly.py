@@ -22,6 +22,8 @@ from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.mounts import file_system_of
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.registry import make_remote
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 if TYPE_CHECKING:
@@ -109,9 +111,32 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
                 )
         tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
     for remote in remotes_of(config):
-        if remote.kind == "hf3fs":
-            tiers.append(Hf3fsTier(hf3fs_settings(config, layout, remote), layout.fingerprint, name=remote.name))
+        if remote.available:
+            tiers.append(make_remote_tier(config, layout, remote))
     return tiers
+
+
+def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
+    """Raises ConfigError where its library is missing, or its settings do not do."""
+    if remote.type == "hf3fs":
+        tier: Tier = Hf3fsTier(hf3fs_settings(config, layout, remote), layout.fingerprint, name=remote.name)
+    else:
+        options = dict(remote.options)
+        module_path, class_name = options.pop("module_path") or "", options.pop("class_name") or ""
+        settings = RemoteSettings(
+            name=remote.name,
+            type=remote.type,
+            fingerprint=layout.fingerprint,
+            chunk_bytes=layout.chunk_bytes,
+            url=remote.place,
+            options=options,
+            timeout_s=options["timeout_s"],
+            concurrency=options["concurrency"],
+        )
+        tier = make_remote(settings, module_path=module_path, class_name=class_name)
+    tier.reads, tier.writes = remote.reads, remote.writes
+    tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
+    return tier
 
 
 def disk_settings(config: Config, layout: Layout) -> DiskSettings:

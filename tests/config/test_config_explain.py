@@ -36,8 +36,9 @@ def rendered(config: Config) -> str:
 
 def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
     text = """
-        remote_url: redis://host:6379
-        remote_storage_plugins: [hf3fs]
+        remote_url: lm://host:6379
+        remote_storage_plugins: [hf3fs, redis]
+        remote_storage_plugin.redis.url: redis://a
         hf3fs_base_path: /mnt/3fs/a
         weka_path: /mnt/weka
         gds_path: /mnt/gds
@@ -46,8 +47,8 @@ def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
         max_local_disk_size: 2
     """
     tiers = explain(load_text(text)).to_dict()["tiers"]
-    assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis"]
-    assert [tier["state"] for tier in tiers] == ["on"] * 5 + ["not available in this version"]
+    assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis", "lm"]
+    assert [tier["state"] for tier in tiers] == ["on"] * 6 + ["not available in this version"]
     assert tiers[1] == {
         "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "state": "on", "note": "",
     }  # fmt: skip

@@ -7,21 +7,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tiercache.config.remotes import PLUGIN_PREFIX, PLUGIN_TYPES, SCHEMES, plugin_type, split_paths
+from tiercache.config.remotes import (
+    PLUGIN_PREFIX,
+    SCHEMES,
+    Problem,
+    plugin_type,
+    plugin_types,
+    read_remotes,
+    split_paths,
+)
 from tiercache.config.secrets import hidden
-
-Problem = tuple[tuple[str, ...], str]
-"""The keys that a problem is about, and a sentence for the operator."""
 
 
 def combination_problems(
-    values: Mapping[str, Any], plugins: Mapping[str, str], foreign: Mapping[str, Any]
+    values: Mapping[str, Any], plugins: Mapping[str, str], flat: Mapping[str, str], foreign: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Problems of parsed `values` (absent means default), plugin settings, and LMCache keys that are not ours."""
+    """Problems of parsed `values` (absent means default), settings of remote tiers, and LMCache keys that are not ours."""
     yield from _memory(values, foreign)
     yield from _gds(values)
     yield from _remote_url(values)
     yield from _plugins(values, plugins)
+    yield from read_remotes(values, plugins, flat)[1]
     yield from _hf3fs(values, plugins)
 
 
@@ -67,16 +73,23 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
     listed = values.get("remote_storage_plugins", ())
     for plugin in listed:
         kind = plugin_type(plugin)
-        own_class = {f"{plugin}.module_path", f"{plugin}.class_name"} <= set(plugins)
-        if kind not in PLUGIN_TYPES and not own_class:
-            near = difflib.get_close_matches(kind, PLUGIN_TYPES, n=1)
-            hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(PLUGIN_TYPES)}"
+        own_class = {f"{plugin}.module_path", f"{plugin}.class_name"} & set(plugins)
+        if len(own_class) == 1:
+            yield (
+                ("remote_storage_plugins",),
+                f"{PLUGIN_PREFIX}{plugin}: module_path and class_name belong together, found only one",
+            )
+        elif kind not in (known := plugin_types()) and not own_class:
+            near = difflib.get_close_matches(kind, known, n=1)
+            hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(known)}"
             yield ("remote_storage_plugins",), f"remote_storage_plugins: there is no type {kind!r} ({plugin}){hint}"
         if kind == "hf3fs" and f"{plugin}.base_path" not in plugins and not values.get("hf3fs_base_path"):
             yield (
                 ("remote_storage_plugins", "hf3fs_base_path"),
                 f"remote_storage_plugins: {plugin} needs {PLUGIN_PREFIX}{plugin}.base_path or hf3fs_base_path",
             )
+    if len(set(listed)) < len(listed):
+        yield ("remote_storage_plugins",), "remote_storage_plugins: every instance needs a name of its own"
     for name in plugins:
         plugin = name.rpartition(".")[0]
         if plugin not in listed:

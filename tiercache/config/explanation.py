@@ -9,7 +9,7 @@ from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import KEYS, Config
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
-from tiercache.config.tiers import AVAILABLE, PlannedTier, tiers_of
+from tiercache.config.tiers import PlannedTier, tiers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ def explain(config: Config) -> Explanation:
         )
         for name, key in KEYS.items()
     ]
-    for setting, value in sorted(config.remote_storage_plugin_settings.items()):
-        name = PLUGIN_PREFIX + setting
-        origin, effective = config.origins.get(name), AVAILABLE["remote"]
-        meaning = "a setting of that remote tier"
-        values.append(ExplainedValue(name, hidden(name, value), origin, meaning, "remote", effective))
+    remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
+    for name, value in sorted((remotes | dict(config.remote_settings)).items()):
+        meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
+        shown = hidden("remote_url" if name.endswith("url") else name, value)
+        values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote", True))
     return Explanation(
         values=tuple(values),
         tiers=tuple(tiers_of(config)),

@@ -35,15 +35,15 @@ _FOREIGN = """
     remote_config_url app_id
     enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode
     first_rank_max_local_cpu_size audit_backend_enabled instrumented_connector_batched_get_time use_exists_sync
-    remote_backend_batched_get_blocking_time bigtable_instance_id infinistore_link_type request_timeout
+    remote_backend_batched_get_blocking_time bigtable_instance_id
     shared_memory_name max_lease_size_mb sagemaker_hyperpod_max_lease_size_mb sagemaker_hyperpod_shared_memory_name
     valkey_num_workers max_offload_tokens discard_partial_chunks ec
     save_chunk_meta save_only_first_rank force_store_wait
-    fs_base_path fs_connector_read_ahead_size fs_connector_relative_tmp_dir fs_connector_use_odirect
-    connection_timeout transfer_timeout storage_root_dir mooncake_prefer_local_alloc resp_num_threads redis_url username
-    password tls_enable disable_tls valkey_database valkey_enable_ttl valkey_mode valkey_password
-    valkey_sync_num_workers valkey_ttl_sec valkey_username
-    s3_enable_s3express s3_num_io_threads s3_prefer_http2 s3_region aws_access_key_id aws_secret_access_key
+    fs_connector_read_ahead_size fs_connector_relative_tmp_dir
+    transfer_timeout storage_root_dir mooncake_prefer_local_alloc resp_num_threads
+    valkey_enable_ttl
+    valkey_sync_num_workers
+    s3_num_io_threads s3_prefer_http2
     azure_account_key azure_account_url azure_connection_string azure_sas_token
     sagemaker_hyperpod_bucket sagemaker_hyperpod_use_https
 """

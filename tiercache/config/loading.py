@@ -12,7 +12,8 @@ from typing import Any
 
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
-from tiercache.config.remotes import PLUGIN_PREFIX, plugin_type
+from tiercache.config.remote_options import FLAT
+from tiercache.config.remotes import PLUGIN_PREFIX, flat_settings_in_use, read_remotes
 from tiercache.config.schema import ALIASES, GB, KEYS, Config, Key, available_memory_bytes
 from tiercache.config.sources import (
     PREFIXES,
@@ -24,7 +25,7 @@ from tiercache.config.sources import (
     is_foreign_variable,
     override_settings,
 )
-from tiercache.config.tiers import AVAILABLE, NOT_AVAILABLE
+from tiercache.config.tiers import NOT_AVAILABLE
 from tiercache.errors import ConfigError
 
 logger = logging.getLogger("tiercache.config")
@@ -71,6 +72,7 @@ class _Resolution:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, Origin] = {}
         self.plugins: dict[str, str] = {}
+        self.flat: dict[str, str] = {}
         self.foreign: dict[str, Any] = {}
         self.bad: set[str] = set()
 
@@ -104,7 +106,7 @@ class _Resolution:
 
     def config(self) -> Config:
         """The checked result; raises ConfigError with every problem."""
-        for names, problem in combination_problems(self.values, self.plugins, self.foreign):
+        for names, problem in combination_problems(self.values, self.plugins, self.flat, self.foreign):
             if not self.bad.intersection(names):
                 self.problems.append(problem)
         if self.problems:
@@ -113,6 +115,7 @@ class _Resolution:
         return Config(
             **self.values,
             remote_storage_plugin_settings=self.plugins,
+            remote_settings=self.flat,
             origins=self.origins,
             warnings=tuple(warnings),
         )
@@ -131,6 +134,10 @@ class _Resolution:
                 self.origins[name] = origin
             else:
                 self.problems.append(f"{name}: expected text, found {type(setting.value).__name__} ({origin})")
+            return
+        if any(name in names for names in FLAT.values()) and isinstance(setting.value, (str, int, float)):
+            self.flat[name] = str(setting.value)
+            self.origins[name] = origin
             return
         if name in FOREIGN or name.startswith(FOREIGN_PREFIXES):
             self.foreign[name] = setting.value
@@ -154,21 +161,18 @@ class _Resolution:
 
     def _without_effect(self) -> list[str]:
         """One line that names every key that was accepted and does nothing, and why."""
-        absent = [name for name in self.values if not AVAILABLE.get(KEYS[name].tier, True) and not self._is_of_3fs(name)]
-        plugins = [name for name in self.plugins if plugin_type(name) != "hf3fs"]
+        remotes, _ = read_remotes(self.values, self.plugins, self.flat)
+        absent = [remote.name for remote in remotes if not remote.available]
+        plugins = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] in absent]
+        unused = self.flat.keys() - flat_settings_in_use(remotes)
         reasons = {
             "LMCache features that tiercache does not have": self.foreign,
-            f"of tiers {NOT_AVAILABLE}": [*absent, *(PLUGIN_PREFIX + name for name in plugins)],
+            f"remote tiers {NOT_AVAILABLE}": [*absent, *plugins],
+            "of remote tiers that are not configured": unused,
             "not in this version": [name for name in self.values if not KEYS[name].honoured],
         }
         parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
-
-    def _is_of_3fs(self, name: str) -> bool:
-        """Whether a key of remote tiers is about 3FS only here."""
-        url = str(self.values.get("remote_url") or "hf3fs://").startswith("hf3fs://")
-        plugins = all(plugin_type(each) == "hf3fs" for each in self.values.get("remote_storage_plugins", ()))
-        return {"remote_url": url, "remote_storage_plugins": plugins, "remote_serde": url and plugins}.get(name, False)
 
     def _leave_memory_free(self) -> list[str]:
         """Lower the arena, here and once, so that the configuration says what will be taken."""
@@ -201,7 +205,9 @@ def check_fields(config: Config) -> None:
         else:
             object.__setattr__(config, name, values[name])
     if not problems:
-        problems = [sentence for _, sentence in combination_problems(values, config.remote_storage_plugin_settings, {})]
+        problems = [sentence for _, sentence in combination_problems(
+                values, config.remote_storage_plugin_settings, config.remote_settings, {}
+            )]
     if problems:
         raise error_of(problems)
 
@@ -226,6 +232,6 @@ def _is_process_variable(variable: str) -> bool:
 
 
 def _nearest(name: str) -> str:
-    candidates = [*KEYS, *ALIASES, *FOREIGN, "extra_config"]
+    candidates = [*KEYS, *ALIASES, *FOREIGN, *(name for names in FLAT.values() for name in names), "extra_config"]
     close = difflib.get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
     return f"; the nearest is {close[0]}" if close else ""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tiercache.config.foreign import FOREIGN
+from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS, Option
 from tiercache.config.schema import KEYS, Key
 from tiercache.config.tiers import AVAILABLE, NOT_AVAILABLE
 
@@ -60,11 +61,31 @@ def _lines() -> Iterator[str]:
         yield "|---|---|---|---|"
         yield from (_row(key) for key in KEYS.values() if key.tier == tier)
         yield ""
-    yield "`remote_storage_plugin.NAME.base_path`, `.module_path`, `.class_name` set up the remote tier NAME.\n"
+    yield from _remotes()
     yield "## Accepted and not honoured\n"
     yield "LMCache keys that ask for what tiercache does not have. All that are given are named in one warning.\n"
     yield ", ".join(f"`{name}`" for name in sorted(FOREIGN))
     yield "\n`LMCACHE_USE_EXPERIMENTAL` is accepted and ignored.\n"
+
+
+def _remotes() -> Iterator[str]:
+    yield "### Settings of a remote tier\n"
+    yield "`remote_storage_plugin.NAME.<setting>` for the tier NAME of `remote_storage_plugins`. What LMCache has in"
+    yield "`extra_config` itself counts for all tiers of that type, unless an instance says otherwise. Types of your own"
+    yield "come by `module_path` and `class_name`, or by an entry point of the group `tiercache.tiers`.\n"
+    for type_name, options in (("", COMMON), *OPTIONS.items()):
+        names = ", ".join(f"`{alias}`" for alias, kind in ALIASES.items() if kind == type_name)
+        yield f"#### {names or 'Every type'}\n"
+        yield "| setting | value | default | meaning | LMCache |"
+        yield "|---|---|---|---|---|"
+        yield from map(_option_row, options)
+        yield ""
+
+
+def _option_row(option: Option) -> str:
+    flat = ", ".join(f"`{name}`" for name in option.flat)
+    meaning = option.meaning.replace("|", "\\|")
+    return f"| `{option.name}` | {option.kind.expected} | {_default(option.default)} | {meaning} | {flat} |"
 
 
 def _row(key: Key) -> str:

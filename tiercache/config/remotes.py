@@ -1,60 +1,115 @@
-"""The remote tiers of a configuration: from remote_url, remote_storage_plugins and hf3fs_base_path."""
+"""The remote tiers of a configuration: from remote_storage_plugins, remote_url and hf3fs_base_path."""
 
 from __future__ import annotations
 
+import difflib
+import importlib.metadata
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tiercache.config.remote_options import ALIASES, FLAT, Option, options_of
+from tiercache.config.secrets import hidden
 
 if TYPE_CHECKING:
     from tiercache.config.schema import Config
 
-SCHEMES = (
-    "redis",
-    "rediss",
-    "redis-sentinel",
-    "redis-cluster",
-    "valkey",
-    "mooncakestore",
-    "infinistore",
-    "lm",
-    "fs",
-    "s3",
-    "hf3fs",
-    "azure",
-    "eic",
-    "resp",
-    "sagemaker-hyperpod",
-)
-PLUGIN_TYPES = (*SCHEMES, "sagemaker_hyperpod", "bigtable", "aerospike")
 PLUGIN_PREFIX = "remote_storage_plugin."
+ENTRY_POINTS = "tiercache.tiers"
+"""The group of entry points by which installed packages bring types of their own."""
+
+_ELSEWHERE = (
+    "aerospike",
+    "azure",
+    "bigtable",
+    "eic",
+    "lm",
+    "sagemaker-hyperpod",
+    "sagemaker_hyperpod",
+)
+"""LMCache has them, tiercache does not: accepted, and said to be missing."""
+SCHEMES = (*(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake")), *_ELSEWHERE)
+
+Problem = tuple[tuple[str, ...], str]
+"""The keys that a problem is about, and a sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """One remote tier. `place` may hold credentials."""
+    """One remote tier. `place`, `url` and `options` may hold credentials."""
 
     name: str
-    kind: str
-    """hf3fs or remote."""
-    place: str
+    type: str
+    """redis, mooncake, infinistore, s3, fs, hf3fs, or what a third party calls its own."""
+    place: str = field(repr=False)
+    """Directories or a URL."""
     key: str
     """The key that names the place."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """Typed, with defaults, for types that `remote_options` knows; of others all but the common ones are text."""
+    available: bool = True
+
+    @property
+    def reads(self) -> bool:
+        return bool(self.options.get("role") != "write")
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.options.get("role") != "read")
 
 
 def remotes_of(config: Config) -> list[Remote]:
     """Remote tiers in the order in which they are written: plugins first, then the URL."""
-    remotes = []
-    for plugin in config.remote_storage_plugins:
-        place, key = _plugin_place(plugin, config.remote_storage_plugin_settings, config.hf3fs_base_path)
-        remotes.append(Remote(plugin, _kind(plugin_type(plugin)), place, key))
-    if config.hf3fs_base_path and not any(remote.kind == "hf3fs" for remote in remotes):
-        remotes.append(Remote("hf3fs", "hf3fs", ", ".join(config.hf3fs_base_path), "hf3fs_base_path"))
-    if config.remote_url:
-        scheme, _, rest = config.remote_url.partition("://")
-        place = ", ".join(split_paths(rest)) if scheme == "hf3fs" else config.remote_url
-        remotes.append(Remote(scheme, _kind(scheme), place, "remote_url"))
-    return remotes
+    return read_remotes(
+        {
+            "remote_url": config.remote_url,
+            "remote_storage_plugins": config.remote_storage_plugins,
+            "hf3fs_base_path": config.hf3fs_base_path,
+        },
+        config.remote_storage_plugin_settings,
+        config.remote_settings,
+    )[0]
+
+
+def read_remotes(
+    values: Mapping[str, Any], settings: Mapping[str, str], flat: Mapping[str, str]
+) -> tuple[list[Remote], list[Problem]]:
+    """What the three keys in `values` mean, with `settings` of instances (NAME.option) and LMCache's `flat` ones."""
+    problems: list[Problem] = []
+    remotes: list[Remote] = []
+    url = values.get("remote_url") or ""
+    scheme = url.partition("://")[0]
+    paths = ", ".join(values.get("hf3fs_base_path") or ())
+    lent = False
+    for name in values.get("remote_storage_plugins") or ():
+        options = _options(name, settings, flat, problems)
+        type_name = _type(name)
+        if type_name in ("hf3fs", "fs") and options.get("base_path"):
+            place, key = ", ".join(options["base_path"]), f"{PLUGIN_PREFIX}{name}.base_path"
+        elif type_name == "hf3fs":
+            place, key = paths, "hf3fs_base_path"
+        elif not options.get("url") and url and ALIASES.get(scheme) == type_name:
+            # As LMCache has it: an instance without a URL uses the old key's.
+            place, key, lent = url, "remote_url", True
+        else:
+            place, key = options.get("url") or "", f"{PLUGIN_PREFIX}{name}.url"
+        available = type_name in types_at_hand() or bool(options.get("module_path"))
+        remotes.append(Remote(name, type_name, place, key, options, available))
+    if paths and not any(remote.type == "hf3fs" for remote in remotes):
+        remotes.append(Remote("hf3fs", "hf3fs", paths, "hf3fs_base_path"))
+    if url and not lent:
+        name = scheme if all(remote.name != scheme for remote in remotes) else "remote_url"
+        type_name = ALIASES.get(scheme, scheme)
+        options = _options(scheme, {}, flat, problems)
+        place = ", ".join(split_paths(url.partition("://")[2])) if type_name == "hf3fs" else url
+        remotes.append(Remote(name, type_name, place, "remote_url", options, type_name in types_at_hand()))
+    return remotes, problems
+
+
+def flat_settings_in_use(remotes: list[Remote]) -> frozenset[str]:
+    """LMCache's settings outside of instances that one of `remotes` takes."""
+    return frozenset(name for remote in remotes for name in FLAT.get(remote.type, ()))
 
 
 def plugin_type(plugin: str) -> str:
@@ -66,14 +121,62 @@ def split_paths(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _plugin_place(plugin: str, settings: Mapping[str, str], hf3fs_base_path: tuple[str, ...]) -> tuple[str, str]:
-    name = f"{plugin}.base_path"
-    if name in settings:
-        return ", ".join(split_paths(settings[name])), PLUGIN_PREFIX + name
-    if plugin_type(plugin) == "hf3fs":
-        return ", ".join(hf3fs_base_path), "hf3fs_base_path"
-    return "", "remote_storage_plugins"
+def plugin_types() -> list[str]:
+    """What the first part of a plug-in's name may be."""
+    return sorted({*ALIASES, *_ELSEWHERE, *third_party_types()})
 
 
-def _kind(scheme: str) -> str:
-    return "hf3fs" if scheme == "hf3fs" else "remote"
+def types_at_hand() -> frozenset[str]:
+    """Types of tiers that can be made."""
+    return frozenset(ALIASES.values()) | third_party_types()
+
+
+@cache
+def third_party_types() -> frozenset[str]:
+    """Types that installed packages bring."""
+    return frozenset(entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def shown_place(remote: Remote) -> str:
+    """Where it is, without credentials."""
+    return str(hidden("remote_url", remote.place))
+
+
+def _type(name: str) -> str:
+    first = plugin_type(name)
+    return ALIASES.get(first, first)
+
+
+def _options(
+    name: str, settings: Mapping[str, str], flat: Mapping[str, str], problems: list[Problem]
+) -> dict[str, Any]:
+    """Defaults, then LMCache's settings for all instances of the type, then the instance's own."""
+    type_name = _type(name)
+    known = options_of(type_name)
+    own_class = bool(settings.get(f"{name}.module_path"))
+    free = own_class or type_name not in FLAT
+    values: dict[str, Any] = {option.name: option.default for option in known.values()}
+    by_name = {alias: option for option in known.values() for alias in option.flat} | known
+    given = [(alias, alias, value) for alias, value in flat.items() if alias in FLAT.get(type_name, ())]
+    own = {key.rpartition(".")[2]: value for key, value in settings.items() if key.rpartition(".")[0] == name}
+    given += [(option, f"{PLUGIN_PREFIX}{name}.{option}", value) for option, value in own.items()]
+    for option_name, key, raw in given:
+        option = by_name.get(option_name)
+        if option is not None:
+            values.update(_parsed(option, key, raw, problems))
+        elif free:
+            values[option_name] = raw
+        elif type_name in FLAT:
+            close = difflib.get_close_matches(option_name, by_name, n=1, cutoff=0.5)
+            hint = f"the nearest is {close[0]}" if close else f"known are {', '.join(sorted(known))}"
+            problems.append(((key,), f"{key}: there is no such setting of {type_name}; {hint}"))
+    return values
+
+
+def _parsed(option: Option, key: str, raw: str, problems: list[Problem]) -> dict[str, Any]:
+    try:
+        return {option.name: option.kind.parse(raw)}
+    except ValueError as error:
+        found = hidden(option.name, raw, secret=option.secret)
+        problems.append(((key,), f"{key}: {error}, found {found!r}"))
+        return {}

@@ -227,11 +227,14 @@ class Config:
     )
     remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
-        Words(), (), "remote tiers as type[.instance], such as hf3fs, hf3fs.primary, fs.a", tier="remote"
+        Words(), (), "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
+        tier="remote",
     )
 
     remote_storage_plugin_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """NAME.base_path, NAME.module_path and NAME.class_name of the remote plugins."""
+    """NAME.option of the remote plugins, as written; `tiercache.config.remote_options` has the options."""
+    remote_settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """LMCache's settings for all remote tiers of a type, as written: redis_url, s3_region and such."""
     origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
     """Where the values came from that are not defaults, by key."""
     warnings: tuple[str, ...] = field(default=(), compare=False)

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.remotes import remotes_of
-from tiercache.config.secrets import hidden
+from tiercache.config.remotes import Remote, remotes_of, shown_place
 
 if TYPE_CHECKING:
     from tiercache.config.schema import Config
 
-AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": True, "remote": False}
+AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": True, "remote": True}
 """Kinds of tiers, and whether this version has them. A new tier begins by becoming True."""
 
 NOT_AVAILABLE = "not available in this version"
@@ -71,9 +70,20 @@ def _gds(config: Config) -> Iterator[PlannedTier]:
 
 def _remotes(config: Config) -> Iterator[PlannedTier]:
     for remote in remotes_of(config):
-        place = str(hidden("remote_url", remote.place))
-        cap_bytes = config.hf3fs_bytes or None if remote.kind == "hf3fs" else None
-        yield PlannedTier(remote.name, remote.kind, place, cap_bytes, _state(remote.kind))
+        state = "on" if remote.available else NOT_AVAILABLE
+        yield PlannedTier(remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote))
+
+
+def _cap(config: Config, remote: Remote) -> int | None:
+    if remote.type == "hf3fs":
+        return config.hf3fs_bytes or None
+    return int(remote.options.get("max_size", 0.0) * 2**30) or None if remote.type == "fs" else None
+
+
+def _role(remote: Remote) -> str:
+    if remote.reads and remote.writes:
+        return ""
+    return "role is read: nothing is written to it" if remote.reads else "role is write: nothing is read from it"
 
 
 def _state(kind: str) -> str:

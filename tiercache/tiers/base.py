@@ -55,6 +55,12 @@ class Tier(ABC):
 
     name: str
     traits: Traits = Traits()
+    reads: bool = True
+    """Whether the cascade asks it. The configuration's choice, not the tier's."""
+    writes: bool = True
+    """Whether chunks are written to it."""
+    patience_s: float | None = None
+    """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
 
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
         """Told before `open`: the memory that payloads lie in, for tiers that register it with something."""

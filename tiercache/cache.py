@@ -25,7 +25,8 @@ from tiercache.memory.workers import Workers
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.host_path import HostPath
-from tiercache.scheduler.reader import Hit, Reader, ReaderSettings, Sink
+from tiercache.scheduler.reader import Hit, Reader, Sink
+from tiercache.scheduler.source import ReaderSettings
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import DeviceTier
@@ -126,19 +127,24 @@ class TierCache:
                     ),
                 )
                 for tier in tiers
+                if tier.writes
             ]
         )
         self._host_path = HostPath(self.cpu, self._fan_out)
+        rate = self.config.prefill_tokens_per_s
         reading = ReaderSettings(
-            deadline_s=self.config.blocking_timeout_secs, probe_deadline_s=self.config.lookup_timeout_ms / 1000
+            deadline_s=self.config.blocking_timeout_secs,
+            probe_deadline_s=self.config.lookup_timeout_ms / 1000,
+            recompute_s=self.layout.chunk_tokens / rate if rate else None,
         )
+        readable = [tier for tier in tiers if tier.reads]
         if self._device is None:
-            self._reader = Reader(self.cpu, tiers, reading)
+            self._reader = Reader(self.cpu, readable, reading)
         else:
             staging = StagingTier(self._device, self._copiers)
             await staging.open()
-            self._reader = Reader(self.cpu, [staging, *tiers], reading)
-            serving = [tier for tier in tiers if isinstance(tier, DeviceTier) and tier.serves_device]
+            self._reader = Reader(self.cpu, [staging, *readable], reading)
+            serving = [tier for tier in readable if isinstance(tier, DeviceTier) and tier.serves_device]
             self._device_reader = Reader(staging, serving, reading, read_into_device)
             self._device_path = DevicePath(
                 self._device, self.cpu, staging, self._reader, self._device_reader, self._fan_out

@@ -10,30 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
+from tiercache.scheduler.source import ReaderSettings, Source
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 
 logger = logging.getLogger("tiercache.reader")
 
-_PATIENCE_S = 1.0
-
 Sink = Callable[[np.ndarray], None]
 ReadCall = Callable[[Any, ChunkKey, Any], Coroutine[Any, Any, int | None]]
 """Tier, key, room for the payload -> the payload's length; as `Tier.read`."""
-
-
-@dataclass(frozen=True)
-class ReaderSettings:
-    deadline_s: float = 10.0
-    """For a caller that names none."""
-    probe_deadline_s: float = 3.0
-    """How long a look-up waits for a shared tier to say what it has."""
 
 
 @dataclass
@@ -57,15 +47,6 @@ class Hit:
     tokens: int
     by_tier: dict[str, int]
     """Chunks by the first tier of the cascade that has them; together `chunks`."""
-
-
-class _Source:
-    """A tier as the cascade sees it."""
-
-    def __init__(self, tier: Tier, settings: ReaderSettings) -> None:
-        self.tier = tier
-        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
-        self.places = asyncio.Semaphore(tier.traits.read_concurrency)
 
 
 class _Flight:
@@ -92,15 +73,10 @@ class Reader:
         self._read = read or _read_into_host
         self.settings = settings or ReaderSettings()
         self.counters = ReaderStatistics(hits={cpu.name: 0} | {tier.name: 0 for tier in tiers})
-        self._sources = [_Source(tier, self.settings) for tier in tiers]
+        self._sources = [Source(tier, self.settings) for tier in tiers]
         self._flights: dict[ChunkKey, _Flight] = {}
         self._stuck: set[asyncio.Task[int | None]] = set()
         self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
-
-    @property
-    def _patience_s(self) -> float:
-        """Shorter waits do not count against a tier."""
-        return min(_PATIENCE_S, self.settings.deadline_s)
 
     @property
     def stuck(self) -> int:
@@ -129,7 +105,7 @@ class Reader:
         if flight is not None:
             self.counters.joined += 1
             flight.deadline_s = max(flight.deadline_s, deadline_s)
-        elif not any(source.tier.contains(key) or source.tier.traits.shared for source in self._sources):
+        elif not any(source.may_have(key) for source in self._sources):
             self.counters.misses += 1
             return None
         else:
@@ -192,11 +168,9 @@ class Reader:
         position = self.cpu.prefix(keys)
         by_tier[self.cpu.name] = position
         if position < len(keys) and self._sources:
-            now_s = asyncio.get_running_loop().time()
-            tiers = [
-                (self.cpu.name, self.cpu.contains),
-                *((s.tier.name, s.tier.contains) for s in self._sources if s.breaker.would_allow(now_s)),
-            ]
+            left = len(keys) - position
+            well = [source.tier for source in self._sources if self._would_ask(source, left)]
+            tiers = [(tier.name, tier.contains) for tier in (self.cpu, *well)]
             for key in keys[position:]:
                 for name, contains in tiers:
                     if contains(key):
@@ -208,28 +182,43 @@ class Reader:
         return position, by_tier
 
     async def lookup(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> tuple[int, dict[str, int]]:
-        """As `where`, asking shared tiers about what memory does not know, for as long as the deadline allows."""
+        """As `where`, asking shared tiers about what memory does not know, all at once and until the deadline.
+
+        One that does not answer costs its own hits only. Tiers from which the engine would compute sooner are not asked.
+        """
         position, by_tier = self.where(keys)
         if position == len(keys):
             return position, by_tier
-        loop = asyncio.get_running_loop()
-        deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
-        for source in self._sources:
-            if not source.tier.traits.shared or not source.breaker.would_allow(loop.time()):
-                continue
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    found = await source.tier.probe(keys[position:])
-            except TimeoutError:
-                source.breaker.failed(loop.time())
-                continue
-            except Exception as error:
-                source.breaker.failed(loop.time())
-                logger.warning("%s: could not be asked what it has: %s", source.tier.name, error)
-                continue
-            if found:
+        deadline_s = deadline_s or asyncio.get_running_loop().time() + self.settings.probe_deadline_s
+        due = [source for source in self._sources if source.tier.traits.shared]
+        asked: dict[asyncio.Task[int | None], tuple[Source, int]] = {}
+        try:
+            while position < len(keys):
+                for source in due:
+                    if self._would_ask(source, len(keys) - position, take_probe=True):
+                        task = asyncio.create_task(source.ask(keys[position:], deadline_s), name="tiercache-ask")
+                        asked[task] = source, position
+                if not asked:
+                    break
+                done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                before = position
                 position, by_tier = self.where(keys)
+                answers = [(*asked.pop(task), task.result()) for task in done]
+                # Where others have filled the gap at which a tier stopped, it may know more.
+                ends = [(source, start + found) for source, start, found in answers if found is not None]
+                due = [source for source, end in ends if before < position and end < position]
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         return position, by_tier
+
+    def _would_ask(self, source: Source, chunks: int, *, take_probe: bool = False) -> bool:
+        """Whether a tier is well, and worth it for so many chunks. `take_probe`: it will be asked now."""
+        if source.too_slow(chunks):
+            return False
+        now_s = asyncio.get_running_loop().time()
+        return source.breaker.allows(now_s) if take_probe else source.breaker.would_allow(now_s)
 
     async def close(self) -> None:
         """End all flights; whoever waits gets a miss. Does not wait for hung reads."""
@@ -263,20 +252,17 @@ class Reader:
             if landed is not None:
                 landed.release()
 
-    async def _read_from(self, source: _Source, key: ChunkKey, flight: _Flight) -> Lease | None:
+    async def _read_from(self, source: Source, key: ChunkKey, flight: _Flight) -> Lease | None:
         loop = asyncio.get_running_loop()
-        if not (source.tier.contains(key) or source.tier.traits.shared):
-            return None
-        if not source.breaker.allows(loop.time()):
+        if not source.may_have(key) or not self._would_ask(source, source.estimate.concurrency, take_probe=True):
             return None
         began_s = loop.time()
         try:
-            async with asyncio.timeout_at(flight.deadline_s):
+            async with asyncio.timeout_at(source.until_s(flight.deadline_s)):
                 await source.places.acquire()
         except TimeoutError:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it.
-            if loop.time() - began_s >= self._patience_s:
-                source.breaker.failed(loop.time())
+            source.waited_in_vain(began_s)
             return None
         slot = await self._slot(flight)
         if slot is None:
@@ -285,14 +271,12 @@ class Reader:
         began_s = loop.time()
         read = asyncio.create_task(self._read(source.tier, key, self.cpu.pool.view(slot)))
         try:
-            await asyncio.wait([read], timeout=max(0.0, flight.deadline_s - loop.time()))
+            await asyncio.wait([read], timeout=max(0.0, source.until_s(flight.deadline_s) - loop.time()))
         finally:
             if not read.done():
                 self._leave_behind(read, slot, source)
         if not read.done():
-            # A caller who gives up soon says nothing about the tier.
-            if loop.time() - began_s >= self._patience_s:
-                source.breaker.failed(loop.time())
+            source.waited_in_vain(began_s)
             self.counters.failed += 1
             return None
         source.places.release()
@@ -307,7 +291,10 @@ class Reader:
             logger.warning("%s: a read failed: %s", source.tier.name, error)
             length = None
         else:
-            source.breaker.succeeded(loop.time(), loop.time() - began_s)
+            took_s = loop.time() - began_s
+            source.breaker.succeeded(loop.time(), took_s)
+            if length is not None:
+                source.estimate.add(took_s, loop.time())
         if length is None:
             self.cpu.abandon(slot, Purpose.READ)
             return None
@@ -319,7 +306,7 @@ class Reader:
             return slot
         return await self.cpu.reserve(Purpose.READ, flight.deadline_s - asyncio.get_running_loop().time())
 
-    def _leave_behind(self, read: asyncio.Task[int | None], slot: Slot, source: _Source) -> None:
+    def _leave_behind(self, read: asyncio.Task[int | None], slot: Slot, source: Source) -> None:
         """The slot, and the place in the tier's concurrency, stay taken until the thread is really done."""
 
         def ended(task: asyncio.Task[int | None]) -> None:

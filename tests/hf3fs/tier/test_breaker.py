@@ -13,7 +13,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
-from tiercache.scheduler.reader import Reader, ReaderSettings
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -1,0 +1,48 @@
+"""Whether a load is worth it."""
+
+from tiercache.core.estimate import TransferEstimate
+from tiercache.core.remembered import RememberedKeys
+
+
+def test_unknown_speed_is_worth_a_try() -> None:
+    estimate = TransferEstimate(4)
+    assert estimate.expected_s(8, 0.0) is None
+    assert estimate.worthwhile(8, 0.001, 0.0)
+
+
+def test_chunks_in_flight_together_take_as_long_as_one() -> None:
+    estimate = TransferEstimate(4)
+    estimate.add(0.5, 0.0)
+    assert [estimate.expected_s(chunks, 1.0) for chunks in (1, 4, 5, 8, 9)] == [0.5, 0.5, 1.0, 1.0, 1.5]
+
+
+def test_slower_than_computing_is_not_worth_it_until_the_sample_is_old() -> None:
+    estimate = TransferEstimate(2)
+    estimate.add(1.0, 0.0)
+    assert not estimate.worthwhile(1, 0.9, 1.0)
+    assert estimate.worthwhile(2, 0.6, 1.0), "two together take a second, computing them 1.2"
+    assert estimate.worthwhile(1, None, 1.0), "nobody knows how fast the engine is"
+    assert estimate.worthwhile(1, 0.9, 31.0), "tried again, it may have become quick"
+
+
+def test_average_follows_and_an_old_one_does_not_weigh() -> None:
+    estimate = TransferEstimate(1)
+    estimate.add(1.0, 0.0)
+    estimate.add(2.0, 1.0)
+    assert estimate.read_s == 1.2
+    estimate.add(5.0, 100.0)
+    assert estimate.read_s == 5.0
+
+
+def test_remembered_keys_are_bounded_age_and_count_their_bytes() -> None:
+    known = RememberedKeys(2, keep_s=10.0)
+    for number, key in enumerate((b"a", b"b", b"c")):
+        known.add(key, float(number), 100)
+    assert list(known) == [b"b", b"c"] and known.bytes_known == 200
+    assert known.has(b"b", 11.0) and not known.has(b"b", 11.1)
+    known.add(b"b", 20.0)
+    assert known.has(b"b", 30.0) and known.bytes_known == 200, "what it takes is remembered when it is seen again"
+    assert known.discard(b"b") and not known.discard(b"b")
+    assert known.bytes_known == 100
+    known.clear()
+    assert len(known) == known.bytes_known == 0

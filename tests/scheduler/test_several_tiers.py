@@ -1,0 +1,185 @@
+"""Several shared tiers: asked all at once, each with a health of its own, and none that takes another with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import Bench
+from tiercache.core.keys import ChunkKey
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.testing import FaultyTier, MemoryTier, chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Traits
+
+SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)
+
+
+class Server(MemoryTier):
+    """Shared, and known only as far as it was asked. `asks_all`: also behind a gap, as remote tiers do."""
+
+    def __init__(self, name: str, numbers: Sequence[int] = (), *, asks_all: bool = True, read_s: float = 0.0) -> None:
+        super().__init__(name, Traits(durable=True, shared=True, read_concurrency=2, write_concurrency=2))
+        for number in numbers:
+            key, payload = chunk(number)
+            self.chunks[key] = payload[:CHUNK_BYTES].tobytes()
+        self.known: set[ChunkKey] = set()
+        self.asked = 0
+        self.asks_all = asks_all
+        self.read_s = read_s
+
+    def contains(self, key: ChunkKey) -> bool:
+        return key in self.known
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        self.asked += 1
+        for key in keys:
+            if key in self.chunks:
+                self.known.add(key)
+            elif not self.asks_all:
+                break
+        return self.prefix(keys)
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        await asyncio.sleep(self.read_s)  # of the clock that jumps
+        return await super().read(key, into)
+
+
+def keys_of(*numbers: int) -> list[ChunkKey]:
+    return [chunk(number)[0] for number in numbers]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def test_hung_one_of_three_costs_the_others_nothing(bench: Bench) -> None:
+    first, hung, last = FaultyTier(Server("a", [1, 2])), FaultyTier(Server("b", [3])), FaultyTier(Server("c", [3, 4]))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [first, hung, last], SETTINGS)
+    began = now()
+    chunks, by_tier = await reader.lookup(keys_of(1, 2, 3, 4, 5))
+    assert (chunks, by_tier) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
+    assert now() - began == pytest.approx(1.0, abs=0.01), "the deadline, because only the hung one might have had 5"
+    assert await reader.lookup(keys_of(1, 2, 3, 4)) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
+    assert now() - began == pytest.approx(1.0, abs=0.01), "known to be somewhere: nobody is waited for"
+    hung.gate.set()
+
+
+async def test_lookup_ends_as_soon_as_all_is_found(bench: Bench) -> None:
+    quick, hung = FaultyTier(Server("a", [1, 2])), FaultyTier(Server("b"))
+    hung.gate.clear()
+    began = now()
+    assert (await Reader(bench.cpu, [hung, quick], SETTINGS).lookup(keys_of(1, 2)))[0] == 2
+    assert now() == pytest.approx(began, abs=0.01)
+    hung.gate.set()
+
+
+async def test_tier_that_stopped_at_a_gap_is_asked_again_when_another_has_filled_it(bench: Bench) -> None:
+    disk, server = Server("disk", [1, 2, 5, 6], asks_all=False), Server("server", [3, 4])
+    chunks, by_tier = await Reader(bench.cpu, [disk, server], SETTINGS).lookup(keys_of(1, 2, 3, 4, 5, 6, 7))
+    assert (chunks, by_tier) == (6, {"cpu": 0, "disk": 4, "server": 2})
+
+
+async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench) -> None:
+    server = Server("a", [1])
+    hung = FaultyTier(server)
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung], SETTINGS)
+    for _ in range(3):
+        assert (await reader.lookup(keys_of(1)))[0] == 0
+    assert reader.breakers() == {"a": "open"}
+    began = now()
+    assert (await reader.lookup(keys_of(1)))[0] == 0
+    assert now() == pytest.approx(began, abs=0.05), "an open breaker is not waited for"
+    await asyncio.sleep(1.5)
+    entered = hung.entered
+    await asyncio.gather(*(reader.lookup(keys_of(1)) for _ in range(10)))
+    assert hung.entered == entered + 1, "one look-up finds out whether it is well again, and the others do not wait"
+    assert reader.breakers() == {"a": "open"}
+    hung.gate.set()
+    await asyncio.sleep(60.0)
+    assert (await reader.lookup(keys_of(1)))[0] == 1
+    assert reader.breakers() == {"a": "closed"}
+
+
+async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -> None:
+    hung, server = FaultyTier(Server("a", [1])), Server("b", [1])
+    hung.patience_s = 0.5
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung, server], SETTINGS)
+    began = now()
+    lease = await reader.fetch(chunk(1)[0], began + 5.0)
+    assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
+    assert now() - began == pytest.approx(0.5, abs=0.01)
+    lease.release()
+    hung.gate.set()
+    while reader.stuck:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+async def test_miss_over_three_tiers_with_one_hung_ends_at_the_deadline(bench: Bench) -> None:
+    hung = FaultyTier(Server("b"))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [Server("a"), hung, Server("c")], SETTINGS)
+    began = now()
+    assert await reader.fetch(chunk(1)[0], began + 2.0) is None
+    assert now() - began == pytest.approx(2.0, abs=0.005)
+    hung.gate.set()
+
+
+async def test_tier_slower_than_computing_is_not_asked_until_it_may_have_become_quick(bench: Bench) -> None:
+    server = Server("a", range(1, 9), read_s=3.0)
+    reader = Reader(bench.cpu, [server], ReaderSettings(deadline_s=10.0, recompute_s=1.0))
+    assert (await reader.lookup(keys_of(1, 2)))[0] == 2, "nothing is known of its speed"
+    lease = await reader.fetch(chunk(1)[0], now() + 10.0)
+    assert lease is not None
+    lease.release()
+    asked = server.asked
+    assert await reader.lookup(keys_of(2, 3, 4)) == (0, {"cpu": 0, "a": 0})
+    assert server.asked == asked
+    assert await reader.fetch(chunk(2)[0], now() + 10.0) is None, "a get leaves it to the engine, too"
+    assert (await reader.lookup(keys_of(1, 2)))[0] == 1, "what is hot is a hit whatever it came from"
+    await asyncio.sleep(31.0)
+    server.read_s = 0.1
+    lease = await reader.fetch(chunk(2)[0], now() + 10.0)
+    assert lease is not None
+    lease.release()
+    assert (await reader.lookup(keys_of(3, 4)))[0] == 2
+
+
+async def test_failing_tier_is_named_and_the_others_answer(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Server):
+        async def probe(self, keys: Sequence[ChunkKey]) -> int:
+            raise OSError("connection refused")
+
+    reader = Reader(bench.cpu, [Broken("a"), Server("b", [1])], SETTINGS)
+    assert (await reader.lookup(keys_of(1)))[0] == 1
+    assert "a: could not be asked what it has: connection refused" in caplog.text
+
+
+async def test_cancelled_lookup_leaves_no_question_behind(bench: Bench) -> None:
+    hung = FaultyTier(Server("a"))
+    hung.gate.clear()
+    asking = asyncio.create_task(Reader(bench.cpu, [hung], SETTINGS).lookup(keys_of(1)))
+    await hung.until_entered(1)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert [task for task in asyncio.all_tasks() if task.get_name() == "tiercache-ask"] == []
+    hung.gate.set()
+
+
+async def test_server_that_answers_questions_and_loses_reads_is_left_alone(bench: Bench) -> None:
+    broken = FaultyTier(Server("a", [1, 2, 3, 4]))
+    broken.fail_reads = [OSError("reset by peer")] * 3
+    reader = Reader(bench.cpu, [broken], SETTINGS)
+    for number in (1, 2, 3):
+        assert (await reader.lookup(keys_of(number)))[0] == 1
+        assert await reader.fetch(chunk(number)[0], now() + 1.0) is None
+    assert reader.breakers() == {"a": "open"}

@@ -1,0 +1,80 @@
+"""A tier as the cascade sees it: with its breaker, its places, and what is known of its speed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.estimate import TransferEstimate
+from tiercache.core.keys import ChunkKey
+from tiercache.tiers.base import Tier
+
+logger = logging.getLogger("tiercache.reader")
+
+_LEAST_S = 1.0
+
+
+@dataclass(frozen=True)
+class ReaderSettings:
+    deadline_s: float = 10.0
+    """For a caller that names none."""
+    probe_deadline_s: float = 3.0
+    """How long a look-up waits for a shared tier to say what it has."""
+    recompute_s: float | None = None
+    """What the engine takes to compute one chunk: what takes longer to load is left to it. None: not known."""
+
+
+class Source:
+    """Health of its own: a tier that is down, hung or slow costs its own hits and no others."""
+
+    def __init__(self, tier: Tier, settings: ReaderSettings) -> None:
+        self.tier = tier
+        self.settings = settings
+        self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
+        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
+        self.places = asyncio.Semaphore(tier.traits.read_concurrency)
+        self.estimate = TransferEstimate(tier.traits.read_concurrency)
+
+    @property
+    def least_s(self) -> float:
+        """Shorter waits do not count against the tier: a caller who gives up soon says nothing about it."""
+        return min(_LEAST_S, self.patience_s)
+
+    def until_s(self, deadline_s: float) -> float:
+        """When to go on with the next tier, beginning now."""
+        return min(deadline_s, asyncio.get_running_loop().time() + self.patience_s)
+
+    def may_have(self, key: ChunkKey) -> bool:
+        return self.tier.traits.shared or self.tier.contains(key)
+
+    def too_slow(self, chunks: int) -> bool:
+        """Whether the engine would have computed so many chunks sooner."""
+        now_s = asyncio.get_running_loop().time()
+        return not self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s)
+
+    async def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> int | None:
+        """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout_at(self.until_s(deadline_s)):
+                found = await self.tier.probe(keys)
+        except TimeoutError:
+            self.waited_in_vain(began_s)
+            return None
+        except Exception as error:
+            self.breaker.failed(loop.time())
+            logger.warning("%s: could not be asked what it has: %s", self.tier.name, error)
+            return None
+        if self.breaker.state is not BreakerState.CLOSED:
+            self.breaker.succeeded(loop.time())  # only then: answers must not make up for reads that fail
+        return found
+
+    def waited_in_vain(self, began_s: float) -> None:
+        """No answer since `began_s`."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - began_s >= 0.99 * self.least_s:  # a timer may be early by its resolution
+            self.breaker.failed(now_s)

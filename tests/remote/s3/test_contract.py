@@ -1,0 +1,50 @@
+"""The S3 tier against the contract, on a real store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import obstore
+import pytest
+
+from tests.remote.s3.conftest import settings_for
+from tests.remote.s3.server import S3Server
+from tiercache.core.keys import ChunkKey
+from tiercache.testing import TierContract
+from tiercache.tiers.base import Tier
+from tiercache.tiers.remote.s3 import S3Tier
+
+
+class TestS3Tier(TierContract):
+    options: dict[str, object] = {}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: S3Server) -> None:
+        self.server = s3_server
+
+    async def make_tier(self, place: Path) -> Tier:
+        return S3Tier(settings_for(self.server.endpoint, prefix=str(place).strip("/"), **self.options))
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        assert isinstance(tier, S3Tier)
+        store, path = tier._client._writes, tier.path(key)
+        value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
+        value[88 + 17] ^= 1
+        await obstore.put_async(store, path, bytes(value))
+        return True
+
+
+class TestS3TierInParts(TestS3Tier):
+    options = {"part_bytes": 10_000}  # noqa: RUF012
+
+
+class TestS3TierOfAStoreWithoutConditionalPuts(TestS3Tier):
+    async def make_tier(self, place: Path) -> Tier:
+        tier = await super().make_tier(place)
+        assert isinstance(tier, S3Tier)
+        tier.conditional = False
+        return tier
+
+
+class TestS3TierUnsigned(TestS3Tier):
+    options = {"skip_signature": True}  # noqa: RUF012

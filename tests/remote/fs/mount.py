@@ -1,0 +1,129 @@
+"""A mount that can be made to hang and to die: a directory seen through FUSE, served by a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tiercache.testing.hf3fs import why_no_fuse
+
+_MOUNTED_S = 20.0
+
+SERVER = """
+import os, sys
+import mfusepy
+
+ROOT = sys.argv[1]
+STATUS = "atime ctime mtime gid uid mode nlink size blocks ino".split()
+SPACE = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
+
+class Loopback(mfusepy.Operations):
+    use_ns = False
+
+    def getattr(self, path, fh=None):
+        status = os.lstat(ROOT + path)
+        return {f"st_{name}": getattr(status, f"st_{name}") for name in STATUS}
+
+    def readdir(self, path, fh):
+        return [".", "..", *os.listdir(ROOT + path)]
+
+    def statfs(self, path):
+        found = os.statvfs(ROOT + path)
+        return {f"f_{name}": getattr(found, f"f_{name}") for name in SPACE}
+
+    def create(self, path, mode, fi=None):
+        return os.open(ROOT + path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
+
+    def open(self, path, flags):
+        return os.open(ROOT + path, flags & ~(os.O_CREAT | os.O_EXCL | os.O_DIRECT))
+
+    def read(self, path, size, offset, fh):
+        return os.pread(fh, size, offset)
+
+    def write(self, path, data, offset, fh):
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path, length, fh=None):
+        os.truncate(ROOT + path, length)
+
+    def fsync(self, path, datasync, fh):
+        os.fsync(fh)
+
+    def release(self, path, fh):
+        os.close(fh)
+
+    def rename(self, old, new):
+        os.rename(ROOT + old, ROOT + new)
+
+    def link(self, target, source):
+        os.link(ROOT + source, ROOT + target)
+
+    def mkdir(self, path, mode):
+        os.mkdir(ROOT + path, mode)
+
+    def rmdir(self, path):
+        os.rmdir(ROOT + path)
+
+    def unlink(self, path):
+        os.unlink(ROOT + path)
+
+mfusepy.FUSE(Loopback(), sys.argv[2], foreground=True, nothreads=False, use_ino=True)
+"""
+
+
+class FragileMount:
+    """`with FragileMount(place) as mount`: what is in `mount.path` lies in `mount.behind`."""
+
+    def __init__(self, place: Path) -> None:
+        self.path, self.behind = place / "mount", place / "behind"
+        for directory in (self.path, self.behind):
+            directory.mkdir()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> FragileMount:
+        self.revive()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.die()
+        self._unmount()
+
+    def hang(self) -> None:
+        """From here on nothing is answered."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def die(self) -> None:
+        """From here on everything fails (ENOTCONN), also what was waiting."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def revive(self) -> None:
+        """As when a server is back and its share is mounted again."""
+        self._unmount()
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SERVER, str(self.behind), str(self.path)]
+        )
+        until_s = time.monotonic() + _MOUNTED_S
+        while not os.path.ismount(self.path):
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                raise RuntimeError("the mount did not come up")
+            time.sleep(0.01)
+
+    def _send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
+
+
+__all__ = ["FragileMount", "why_no_fuse"]

@@ -1,0 +1,268 @@
+"""The fs tier: its settings, several instances on one directory, and mounts that hang and die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.tiers.test_contract import LAYOUT
+from tests.tiers.weka import physical_bytes
+from tiercache.core.header import file_bytes
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing import TierContract, chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.fs import FsTier, make_fs_tier
+
+FILE_BYTES = file_bytes(CHUNK_BYTES)
+REPOSITORY = Path(__file__).parents[3]
+
+
+def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", **options: Any) -> FsTier:
+    settings = RemoteSettings(
+        name="fs.a",
+        type="fs",
+        fingerprint=LAYOUT.fingerprint,
+        chunk_bytes=CHUNK_BYTES,
+        url=url,
+        options={"base_path": tuple(map(str, directories)), "max_size": 0.0625} | options,
+        timeout_s=timeout_s,
+    )
+    tier = make_fs_tier(settings)
+    assert isinstance(tier, FsTier)
+    return tier
+
+
+@asynccontextmanager
+async def opened(*directories: Path, **options: Any) -> AsyncIterator[FsTier]:
+    tier = tier_on(*directories, **options)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def store(tier: FsTier, numbers: range) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        assert await tier.write(key, payload, CHUNK_BYTES)
+
+
+async def is_hit(tier: FsTier, number: int) -> bool:
+    key, payload = chunk(number)
+    into = page_aligned(CHUNK_BYTES)
+    length = await tier.read(key, into)
+    assert length is None or np.array_equal(into, payload)
+    return length is not None
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[FragileMount]:
+    if reason := why_no_fuse():
+        pytest.skip(reason)
+    with FragileMount(tmp_path) as mount:
+        yield mount
+
+
+class TestFsTier(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        return tier_on(place / "a", place / "b")
+
+    async def damage(self, tier: Tier, key: bytes) -> bool:
+        assert isinstance(tier, FsTier) and tier.mounted is not None
+        with open(tier.mounted.path(key), "r+b") as file:
+            file.seek(4096 + 17)
+            byte = file.read(1)
+            file.seek(4096 + 17)
+            file.write(bytes([byte[0] ^ 1]))
+        return True
+
+
+class TestFsTierThroughFuse(TestFsTier):
+    """A file system with neither fallocate nor a rename that spares what is there, as NFS before 4.2."""
+
+    @pytest.fixture(autouse=True)
+    def _mounted(self, mount: FragileMount) -> None:
+        self.mount = mount
+
+    async def make_tier(self, place: Path) -> Tier:
+        return tier_on(self.mount.path)
+
+
+@pytest.mark.parametrize(
+    ("base_path", "url", "expected"),
+    [
+        (("/a", "/b"), "", ("/a", "/b")),
+        ((), "fs://host:1234/mnt/kv", ("/mnt/kv",)),
+        ((), "fs://host:1234/mnt/one,/mnt/two", ("/mnt/one", "/mnt/two")),
+        ((), "fs:///mnt/kv", ("/mnt/kv",)),
+        (("/a",), "fs://host:1/elsewhere", ("/a",)),
+    ],
+)
+def test_directories_come_from_base_path_or_the_url(
+    base_path: tuple[str, ...], url: str, expected: tuple[str, ...]
+) -> None:
+    assert tier_on(base_path=base_path, url=url).engine.directories == tuple(map(Path, expected))
+
+
+@pytest.mark.parametrize(("base_path", "problem"), [((), "needs a directory"), (("kv",), "begins with /")])
+def test_a_tier_without_a_directory_is_refused(base_path: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"remote_storage_plugin\.fs\.a\.base_path: .*{problem}"):
+        tier_on(base_path=base_path)
+
+
+async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_size=0.0) as tier:
+        assert tier.mounted is not None
+        space = os.statvfs(tmp_path)
+        assert tier.mounted.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.05)
+
+
+async def test_statistics_and_messages_carry_the_name_of_the_instance(tmp_path: Path) -> None:
+    tier = tier_on(tmp_path)
+    assert tier.name == "fs.a"
+    await tier.open()
+    assert tier.describe().startswith(f"fs.a ({tmp_path}")
+    await tier.close()
+    with pytest.raises(TierUnavailable, match=r"fs\.a: closed"):
+        await is_hit(tier, 1)
+
+
+async def test_a_directory_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tier = tier_on(tmp_path / "file" / "kv")
+    with pytest.raises(ConfigError, match=r"remote_storage_plugin\.fs\.a\.base_path: .*Not a directory"):
+        await tier.open()
+    await tier.close()
+
+
+async def test_another_instance_sees_what_was_stored(tmp_path: Path) -> None:
+    async with opened(tmp_path) as one, opened(tmp_path) as other:
+        await store(one, range(1, 5))
+        await other.refreshed()
+        assert await other.probe([chunk(number)[0] for number in range(1, 6)]) == 4
+        assert await is_hit(other, 3)
+
+
+async def test_the_cap_holds_across_two_instances(tmp_path: Path) -> None:
+    cap_gb = 40 * FILE_BYTES / 2**30
+    async with opened(tmp_path, max_size=cap_gb) as one, opened(tmp_path, max_size=cap_gb) as other:
+        for start in range(1, 121, 4):
+            await asyncio.gather(store(one, range(start, start + 2)), store(other, range(start + 2, start + 4)))
+            assert physical_bytes(tmp_path) <= 40 * FILE_BYTES
+        assert one.statistics().evicted + other.statistics().evicted > 0
+
+
+OTHER = """
+import asyncio, sys
+from pathlib import Path
+from tests.remote.fs.test_fs import opened, store
+
+async def main():
+    async with opened(Path(sys.argv[1]), max_size=float(sys.argv[2])) as tier:
+        for line in sys.stdin:
+            first, end = line.split()
+            await store(tier, range(int(first), int(end)))
+            print("done", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> None:
+    cap_gb = 40 * FILE_BYTES / 2**30
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OTHER, str(tmp_path), str(cap_gb)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        async with opened(tmp_path, max_size=cap_gb) as tier:
+            for start in range(1, 121, 10):
+                process.stdin.write(f"{start} {start + 5}\n".encode())
+                await store(tier, range(start + 5, start + 10))
+                assert await process.stdout.readline() == b"done\n"
+                assert physical_bytes(tmp_path) <= 40 * FILE_BYTES
+            await tier.refreshed()
+            assert await is_hit(tier, 111), "the other process stored it"
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_chunks_are_there_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await store(tier, range(1, 6))
+    async with opened(tmp_path) as tier:
+        assert await tier.probe([chunk(number)[0] for number in range(1, 6)]) == 5
+        assert await is_hit(tier, 5)
+        await tier.refreshed()
+        assert tier.statistics().occupied_bytes >= 5 * FILE_BYTES
+
+
+async def test_a_mount_that_dies_is_unavailable_and_used_again_when_it_is_back(mount: FragileMount) -> None:
+    async with opened(mount.path) as tier:
+        await store(tier, range(1, 3))
+        await asyncio.to_thread(mount.die)
+        for operation in (lambda: is_hit(tier, 1), lambda: store(tier, range(9, 10))):
+            with pytest.raises(TierUnavailable, match=r"fs\.a: "):
+                await operation()
+        await asyncio.to_thread(mount.revive)
+        assert await is_hit(tier, 1)
+
+
+async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
+    mount: FragileMount, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(mount.path) as tier:
+        await store(tier, range(1, 3))
+    mount.hang()
+    tier = tier_on(mount.path, timeout_s=0.2)
+    with caplog.at_level(logging.WARNING, "tiercache.fs"):
+        await tier.open()
+    assert "fs.a" in caplog.text and "cannot be reached" in caplog.text
+    assert not tier.contains(chunk(1)[0])
+    with pytest.raises(TierUnavailable, match=r"fs\.a: .*cannot be reached"):
+        await is_hit(tier, 1)
+    with pytest.raises(TierUnavailable):
+        await tier.probe([chunk(1)[0]])
+    mount.go_on()
+    assert tier._coming is not None
+    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    assert await is_hit(tier, 1)
+    await tier.close()
+
+
+async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMount) -> None:
+    await asyncio.to_thread(mount.die)
+    tier = tier_on(mount.path, timeout_s=0.2)
+    await tier.open()
+    with pytest.raises(TierUnavailable, match="cannot be reached"):
+        await store(tier, range(1, 2))
+    await asyncio.to_thread(mount.revive)
+    assert tier._coming is not None
+    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    await store(tier, range(1, 2))
+    await tier.close()
+
+
+async def test_close_does_not_wait_for_a_mount_that_hangs(mount: FragileMount) -> None:
+    mount.hang()
+    tier = tier_on(mount.path, timeout_s=0.1)
+    await tier.open()
+    async with asyncio.timeout(5):
+        await tier.close()

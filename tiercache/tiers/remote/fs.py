@@ -1,0 +1,249 @@
+"""The fs tier: directories on any mount that several hosts share, such as NFS, Lustre or CephFS.
+
+The engine is the Weka tier's, without a device: it is made for mounts where a round trip is dear and many instances come and
+go. Next to the disk tier's, that matters on NFS in four places:
+
+- look-ups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once a
+  key. (What another host stored is seen once this one's attribute cache lets it: mount with `actimeo=1` to see it soon.)
+- the count of bytes is charged in steps; one lock on the server for each chunk would be what all instances wait for.
+- one elected instance evicts; others do not delete chunks under its hands, nor scan the directory for victims of their own.
+- a chunk is written under a name of its own, closed, and only then given its name, by `link` where the server has no rename
+  that spares what is there: with close-to-open consistency whoever opens that name sees all of it.
+
+The mount may be away: at the start (the cache starts without it, and it comes in when it answers) and later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.mounts import Mount, mount_of
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.volume import Volume
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+logger = logging.getLogger("tiercache.fs")
+
+_THREADS = 8
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_MAY_PASS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EREMOTEIO}
+    | {
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ESHUTDOWN,
+        errno.ENODEV,
+        errno.ENXIO,
+    }
+)
+"""What file systems say whose server is away."""
+
+
+def make_fs_tier(settings: RemoteSettings) -> Tier:
+    """The tier, not open yet. Raises ConfigError when the settings name no directory."""
+    options = settings.options
+    engine = WekaSettings(
+        directories=_directories(settings),
+        cap_bytes=int(options.get("max_size", 0.0) * 2**30),
+        threads=options.get("threads", _THREADS),
+        direct=options.get("use_odirect"),
+        durable=options.get("durability", "fdatasync") == "fdatasync",
+        way="posix",
+        chunk_bytes=settings.chunk_bytes,
+    )
+    return FsTier(settings, engine)
+
+
+def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
+    """From base_path, or from LMCache's `fs://host:port/path,/path`, of which only the paths count."""
+    paths = list(settings.options.get("base_path") or ())
+    url = settings.url or settings.options.get("url") or ""
+    if not paths and url:
+        paths = [part.strip() for part in (urlsplit(url).path if "://" in url else url).split(",")]
+    found = tuple(Path(path) for path in paths if path)
+    if not found:
+        raise settings.error("base_path", "this tier needs a directory, or several with commas between")
+    for path in found:
+        if not path.is_absolute():
+            raise settings.error("base_path", f"expected a path that begins with /, found {str(path)!r}")
+    return found
+
+
+class FsTier(Tier):
+    """The engine once its mount answers, and until then TierUnavailable.
+
+    Reads and writes on a mount that hangs stay in their threads, as many as the tier has; the scheduler stops waiting, and
+    its breaker opens.
+    """
+
+    def __init__(self, settings: RemoteSettings, engine: WekaSettings) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.engine = engine
+        self.traits = Traits(
+            durable=True, shared=True, read_concurrency=engine.threads + 2, write_concurrency=engine.threads + 2
+        )
+        self.mounted: WekaTier | None = None
+        self._coming: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Waits `timeout_s` at most. Raises ConfigError for what does not pass by waiting."""
+        self._coming = asyncio.create_task(self._come_up(), name=f"tiercache-open-{self.name}")
+        await asyncio.wait([self._coming], timeout=self.settings.timeout_s)
+        if self._coming.done():
+            self._coming.result()
+            return
+        logger.warning("%s: %s; the tier is used as soon as it answers", self.name, self._silence())
+        self._coming.add_done_callback(self._say)
+
+    async def close(self) -> None:
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait([coming], timeout=self.settings.timeout_s)
+        mounted, self.mounted = self.mounted, None
+        if mounted is not None:
+            await mounted.close()
+
+    def describe(self) -> str:
+        if self.mounted is not None:
+            return DiskTier.describe(self.mounted)
+        return f"{self.name} ({', '.join(map(str, self.engine.directories))})"
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.mounted is not None and self.mounted.contains(key)
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return self.mounted.prefix(keys) if self.mounted is not None else 0
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        with self._engine() as engine:
+            return await engine.probe(keys)
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        with self._engine() as engine:
+            return await engine.read(key, into)
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        with self._engine() as engine:
+            return await engine.write(key, payload, payload_bytes)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        with self._engine() as engine:
+            return await engine.remove(key)
+
+    def statistics(self) -> TierStatistics:
+        return self.mounted.statistics() if self.mounted is not None else TierStatistics()
+
+    async def refreshed(self) -> None:
+        """Wait until the index has what other instances did before this call (for tests and tools)."""
+        with self._engine() as engine:
+            await engine.refreshed()
+
+    @contextmanager
+    def _engine(self) -> Iterator[WekaTier]:
+        """An operation on the mount; what says that the mount is away becomes TierUnavailable, with the tier's name."""
+        if self.mounted is None:
+            raise TierUnavailable(f"{self.name}: {self._silence() if self._coming is not None else 'closed'}")
+        try:
+            yield self.mounted
+        except OSError as error:
+            if error.errno in _MAY_PASS or isinstance(error, FileNotFoundError):
+                raise TierUnavailable(f"{self.name}: {error}") from error
+            raise
+
+    async def _come_up(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            engine = _Engine(self.engine, self.settings)
+            try:
+                await engine.open()
+                self.mounted = engine
+                return
+            except TierUnavailable as error:
+                logger.warning("%s; trying again", error)
+            finally:
+                if self.mounted is not engine:
+                    await engine.close()
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _say(self, coming: asyncio.Task[None]) -> None:
+        if not coming.cancelled() and (error := coming.exception()) is not None:
+            logger.error("%s stays out of use: %s", self.name, error)
+
+    def _silence(self) -> str:
+        return f"{', '.join(map(str, self.engine.directories))} cannot be reached"
+
+
+class _Engine(WekaTier):
+    """The Weka tier under another name, on any mount, for host memory."""
+
+    def __init__(self, engine: WekaSettings, settings: RemoteSettings) -> None:
+        self.name = settings.name
+        self.option = settings.key("base_path")
+        super().__init__(engine, settings.fingerprint)
+
+    async def open(self) -> None:
+        try:
+            # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
+            for mount in await self._metadata.submit(_mounts_of, self.settings.directories):
+                if where := _local_locks(mount):
+                    logger.warning(
+                        "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
+                        self.name, mount.point, where,
+                    )  # fmt: skip
+            await super().open()
+        except OSError as error:
+            raise self._told(error) from error
+
+    async def _open_volume(self, volume: Volume) -> None:
+        try:
+            await super()._open_volume(volume)
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):
+                raise self._told(error.__cause__) from error
+            raise
+
+    async def _open_files(self) -> None:
+        """There is no device."""
+
+    def _told(self, error: OSError) -> ConfigError | TierUnavailable:
+        if error.errno in _MAY_PASS:
+            return TierUnavailable(f"{self.name}: {error}")
+        return ConfigError(f"{self.option}: {error}")
+
+
+def _mounts_of(directories: Sequence[Path]) -> list[Mount]:
+    """Makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(StopIteration):
+            next(directory.iterdir())
+    return list(dict.fromkeys(mount_of(directory) for directory in directories))
+
+
+def _local_locks(mount: Mount) -> str:
+    """The mount option by which locks are not seen by other hosts; empty where they are, as far as one can tell."""
+    if mount.kind in ("nfs", "nfs4"):
+        if mount.option("nolock") is not None:
+            return "nolock"
+        if (value := mount.option("local_lock")) in ("all", "flock"):
+            return f"local_lock={value}"
+    return "localflock" if mount.kind == "lustre" and mount.option("localflock") is not None else ""

@@ -1,0 +1,212 @@
+"""Real servers on free ports of the loopback, started and killed by tests."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+redis = pytest.importorskip("redis", reason="redis-py is not installed")
+if shutil.which("redis-server") is None:
+    pytest.skip("redis-server is not installed", allow_module_level=True)
+
+START_S = 15.0
+
+
+def free_port() -> int:
+    """Below 55535: a cluster's bus listens 10,000 above."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 55000:
+            return port
+
+
+class Server:
+    """One redis-server, in the foreground."""
+
+    def __init__(self, place: Path, *options: str, port: int | None = None, sentinel: bool = False) -> None:
+        self.place = place
+        self.port = port or free_port()
+        self._sentinel = sentinel
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket_path(self) -> Path:
+        return self.place / f"{self.port}.sock"
+
+    def start(self) -> Server:
+        self.place.mkdir(parents=True, exist_ok=True)
+        plain = [] if "--tls-port" in self._options else ["--port", str(self.port)]
+        socket_options = [] if self._sentinel else ["--unixsocket", str(self.socket_path), "--save", ""]
+        configuration = self.place / f"{self.port}.conf"
+        if not configuration.exists():
+            configuration.write_text("")
+        self._process = subprocess.Popen(
+            ["redis-server", str(configuration), *plain, "--bind", "127.0.0.1", "--dir", str(self.place)]
+            + ["--daemonize", "no", *socket_options, *self._options],
+            stdout=(self.place / f"{self.port}.log").open("ab"),
+            stderr=subprocess.STDOUT,
+        )
+        return self
+
+    def ready(self, **login: Any) -> Server:
+        """Wait for its first answer, whatever it is."""
+
+        def answers() -> bool:
+            with self.client(**login) as client:
+                try:
+                    client.ping()
+                except (redis.ResponseError, redis.AuthenticationError, redis.exceptions.BusyLoadingError):
+                    return True
+            return True
+
+        until(answers, why=lambda: (self.place / f"{self.port}.log").read_text()[-2000:])
+        return self
+
+    def client(self, **options: Any) -> Any:
+        """A client for what the test does behind the tier's back."""
+        return redis.Redis(port=self.port, socket_timeout=10, socket_connect_timeout=1, **options)
+
+    def kill(self) -> None:
+        """As kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+def until(condition: Callable[[], Any], *, seconds: float = START_S, why: Callable[[], str] = lambda: "") -> Any:
+    """Ask until it is so; a refused connection is a no. The pause spares the processor, nothing counts on it."""
+    end_s = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(redis.ConnectionError, redis.TimeoutError, OSError):
+            found = condition()
+            if found:
+                return found
+        assert time.monotonic() < end_s, why()
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running(place: Path, *options: str, **more: Any) -> Iterator[Server]:
+    server = Server(place, *options, **more)
+    try:
+        yield server.start().ready(**({"ssl": True, "ssl_cert_reqs": "none"} if "--tls-port" in options else {}))
+    finally:
+        server.kill()
+
+
+def make_certificates(place: Path) -> Path:
+    """ca.pem, server.pem and server.key for localhost and 127.0.0.1, in `place`."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    place.mkdir(parents=True, exist_ok=True)
+    names = place / "names"
+    names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    for line in (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=ca -keyout ca.key -out ca.pem",
+        "req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=localhost -keyout server.key -out server.csr",
+        "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile names -out server.pem",
+    ):
+        subprocess.run(["openssl", *line.split()], cwd=place, check=True, capture_output=True)
+    return place
+
+
+def tls_options(port: int, certificates: Path) -> tuple[str, ...]:
+    """For `Server`: TLS on its port, and nothing else."""
+    return (
+        *("--tls-port", str(port), "--port", "0", "--tls-auth-clients", "no"),
+        *("--tls-cert-file", str(certificates / "server.pem"), "--tls-key-file", str(certificates / "server.key")),
+        *("--tls-ca-cert-file", str(certificates / "ca.pem")),
+    )
+
+
+class Cluster:
+    """Three masters with a third of the slots each, and as many replicas as asked for."""
+
+    def __init__(self, place: Path, replicas: int = 0) -> None:
+        options = (
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "1000",
+            "--cluster-require-full-coverage",
+            "no",
+        )
+        self.nodes = [
+            Server(
+                place / f"node{number}",
+                *options,
+                "--cluster-replica-validity-factor",
+                "0",
+                "--repl-diskless-sync-delay",
+                "0",
+            )
+            for number in range(3 + replicas)
+        ]
+
+    def start(self) -> Cluster:
+        for node in self.nodes:
+            node.start()
+        for node in self.nodes:
+            node.ready()
+        masters = self.nodes[:3]
+        bounds = [0, 5461, 10923, 16384]
+        for epoch, node in enumerate(masters, 1):
+            with node.client() as client:
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", epoch)
+                client.execute_command("CLUSTER ADDSLOTSRANGE", bounds[epoch - 1], bounds[epoch] - 1)
+        for node in self.nodes[1:]:
+            with node.client() as client:
+                client.execute_command("CLUSTER MEET", "127.0.0.1", self.nodes[0].port)
+        until(lambda: all(self._knows(node) == len(self.nodes) for node in self.nodes))
+        for number, node in enumerate(self.nodes[3:]):
+            with node.client() as client:
+                client.execute_command("CLUSTER REPLICATE", self.id_of(masters[number]))
+        until(lambda: all(self._is_up(node) for node in self.nodes))
+        for number, _ in enumerate(self.nodes[3:]):
+            until(lambda number=number: self._connected_replicas(masters[number]) == 1)
+        return self
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    def id_of(self, node: Server) -> str:
+        with node.client() as client:
+            return str(client.execute_command("CLUSTER MYID").decode())
+
+    def owner_of(self, slot: int) -> Server:
+        return self.nodes[next(number for number, end in enumerate((5461, 10923, 16384)) if slot < end)]
+
+    def _knows(self, node: Server) -> int:
+        with node.client() as client:
+            nodes = client.execute_command("CLUSTER NODES")
+            return sum(1 for facts in nodes.values() if facts["connected"]) if isinstance(nodes, dict) else 0
+
+    def _is_up(self, node: Server) -> bool:
+        with node.client() as client:
+            return bool(client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+    def _connected_replicas(self, node: Server) -> int:
+        with node.client() as client:
+            return sum(1 for name in client.info("replication") if name.startswith("slave") and name[5:].isdecimal())

@@ -1,0 +1,123 @@
+"""The contract of tiers, on every kind of server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.remote.redis.conftest import make_tier
+from tests.remote.redis.servers import Cluster, Server
+from tiercache.core.keys import ChunkKey
+from tiercache.testing import TierContract
+from tiercache.tiers.base import Tier
+
+
+class RedisContract(TierContract):
+    server: Server
+
+    def options(self) -> dict[str, object]:
+        return {}
+
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.server.port}"
+
+    async def make_tier(self, place: Path) -> Tier:
+        return make_tier(self.url(), **self.options())
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.server.client() as client:
+            client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!")
+        return True
+
+
+class TestStandalone(RedisContract):
+    @pytest.fixture(autouse=True)
+    def use(self, server: Server) -> None:
+        self.server = server
+
+
+class TestInSegments(TestStandalone):
+    """Chunks of 64 KiB in segments of 4 KiB."""
+
+    def options(self) -> dict[str, object]:
+        return {"segment_bytes": 4096}
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.server.client() as client:
+            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:7")
+            client.setrange(name, 17, b"damaged!")
+        return True
+
+
+class TestUnixSocket(TestStandalone):
+    def url(self) -> str:
+        return f"unix://{self.server.socket_path}"
+
+
+class TestAnotherDatabase(TestStandalone):
+    def url(self) -> str:
+        return f"valkey://127.0.0.1:{self.server.port}/3"
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.server.client(db=3) as client:
+            assert client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!") > 100
+        return True
+
+
+class TestTls(RedisContract):
+    @pytest.fixture(autouse=True)
+    def use(self, tls_server: Server, certificates: Path) -> None:
+        self.server, self.certificates = tls_server, certificates
+        with tls_server.client(ssl=True, ssl_cert_reqs="none") as client:
+            client.flushall()
+
+    def url(self) -> str:
+        return f"rediss://localhost:{self.server.port}"
+
+    def options(self) -> dict[str, object]:
+        return {"tls_ca_file": str(self.certificates / "ca.pem")}
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.server.client(ssl=True, ssl_cert_reqs="none") as client:
+            client.setrange(f"tiercache:{key.hex()}", 88 + 17, b"damaged!")
+        return True
+
+
+class TestTlsInSegments(TestTls):
+    def options(self) -> dict[str, object]:
+        return super().options() | {"segment_bytes": 40_000}
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.server.client(ssl=True, ssl_cert_reqs="none") as client:
+            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:1")
+            client.setrange(name, 17, b"damaged!")
+        return True
+
+
+class TestCluster(RedisContract):
+    @pytest.fixture(autouse=True)
+    def use(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def url(self) -> str:
+        return f"redis-cluster://127.0.0.1:{self.cluster.nodes[1].port}"
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        for node in self.cluster.nodes:
+            with node.client() as client:
+                for name in client.keys(f"*{key.hex()}*"):
+                    client.setrange(name, client.strlen(name) - 8, b"damaged!")
+        return True
+
+
+class TestClusterInSegments(TestCluster):
+    def options(self) -> dict[str, object]:
+        return {"segment_bytes": 4096}
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        for node in self.cluster.nodes:
+            with node.client() as client:
+                for name in client.keys(f"{{tiercache:{key.hex()}}}:*:7"):
+                    client.setrange(name, 17, b"damaged!")
+        return True

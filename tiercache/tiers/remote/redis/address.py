@@ -1,0 +1,141 @@
+"""Where the servers are and how to log in: read from the URL and the options beside it. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import parse_qsl, unquote
+
+from tiercache.tiers.remote.base import RemoteSettings
+
+Mode = Literal["standalone", "sentinel", "cluster"]
+
+_SCHEMES: dict[str, tuple[Mode | None, bool]] = {
+    "redis": (None, False),
+    "rediss": (None, True),
+    "valkey": (None, False),
+    "valkeys": (None, True),
+    "resp": (None, False),
+    "unix": ("standalone", False),
+    "redis-sentinel": ("sentinel", False),
+    "redis-cluster": ("cluster", False),
+}
+"""Scheme -> what it names (None: what the option `mode` says), and whether it means TLS."""
+_PORT = 6379
+_SENTINEL_PORT = 26379
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server: host and port, or the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    def __str__(self) -> str:
+        return self.path or (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}")
+
+
+@dataclass(frozen=True)
+class Address:
+    mode: Mode
+    endpoints: tuple[Endpoint, ...]
+    """The server; the Sentinels; or some servers of the cluster, to learn of the others from."""
+    tls: bool = False
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    database: int = 0
+    service: str = ""
+    sentinel_password: str | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """Without credentials."""
+        places = ", ".join(str(endpoint) for endpoint in self.endpoints)
+        if self.mode == "standalone":
+            return places
+        return f"{self.service} of Sentinels {places}" if self.mode == "sentinel" else f"cluster of {places}"
+
+
+def read_address(settings: RemoteSettings) -> Address:
+    """Raises ConfigError. Of a URL that is wrong nothing is shown but its scheme: the rest may hold a password."""
+    options = settings.options
+    scheme, separator, rest = settings.url.partition("://")
+    if not separator or scheme not in _SCHEMES:
+        found = f"the scheme {scheme!r}" if separator else "no scheme"
+        raise settings.error("url", f"expected one of {', '.join(f'{name}://' for name in _SCHEMES)}, found {found}")
+    mode, tls = _SCHEMES[scheme]
+    rest, _, query = rest.partition("?")
+    credentials, at, rest = rest.rpartition("@")
+    user, colon, password = credentials.partition(":")
+    from_url: dict[str, Any] = {}
+    if at:
+        from_url = {"username": unquote(user) or None, "password": unquote(password) if colon else None}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in ("db", "database"):
+            raise settings.error("url", f"the parameter {name!r} is not known; say it in an option of its own")
+        from_url["database"] = _database(settings, value)
+    address: dict[str, Any] = {"service": options.get("sentinel_service") or "mymaster"}
+    if scheme == "unix":
+        if not rest.startswith("/"):
+            raise settings.error("url", "expected unix:///path/of/the/socket")
+        address["endpoints"] = (Endpoint(path=unquote(rest)),)
+    else:
+        hosts, _, path = rest.partition("/")
+        for part in filter(None, path.split("/")):
+            if part.isdecimal():
+                from_url["database"] = _database(settings, part)
+            elif mode == "sentinel":
+                address["service"] = unquote(part)
+            else:
+                raise settings.error("url", "behind the host and / goes the number of a database")
+        port = _SENTINEL_PORT if mode == "sentinel" else _PORT
+        address["endpoints"] = tuple(_endpoint(settings, host.strip(), port) for host in hosts.split(","))
+        mode = mode or options.get("mode") or "standalone"
+    address["mode"] = mode
+    address["tls"] = _tls(settings, tls, scheme)
+    for name in ("username", "password", "database"):
+        given = from_url.get(name)
+        address[name] = given if given is not None else options.get(name)
+    address["database"] = address["database"] or 0
+    address["sentinel_password"] = options.get("sentinel_password")
+    return _checked(settings, Address(**address))
+
+
+def _checked(settings: RemoteSettings, address: Address) -> Address:
+    if address.mode == "standalone" and len(address.endpoints) > 1:
+        raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
+    if address.mode == "cluster" and address.database:
+        raise settings.error("database", f"a cluster has only database 0, found {address.database}")
+    if address.username and not address.password:
+        raise settings.error("password", "a username needs one")
+    prefix = settings.options.get("prefix") or ""
+    if set(prefix) & set("{}"):
+        raise settings.error("prefix", "expected no braces: they decide where a cluster keeps a name")
+    return address
+
+
+def _tls(settings: RemoteSettings, by_scheme: bool, scheme: str) -> bool:
+    asked = settings.options.get("tls")
+    if asked is False and by_scheme:
+        raise settings.error("tls", f"is false, but {scheme}:// means TLS")
+    if asked and scheme == "unix":
+        raise settings.error("tls", "there is none on a Unix socket")
+    return bool(asked or by_scheme)
+
+
+def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoint:
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    else:
+        host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise settings.error("url", "expected host or host:port behind the scheme")
+    return Endpoint(host, int(port or default_port))
+
+
+def _database(settings: RemoteSettings, text: str) -> int:
+    if not text.isdecimal():
+        raise settings.error("url", "the database is not a number")
+    return int(text)

@@ -1,0 +1,204 @@
+"""Whole chunks on servers: read, written, removed, in as few round trips as `layout` needs. Blocks; for worker threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from tiercache.core.header import PACKED_BYTES, HeaderError
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
+from tiercache.tiers.remote.base import RemoteTier
+from tiercache.tiers.remote.redis.channel import Channel
+from tiercache.tiers.remote.redis.exchanges import (
+    Missing,
+    fetch,
+    get_head,
+    keep,
+    look,
+    send,
+    set_head,
+    take_head,
+    unlink,
+)
+from tiercache.tiers.remote.redis.existence import existing
+from tiercache.tiers.remote.redis.failures import FOREIGN_TYPE, Forwarded, ServerError, failure
+from tiercache.tiers.remote.redis.layout import (
+    SMALLEST_SEGMENT_BYTES,
+    Segment,
+    State,
+    head_name,
+    lies_elsewhere,
+    new_manifest,
+    segment_names,
+    segments_of,
+    state_of,
+)
+from tiercache.tiers.remote.redis.servers import Servers
+
+T = TypeVar("T")
+
+_UNPUBLISHED_S = 60.0
+"""How long segments stay that nobody publishes, besides the time that their writer may take."""
+_EXPIRY_GAP_MS = 10_000
+"""Segments outlive their head: where chunks expire, that is a miss at once."""
+_NO_BYTES = memoryview(b"")
+
+
+class Chunks:
+    """`tier` verifies and makes headers; nothing else of it is used."""
+
+    def __init__(self, tier: RemoteTier, servers: Servers) -> None:
+        options = tier.settings.options
+        self._tier = tier
+        self._servers = servers
+        self._prefix = str(options.get("prefix") or "")
+        self._timeout_s = tier.settings.timeout_s
+        self._segment_bytes = max(SMALLEST_SEGMENT_BYTES, int(options.get("segment_bytes") or 4 << 20))
+        ttl_s = options.get("ttl_s")
+        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
+
+    def get(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """The payload's length, or None. Raises CorruptChunk (NotOurs), TierUnavailable."""
+        name, view = head_name(self._prefix, key), into.data
+        foreign: tuple[bytes | None, int] = b"", 0
+        head, length = self._run(name, lambda channel: get_head(channel, name, view), foreign=foreign)
+        if head is None:
+            return None
+        if not lies_elsewhere(head, len(head)):
+            return self._tier.verified(key, head, into, length)
+        payload_bytes = int.from_bytes(head[64:72], "little")
+        if state_of(key, self._tier.fingerprint, head, len(head)) != "ours" or payload_bytes > len(view):
+            raise CorruptChunk(f"{self._servers.name}: the head of {key.hex()} does not fit its payload")
+        try:
+            segments = segments_of(name, head[PACKED_BYTES:], view[:payload_bytes])
+            self._together(name, segments, fetch)
+        except HeaderError as error:
+            raise CorruptChunk(f"{self._servers.name}: {error}") from error
+        except Missing:
+            self._forget(key, head)
+            return None
+        return self._tier.verified(key, head[:PACKED_BYTES], into, payload_bytes)
+
+    def put(self, key: ChunkKey, payload: np.ndarray) -> bool:
+        """Whether it is there now, by us or somebody else. False: something that is not ours is in the way.
+
+        Raises TierFull, TierUnavailable.
+        """
+        header = self._tier.packed_header(key, payload)
+        # A value is as soon sent as asked for; what takes longer is looked for first.
+        state: State = "none" if payload.nbytes <= self._segment_bytes else self._state(key)[0]
+        for _ in range(4):
+            if state == "none":
+                if self._store(head_name(self._prefix, key), header, payload.data):
+                    return True
+                state = self._state(key)[0]
+            elif state == "broken":
+                self.remove(key)
+                state = "none"
+            else:
+                return state == "ours"
+        return False
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Whether it was there. What is not ours is left alone. Raises TierUnavailable."""
+        state, beginning, length = self._looked(key)
+        return state in ("ours", "broken") and self._drop(key, lies_elsewhere(beginning, length))
+
+    def exist(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Whether there is something under the name of each. Raises TierUnavailable."""
+        return existing(self._servers, [head_name(self._prefix, key) for key in keys])
+
+    def _store(self, name: bytes, header: bytes, payload: memoryview) -> bool:
+        """False where there is a head already."""
+        if len(payload) <= self._segment_bytes:
+            return self._run(name, lambda channel: set_head(channel, name, header, payload, self._ttl_ms))
+        manifest = new_manifest(len(payload), self._segment_bytes)
+        segments = segments_of(name, manifest, payload)
+        unpublished_ms = round((_UNPUBLISHED_S + len(segments) * self._timeout_s) * 1000)
+        final_ms = None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS
+        published = False
+        try:
+            self._together(name, list(segments), lambda channel, left: send(channel, left, unpublished_ms))
+            published = self._run(
+                name, lambda channel: set_head(channel, name, header + manifest, _NO_BYTES, self._ttl_ms)
+            )
+            if published:
+                self._together(name, list(segments), lambda channel, left: keep(channel, left, final_ms))
+        except Missing:
+            self._try_to_unlink(name, [name, *(segment.name for segment in segments)])
+            raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
+        except TierFull:
+            self._try_to_unlink(name, [segment.name for segment in segments])
+            raise
+        if not published:
+            self._try_to_unlink(name, [segment.name for segment in segments])
+        return published
+
+    def _state(self, key: ChunkKey) -> tuple[State, bytes]:
+        state, beginning, _ = self._looked(key)
+        return state, beginning
+
+    def _looked(self, key: ChunkKey) -> tuple[State, bytes, int]:
+        """What lies under the name of the head, its beginning, and its length."""
+        name = head_name(self._prefix, key)
+        beginning, length = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
+        return state_of(key, self._tier.fingerprint, beginning, length), beginning, length
+
+    def _forget(self, key: ChunkKey, head: bytes) -> None:
+        """Remove what is left of a chunk that has lost a segment, unless it was written anew; best effort."""
+        try:
+            if self._state(key)[1] == head:
+                self._drop(key, True)
+        except (TierUnavailable, TierFull):
+            return
+
+    def _drop(self, key: ChunkKey, segmented: bool) -> bool:
+        name = head_name(self._prefix, key)
+        if not segmented:
+            return self._unlink(name, [name])
+        # Whoever takes the head away removes the segments that it names, not those of a writer that came in between.
+        value, length = self._run(name, lambda channel: take_head(channel, name), foreign=(b"", 0))
+        if lies_elsewhere(value, length):
+            self._unlink(name, list(segment_names(name, value)))
+        return length > 0
+
+    def _try_to_unlink(self, name: bytes, names: list[bytes]) -> None:
+        """What stays behind expires."""
+        try:
+            self._unlink(name, names)
+        except (TierUnavailable, TierFull):
+            return
+
+    def _unlink(self, name: bytes, names: list[bytes]) -> bool:
+        found = False
+
+        def exchange(channel: Channel, left: list[Segment]) -> None:
+            nonlocal found
+            found = unlink(channel, left) or found
+
+        self._together(name, [Segment(each, _NO_BYTES) for each in names], exchange)
+        return found
+
+    def _together(
+        self, name: bytes, segments: list[Segment], exchange: Callable[[Channel, list[Segment]], None]
+    ) -> None:
+        """`exchange` about all of `segments`; about one after the other while their slot moves between two servers."""
+        try:
+            self._run(name, lambda channel: exchange(channel, segments), several=True)
+        except Forwarded:
+            for segment in list(segments):
+                self._run(segment.name, lambda channel, alone=[segment]: exchange(channel, alone))  # type: ignore[misc]
+
+    def _run(
+        self, name: bytes, exchange: Callable[[Channel], T], *, several: bool = False, foreign: T | None = None
+    ) -> T:
+        """As `Servers.run`; `foreign` is returned where a list, a hash or so lies under the name."""
+        try:
+            return self._servers.run(name, exchange, several=several)
+        except ServerError as error:
+            if error.code == FOREIGN_TYPE and foreign is not None:
+                return foreign
+            raise failure(self._servers.name, "the server", error) from None

@@ -1,0 +1,188 @@
+"""What is said on one connection: a head read or set, many segments moved with some of them on their way.
+
+Each reads all replies that it has asked for before it raises: the connection is as good as before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tiercache.core.header import PACKED_BYTES
+from tiercache.errors import CorruptChunk
+from tiercache.tiers.remote.redis.channel import Channel, command
+from tiercache.tiers.remote.redis.failures import FOREIGN_TYPE, ServerError
+from tiercache.tiers.remote.redis.layout import HEAD_BYTES, MANIFEST_BYTES, Segment, is_ours, lies_elsewhere
+
+_WINDOW = 2
+"""Segments asked for or sent and not answered: the next one is on its way when one is done, and the server holds no more
+than these in memory for us."""
+
+
+class Missing(Exception):
+    """A segment is not there: evicted, expired, or removed meanwhile."""
+
+
+def get_head(channel: Channel, name: bytes, into: memoryview) -> tuple[bytes | None, int]:
+    """The header, and how many bytes of payload came into `into`; or header and manifest, and none. None where there is no value.
+
+    Of a value that cannot be a chunk of ours, or is longer than `into`, only the beginning is returned.
+    """
+    channel.request(command(b"GET", name))
+    length = channel.value_bytes()
+    if length is None:
+        return None, 0
+    if length < PACKED_BYTES:
+        return channel.take(length), 0
+    if length == HEAD_BYTES:
+        value = channel.take(length)
+        if lies_elsewhere(value, length) or len(into) < MANIFEST_BYTES:
+            return value, 0
+        into[:MANIFEST_BYTES] = value[PACKED_BYTES:]
+        return value[:PACKED_BYTES], MANIFEST_BYTES
+    header = channel.take(PACKED_BYTES, last=False)
+    rest = length - PACKED_BYTES
+    if rest > len(into) or not is_ours(header):
+        channel.skip(rest)
+        return header, 0
+    channel.take_into(into[:rest])
+    return header, rest
+
+
+def set_head(channel: Channel, name: bytes, value: bytes, payload: memoryview, ttl_ms: int | None) -> bool:
+    """Whether there was none yet."""
+    options = [b"NX"] if ttl_ms is None else [b"NX", b"PX", b"%d" % ttl_ms]
+    _request_set(channel, name, value, payload, options)
+    return channel.reply() is not None
+
+
+def look(channel: Channel, name: bytes) -> tuple[bytes, int]:
+    """The beginning of a value, enough to know what it is, and its length. Empty: there is none."""
+    channel.request(command(b"GETRANGE", name, b"0", b"%d" % (HEAD_BYTES - 1)))
+    channel.request(command(b"STRLEN", name))
+    problem = None
+    beginning: bytes | int | None = b""
+    try:
+        beginning = channel.reply()
+    except ServerError as error:
+        problem = error
+    length = channel.reply()
+    if problem is not None:
+        raise problem
+    assert isinstance(beginning, bytes) and isinstance(length, int)
+    return beginning, length
+
+
+def take_head(channel: Channel, name: bytes) -> tuple[bytes, int]:
+    """As `look`, and the value is gone from the server."""
+    channel.request(command(b"GETDEL", name))
+    length = channel.value_bytes()
+    if length is None:
+        return b"", 0
+    if length <= HEAD_BYTES:
+        return channel.take(length), length
+    channel.skip(length)
+    return b"", length
+
+
+def fetch(channel: Channel, segments: list[Segment]) -> None:
+    """Read all of `segments` into their parts. What has arrived is taken off the list."""
+
+    def request(segment: Segment) -> None:
+        channel.request(command(b"GET", segment.name))
+
+    def receive(segment: Segment) -> None:
+        try:
+            length = channel.value_bytes()
+        except ServerError as error:
+            if error.code == FOREIGN_TYPE:
+                raise CorruptChunk(f"{segment.name.decode()} is no segment of ours") from None
+            raise
+        if length is None:
+            raise Missing
+        if length != len(segment.part):
+            channel.skip(length)
+            raise CorruptChunk(f"{segment.name.decode()}: expected {len(segment.part)} bytes, found {length}")
+        channel.take_into(segment.part)
+
+    _in_window(channel, segments, _WINDOW, request, receive)
+
+
+def send(channel: Channel, segments: list[Segment], ttl_ms: int) -> None:
+    """Store all of `segments`, to expire. What is stored is taken off the list."""
+    options = [b"PX", b"%d" % ttl_ms]
+
+    def request(segment: Segment) -> None:
+        _request_set(channel, segment.name, b"", segment.part, options)
+
+    def receive(segment: Segment) -> None:
+        channel.reply()
+
+    _in_window(channel, segments, _WINDOW, request, receive)
+
+
+def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
+    """Give `segments` another expiry, or none. Raises Missing when one is gone."""
+
+    def request(segment: Segment) -> None:
+        if ttl_ms is None:
+            channel.request(command(b"PERSIST", segment.name))
+        else:
+            channel.request(command(b"PEXPIRE", segment.name, b"%d" % ttl_ms))
+
+    def receive(segment: Segment) -> None:
+        if channel.reply() != 1:
+            raise Missing
+
+    _in_window(channel, segments, len(segments), request, receive)
+
+
+def unlink(channel: Channel, segments: list[Segment]) -> bool:
+    """Whether one of them was there."""
+    answers: list[bool] = []
+
+    def request(segment: Segment) -> None:
+        channel.request(command(b"UNLINK", segment.name))
+
+    def receive(segment: Segment) -> None:
+        answers.append(channel.reply() == 1)
+
+    _in_window(channel, segments, len(segments), request, receive)
+    return any(answers)
+
+
+def _in_window(
+    channel: Channel,
+    segments: list[Segment],
+    window: int,
+    request: Callable[[Segment], None],
+    receive: Callable[[Segment], None],
+) -> None:
+    """Request all, receive all, `window` of them in between. After the first problem nothing more is requested."""
+    waiting: deque[Segment] = deque()
+    unasked = deque(segments)
+    problem: Exception | None = None
+    while waiting or (unasked and problem is None):
+        while unasked and problem is None and len(waiting) < window:
+            channel.renew()
+            request(unasked[0])
+            waiting.append(unasked.popleft())
+        segment = waiting.popleft()
+        channel.renew()
+        try:
+            receive(segment)
+            segments.remove(segment)
+        except (ServerError, Missing, CorruptChunk) as error:
+            problem = problem or error
+            if not channel.in_step:
+                break
+    if problem is not None:
+        raise problem
+
+
+def _request_set(channel: Channel, name: bytes, value: bytes, payload: memoryview, options: list[bytes]) -> None:
+    """SET of `value` and `payload` in one."""
+    frame = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+        3 + len(options), len(name), name, len(value) + len(payload), value,
+    )  # fmt: skip
+    channel.request(frame, payload, b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in options]))

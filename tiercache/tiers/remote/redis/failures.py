@@ -1,0 +1,57 @@
+"""What a Redis server says when it does not do what it was asked, and what the cache makes of it."""
+
+from __future__ import annotations
+
+from tiercache.errors import TierFull, TierUnavailable
+
+FOREIGN_TYPE = "WRONGTYPE"
+"""A list, hash or so lies under the name."""
+
+
+class ServerError(Exception):
+    """A reply that is an error. `code` is its first word: MOVED, OOM, ..."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+        self.code = text.partition(" ")[0]
+
+
+class BrokenConnection(ConnectionError):
+    """The peer is gone, or what it says is no answer of a Redis server. The connection cannot be used any more."""
+
+
+class TooSlow(BrokenConnection, TimeoutError):
+    """No answer by the deadline."""
+
+
+class Refused(Exception):
+    """Something that the operator must mend: wrong password, wrong scheme, ... Never holds secrets."""
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(problem)
+        self.option = option
+        self.problem = problem
+
+
+class Forwarded(Exception):
+    """The name lies, or will lie, on another server of the cluster."""
+
+    def __init__(self, error: ServerError) -> None:
+        super().__init__(error.text)
+        words = error.text.split()
+        try:
+            self.once = words[0] == "ASK"
+            """Only this request; the slot is still moving."""
+            self.slot = int(words[1])
+            host, _, port = words[2].rpartition(":")
+            self.host, self.port = host.strip("[]"), int(port)
+        except (IndexError, ValueError) as problem:
+            raise BrokenConnection(f"not a redirection: {error.text[:100]!r}") from problem
+
+
+def failure(name: str, place: object, error: ServerError) -> TierFull | TierUnavailable:
+    """What the scheduler is told about an error that nobody could do anything about."""
+    if error.code == "OOM":
+        return TierFull(f"{name}: {place} has reached its maxmemory and evicts nothing")
+    return TierUnavailable(f"{name}: {place} answers: {error.text[:200]}")

@@ -1,0 +1,99 @@
+"""How a chunk lies on a server.
+
+`prefix:<key in hex>` is its head: the 88 bytes of the header, and the payload behind it if that fits in one segment. Such a
+chunk is one value, stored and read in one round trip. A longer payload lies in segments, `{prefix:<key>}:<write id>:<n>`,
+and the head ends with a manifest: how many there are, how long, and the write id. The braces keep all of it in one slot of
+a cluster.
+
+A write is published by its head, which is set only where there is none: the first writer of a chunk wins, and a reader
+finds the segments of one writer or none. Segments expire until the head is there and get their final expiry (or none) after
+it: a writer that is killed half-way leaves nothing for longer than a minute and its time-outs. One that is killed between
+the last two steps leaves a chunk that goes when its segments expire, which is a miss like any eviction.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tiercache.core.header import MAGIC, PACKED_BYTES, Header, HeaderError
+from tiercache.core.keys import ChunkKey
+
+_MANIFEST = struct.Struct("<QQ16s")
+"""Segments, bytes of each but the last, write id."""
+MANIFEST_BYTES = _MANIFEST.size
+HEAD_BYTES = PACKED_BYTES + MANIFEST_BYTES
+"""Of a head whose payload lies elsewhere."""
+SMALLEST_SEGMENT_BYTES = 4096
+"""A payload that is not longer lies in the head: a manifest cannot be taken for one."""
+_MOST_SEGMENTS = 1 << 16
+
+State = Literal["none", "ours", "broken", "foreign"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    name: bytes
+    part: memoryview
+    """Of the payload."""
+
+
+def head_name(prefix: str, key: ChunkKey) -> bytes:
+    return f"{prefix}:{key.hex()}".encode() if prefix else key.hex().encode()
+
+
+def new_manifest(payload_bytes: int, segment_bytes: int) -> bytes:
+    return _MANIFEST.pack(-(-payload_bytes // segment_bytes), segment_bytes, os.urandom(16))
+
+
+def segments_of(head: bytes, manifest: bytes, payload: memoryview) -> list[Segment]:
+    """The segments of a payload of this length. Raises HeaderError when the manifest does not fit it."""
+    count, segment_bytes, write_id = _MANIFEST.unpack(manifest)
+    if not segment_bytes or count > _MOST_SEGMENTS or count != -(-len(payload) // segment_bytes):
+        raise HeaderError(f"manifest: {count} segments of {segment_bytes} bytes do not make {len(payload)} bytes")
+    return [
+        Segment(name, payload[number * segment_bytes : (number + 1) * segment_bytes])
+        for number, name in enumerate(_names(head, count, write_id))
+    ]
+
+
+def segment_names(head: bytes, value: bytes) -> Iterator[bytes]:
+    """Of a head whose payload lies elsewhere; whatever its header says."""
+    count, _, write_id = _MANIFEST.unpack(value[PACKED_BYTES:HEAD_BYTES])
+    return _names(head, min(count, _MOST_SEGMENTS), write_id)
+
+
+def lies_elsewhere(value: bytes, length: int) -> bool:
+    """Whether a value of `length` bytes, which begins with `value`, is a header and a manifest."""
+    return length == HEAD_BYTES and is_ours(value) and int.from_bytes(value[64:72], "little") > SMALLEST_SEGMENT_BYTES
+
+
+def is_ours(value: bytes) -> bool:
+    return value[: len(MAGIC)] == MAGIC and len(value) >= PACKED_BYTES
+
+
+def state_of(key: ChunkKey, fingerprint: bytes, beginning: bytes, length: int) -> State:
+    """What a value of `length` bytes is that begins so."""
+    if not length:
+        return "none"
+    if not is_ours(beginning):
+        return "foreign"
+    try:
+        header = Header.unpack(beginning)
+        header.require(key, fingerprint)
+        if lies_elsewhere(beginning, length):
+            count, segment_bytes, _ = _MANIFEST.unpack(beginning[PACKED_BYTES:])
+            whole = segment_bytes > 0 and count == -(-header.payload_bytes // segment_bytes)
+        else:
+            whole = length == PACKED_BYTES + header.payload_bytes
+    except HeaderError:
+        return "broken"
+    return "ours" if whole else "broken"
+
+
+def _names(head: bytes, count: int, write_id: bytes) -> Iterator[bytes]:
+    stem = b"{%b}:%b" % (head, write_id.hex().encode())
+    return (b"%b:%d" % (stem, number) for number in range(count))

@@ -1,0 +1,69 @@
+"""The tier that shows third parties how it is done passes the contract, and serves a cache."""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache import Config, Layout, TierCache
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError
+from tiercache.testing import TierContract
+from tiercache.tiers.base import Tier
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.registry import make_remote
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite_tier.py"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("sqlite_tier", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "sqlite_tier", module)
+    spec.loader.exec_module(module)
+
+
+class TestSqliteTier(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        options = {"file": str(place / "kv.sqlite")}
+        settings = RemoteSettings("sqlite", "sqlite", bytes(16), self.chunk_bytes, options=options)
+        return make_remote(settings, module_path="sqlite_tier", class_name="SqliteTier")
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with sqlite3.connect(tier.settings.options["file"]) as database:  # type: ignore[attr-defined]
+            (value,) = database.execute("SELECT value FROM chunks WHERE key = ?", (key,)).fetchone()
+            damaged = bytearray(value)
+            damaged[500] ^= 1
+            database.execute("UPDATE chunks SET value = ? WHERE key = ?", (bytes(damaged), key))
+        database.close()
+        return True
+
+
+async def test_a_cache_finds_after_a_restart_what_it_kept_there(tmp_path: Path) -> None:
+    own = {"module_path": "sqlite_tier", "class_name": "SqliteTier", "file": str(tmp_path / "kv.sqlite")}
+    config = Config(
+        max_local_cpu_size=0.001,
+        remote_storage_plugins=("sqlite.a",),
+        remote_storage_plugin_settings={f"sqlite.a.{option}": value for option, value in own.items()},
+    )
+    layout = Layout("m", chunk_tokens=16, bytes_per_token=64)
+    tokens, payload = list(range(32)), np.arange(layout.chunk_bytes, dtype=np.uint8)
+    async with TierCache.open(config, layout) as cache:
+        await cache.store(tokens, [payload, payload])
+    async with TierCache.open(config, layout) as cache:
+        assert (await cache.lookup(tokens)).by_tier == {"cpu": 0, "sqlite.a": 2}
+        async with cache.get(cache.keys(tokens)[1]) as lease:
+            assert lease is not None and np.array_equal(lease.view, payload)
+
+
+def test_missing_setting_is_a_sentence() -> None:
+    settings = RemoteSettings("sqlite.a", "sqlite", bytes(16), 4096)
+    with pytest.raises(ConfigError, match=r"remote_storage_plugin.sqlite.a.file: expected the path of a file"):
+        make_remote(settings, module_path="sqlite_tier", class_name="SqliteTier")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,8 +30,6 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(autouse=True)
 def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever runs the tests may have AWS credentials; no test may use them."""
-    import os
-
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
@@ -38,7 +37,13 @@ def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def settings_for(
-    endpoint: str, *, bucket: str = BUCKET, timeout_s: float = 10.0, chunk_bytes: int = CHUNK_BYTES, **options: Any
+    endpoint: str,
+    *,
+    bucket: str = BUCKET,
+    timeout_s: float = 10.0,
+    chunk_bytes: int = CHUNK_BYTES,
+    fingerprint: bytes = LAYOUT.fingerprint,
+    **options: Any,
 ) -> RemoteSettings:
     """With credentials of the server's, unless `options` says otherwise."""
     chosen = {
@@ -51,7 +56,7 @@ def settings_for(
     return RemoteSettings(
         name="s3.test",
         type="s3",
-        fingerprint=LAYOUT.fingerprint,
+        fingerprint=fingerprint,
         chunk_bytes=chunk_bytes,
         url=f"s3://{bucket}",
         options=chosen,

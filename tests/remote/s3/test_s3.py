@@ -1,0 +1,181 @@
+"""The S3 tier on a real store: parts, conditional puts, and what lies there that should not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import obstore
+import pytest
+
+from tiercache.core.header import PACKED_BYTES
+from tiercache.errors import CorruptChunk
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.remote.base import NotOurs
+from tiercache.tiers.remote.s3 import S3Tier
+
+MakeTier = Callable[..., S3Tier]
+LARGE_BYTES = 9 << 20
+
+
+@asynccontextmanager
+async def opened(tier: S3Tier) -> AsyncIterator[S3Tier]:
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def stored(tier: S3Tier, number: int) -> bytes:
+    answer = await obstore.get_async(tier._client._reads, tier.path(chunk(number)[0]))
+    return (await answer.bytes_async()).to_bytes()
+
+
+async def replace(tier: S3Tier, number: int, value: bytes) -> None:
+    await obstore.put_async(tier._client._writes, tier.path(chunk(number)[0]), value)
+
+
+async def read(tier: S3Tier, number: int, length: int = CHUNK_BYTES) -> np.ndarray | None:
+    into = page_aligned(max(length, tier.settings.chunk_bytes))
+    found = await tier.read(chunk(number)[0], into)
+    return None if found is None else into[:found]
+
+
+@pytest.mark.parametrize("length", [LARGE_BYTES, LARGE_BYTES - 1, 4 << 20, (4 << 20) + 1, 5000, 1])
+async def test_a_large_chunk_is_read_in_parts_and_a_tail_is_found_whole(make_tier: MakeTier, length: int) -> None:
+    async with opened(make_tier(chunk_bytes=LARGE_BYTES, part_bytes=2 << 20)) as tier:
+        key, payload = chunk(1, length)
+        assert await tier.write(key, payload, length)
+        found = await read(tier, 1)
+        assert found is not None
+        assert np.array_equal(found, payload[:length])
+
+
+async def test_the_object_is_the_header_and_the_payload(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as tier:
+        key, payload = chunk(1, 5000)
+        await tier.write(key, payload, 5000)
+        value = await stored(tier, 1)
+        assert len(value) == PACKED_BYTES + 5000
+        assert value[PACKED_BYTES:] == payload[:5000].tobytes()
+        assert tier.path(key).split("/")[-3:] == [tier.fingerprint.hex(), key.hex()[:2], key.hex()]
+
+
+async def test_a_chunk_of_another_layout_is_not_found(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as one, opened(make_tier(fingerprint=b"o" * 16)) as other:
+        await one.write(*chunk(1), CHUNK_BYTES)
+        assert await other.probe([chunk(1)[0]]) == 0
+        assert await read(other, 1) is None
+
+
+async def test_of_two_writers_at_once_one_stores_and_both_are_content(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as one, opened(make_tier()) as other:
+        for number in range(1, 9):
+            key, payload = chunk(number)
+            assert await asyncio.gather(
+                one.write(key, payload, CHUNK_BYTES), other.write(key, payload, CHUNK_BYTES)
+            ) == [True, True]
+        assert one.conditional and other.conditional, "this store can do it"
+        for number in range(1, 9):
+            found = await read(one, number)
+            assert found is not None and np.array_equal(found, chunk(number)[1])
+
+
+async def test_a_chunk_that_is_there_is_not_sent_over(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as one, opened(make_tier()) as other:
+        await one.write(*chunk(1), CHUNK_BYTES)
+        before = await obstore.head_async(one._client._reads, one.path(chunk(1)[0]))
+        assert await other.write(*chunk(1), CHUNK_BYTES)
+        after = await obstore.head_async(one._client._reads, one.path(chunk(1)[0]))
+        assert after["last_modified"] == before["last_modified"]
+
+
+@pytest.mark.parametrize("kept", [0, 40, PACKED_BYTES, PACKED_BYTES + 100, PACKED_BYTES + CHUNK_BYTES - 1])
+async def test_a_truncated_object_is_no_hit_and_is_stored_anew(make_tier: MakeTier, kept: int) -> None:
+    async with opened(make_tier()) as tier, opened(make_tier()) as other:
+        await tier.write(*chunk(1), CHUNK_BYTES)
+        await replace(tier, 1, (await stored(tier, 1))[:kept])
+        with pytest.raises(CorruptChunk):
+            await read(tier, 1)
+        assert tier.statistics().corrupt == 1
+        if kept >= PACKED_BYTES:
+            assert await other.write(*chunk(1), CHUNK_BYTES)
+            assert await read(other, 1) is not None
+
+
+async def test_a_damaged_object_is_replaced_by_who_stores_the_chunk(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as tier, opened(make_tier()) as other:
+        await tier.write(*chunk(1), CHUNK_BYTES)
+        await replace(tier, 1, (await stored(tier, 1))[: PACKED_BYTES + 100])
+        assert await other.write(*chunk(1), CHUNK_BYTES)
+        assert await read(tier, 1) is not None
+
+
+@pytest.mark.parametrize("value", [b"", b"a text of somebody else's", bytes(PACKED_BYTES + CHUNK_BYTES + 1), bytes(88)])
+async def test_a_foreign_object_is_no_hit_and_is_left_alone(
+    make_tier: MakeTier, value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(make_tier()) as tier:
+        await replace(tier, 1, value)
+        with pytest.raises(NotOurs):
+            await read(tier, 1)
+        with caplog.at_level(logging.WARNING, "tiercache.s3"):
+            assert await tier.write(*chunk(1), CHUNK_BYTES) is False
+        assert "not ours" in caplog.text
+        assert await stored(tier, 1) == value
+
+
+async def test_an_object_longer_than_its_header_says_is_no_hit(make_tier: MakeTier) -> None:
+    async with opened(make_tier(chunk_bytes=4 * CHUNK_BYTES)) as tier:
+        await tier.write(*chunk(1), CHUNK_BYTES)
+        await replace(tier, 1, await stored(tier, 1) + b"more")
+        with pytest.raises(CorruptChunk, match="length: expected 65536 bytes, found 65540"):
+            await read(tier, 1)
+
+
+async def test_many_keys_are_looked_up_at_once_also_behind_a_gap(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as tier, opened(make_tier()) as other:
+        numbers = [number for number in range(1, 101) if number != 50]
+        await asyncio.gather(*(tier.write(*chunk(number, 100), 100) for number in numbers))
+        assert await other.probe([chunk(number, 100)[0] for number in range(1, 121)]) == 49
+        assert other.contains(chunk(100, 100)[0]) and not other.contains(chunk(50, 100)[0])
+
+
+async def test_the_payloads_memory_is_free_when_a_write_has_returned(make_tier: MakeTier) -> None:
+    async with opened(make_tier(chunk_bytes=LARGE_BYTES)) as tier:
+        key, payload = chunk(1, LARGE_BYTES)
+        held = weakref.ref(payload)
+        await tier.write(key, payload, LARGE_BYTES)
+        del payload
+        async with asyncio.timeout(5):
+            while held() is not None:
+                gc.collect()
+                await asyncio.sleep(0)
+
+
+async def test_a_cancelled_write_ends_before_its_waiter_hears_of_it(make_tier: MakeTier) -> None:
+    async with opened(make_tier(chunk_bytes=LARGE_BYTES)) as tier:
+        key, payload = chunk(1, LARGE_BYTES)
+        write = asyncio.create_task(tier.write(key, payload, LARGE_BYTES))
+        while not tier._client.pending:
+            await asyncio.sleep(0)
+        write.cancel()
+        await asyncio.gather(write, return_exceptions=True)
+        assert write.cancelled()
+        assert not tier._client.pending
+        payload[:] = 0
+        found = await read(tier, 1)
+        assert found is not None and np.array_equal(found, chunk(1, LARGE_BYTES)[1])
+
+
+async def test_secrets_are_in_no_repr(make_tier: MakeTier) -> None:
+    async with opened(make_tier()) as tier:
+        for shown in (repr(tier), repr(tier.settings), tier.describe(), repr(vars(tier._client)), str(tier.place)):
+            assert "secret-of-the-tests" not in shown

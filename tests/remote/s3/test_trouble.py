@@ -1,0 +1,404 @@
+"""The S3 tier and stores that say no, say nothing, break off, or are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.remote.s3.conftest import settings_for
+from tests.remote.s3.server import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.remote.s3 import S3Tier
+
+REPOSITORY = Path(__file__).parents[3]
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+SECRETS = (SECRET, STRANGERS_SECRET, "hunter2")
+
+
+async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+def answering(*responses: bytes) -> Answer:
+    """Each request gets the next response, the last one again and again; then the connection is closed."""
+    left = list(responses)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _whole_request(reader)
+        writer.write(left.pop(0) if len(left) > 1 else left[0])
+        await writer.drain()
+
+    return answer
+
+
+async def _whole_request(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length:"):
+            await reader.readexactly(int(line.partition(b":")[2]))
+    return head
+
+
+def response(status: str, code: str = "") -> bytes:
+    body = f"<Error><Code>{code}</Code><StringToSign>hunter2</StringToSign></Error>" if code else ""
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode()
+
+
+MISSING = response("404 Not Found", "NoSuchKey")
+
+
+@asynccontextmanager
+async def server(answer: Answer, tls: ssl.SSLContext | None = None, port: int = 0) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # the client gave up
+        finally:
+            writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", port, ssl=tls)
+    number = listening.sockets[0].getsockname()[1]
+    try:
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{number}"
+    finally:
+        listening.close()
+
+
+@asynccontextmanager
+async def opened(endpoint: str, **options: Any) -> AsyncIterator[S3Tier]:
+    tier = S3Tier(settings_for(endpoint, **{"timeout_s": 0.5} | options))
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def refusal(endpoint: str, **options: Any) -> str:
+    """The sentence with which the tier does not open. Holds no secrets, and nothing hangs on it that does."""
+    with pytest.raises(ConfigError) as caught:
+        async with opened(endpoint, **options):
+            pass
+    error: BaseException | None = caught.value
+    assert error is not None and error.__cause__ is None and error.__suppress_context__
+    assert not any(secret in str(error) for secret in SECRETS)
+    return str(error)
+
+
+def operations(tier: S3Tier) -> list[Callable[[], Awaitable[object]]]:
+    key, payload = chunk(1)
+    return [
+        lambda: tier.read(key, page_aligned(CHUNK_BYTES)),
+        lambda: tier.write(key, payload, CHUNK_BYTES),
+        lambda: tier.probe([chunk(number)[0] for number in range(200)]),
+        lambda: tier.remove(key),
+    ]
+
+
+# A store that says no at the start
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "words"),
+    [
+        ({"bucket": "nobodys-bucket"}, "url", "no such bucket"),
+        ({"access_key_id": "AKIAUNKNOWN"}, "access_key_id", r"credentials of the settings: .*InvalidAccessKeyId"),
+        ({"secret_access_key": "hunter2"}, "secret_access_key", "SignatureDoesNotMatch"),
+        (
+            {"access_key_id": STRANGER, "secret_access_key": STRANGERS_SECRET},
+            "access_key_id",
+            r"access is denied \(AccessDenied\)",
+        ),
+        ({"bucket": "elsewhere", "skip_signature": True}, "access_key_id|skip_signature|url", "denied|no such bucket"),
+    ],
+)
+async def test_what_the_operator_has_to_mend_is_said_at_the_start(
+    s3_server: S3Server, options: dict[str, Any], key: str, words: str
+) -> None:
+    said = await refusal(s3_server.endpoint, timeout_s=5.0, **options)
+    assert re.match(rf"remote_storage_plugin\.s3\.test\.({key}): ", said)
+    assert re.search(words, said)
+
+
+async def test_credentials_of_the_environment_are_used_and_named(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    none = {"access_key_id": None, "secret_access_key": None}
+    async with opened(s3_server.endpoint, timeout_s=5.0, **none) as tier:
+        assert await tier.probe([chunk(99)[0]]) == 0
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    assert "credentials of the environment: " in await refusal(s3_server.endpoint, timeout_s=5.0, **none)
+
+
+@pytest.mark.parametrize(
+    "answer", [response("301 Moved", "PermanentRedirect"), response("400 Bad", "AuthorizationHeaderMalformed")]
+)
+async def test_a_wrong_region_is_said_at_the_start(answer: bytes) -> None:
+    async with server(answering(answer)) as endpoint:
+        assert "s3.test.region: " in await refusal(endpoint)
+
+
+async def test_https_to_a_store_without_tls_is_said_at_the_start(s3_server: S3Server) -> None:
+    said = await refusal(s3_server.endpoint.replace("http:", "https:"), timeout_s=5.0)
+    assert "s3.test.allow_http: " in said and "does not speak TLS" in said
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """Of an authority that nobody knows, and its key, in one file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    place = tmp_path / "both.pem"
+    key, pem = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", str(key), "-out", str(pem), "-subj", "/CN=tiercache", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-addext", "basicConstraints=critical,CA:FALSE"],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    place.write_bytes(key.read_bytes() + pem.read_bytes())
+    return place
+
+
+async def test_a_certificate_that_nobody_knows_is_said_and_can_be_trusted(certificate: Path) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate)
+    async with server(answering(MISSING), context) as endpoint:
+        said = await refusal(endpoint, allow_http=False)
+        assert "s3.test.tls_ca_file: " in said and "not trusted" in said
+        async with opened(endpoint, allow_http=False, tls_ca_file=str(certificate)) as tier:
+            assert await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)) is None
+
+
+async def test_plain_http_to_a_store_with_tls_is_said_at_the_start() -> None:
+    async def alert(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x15\x03\x01\x00\x02\x02\x16")  # a fatal alert: unexpected message
+        await writer.drain()
+
+    async with server(alert) as endpoint:
+        assert "s3.test.endpoint: " in await refusal(endpoint)
+
+
+async def test_without_any_credentials_the_tier_does_not_start() -> None:
+    none = {"access_key_id": None, "secret_access_key": None}
+    async with server(answering(MISSING)) as endpoint:
+        assert "no credentials" in await refusal(endpoint, **none)
+
+
+async def test_a_certificate_file_that_is_not_there_is_said() -> None:
+    assert "s3.test.tls_ca_file: /nowhere cannot be read" in await refusal("http://127.0.0.1:1", tls_ca_file="/nowhere")
+
+
+# A store that is away
+
+
+async def test_a_store_that_is_down_does_not_stop_the_start_and_comes_back_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with server(say_nothing) as endpoint:
+        port = int(endpoint.rpartition(":")[2])
+    with caplog.at_level(logging.WARNING, "tiercache.s3"):
+        tier = S3Tier(settings_for(endpoint, timeout_s=0.5))
+        await tier.open()
+    assert "s3.test: get of s3://chunks/tiercache" in caplog.text and "connection was refused" in caplog.text
+    for operation in operations(tier):
+        with pytest.raises(TierUnavailable, match=r"s3\.test: .*refused"):
+            await operation()
+    async with server(answering(MISSING), port=port):
+        assert await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)) is None
+    await tier.close()
+
+
+async def test_a_store_that_hangs_costs_no_more_than_its_time_out() -> None:
+    loop = asyncio.get_running_loop()
+    async with server(say_nothing) as endpoint, opened(endpoint, timeout_s=0.3) as tier:
+        for operation in operations(tier):
+            began_s = loop.time()
+            with pytest.raises(TierUnavailable, match="no answer in time"):
+                await operation()
+            assert loop.time() - began_s < 2.0
+
+
+async def test_a_transfer_that_breaks_off_is_unavailable_and_no_hit() -> None:
+    half = (
+        b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
+        b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
+    )
+    async with server(answering(MISSING, half)) as endpoint, opened(endpoint) as tier:
+        with pytest.raises(TierUnavailable, match="the connection broke"):
+            await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
+        assert tier.statistics().reads == 0
+
+
+async def test_a_transfer_that_stalls_is_given_up() -> None:
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _whole_request(reader)
+        writer.write(
+            b"HTTP/1.1 206 Partial Content\r\nContent-Length: 65625\r\nContent-Range: bytes 0-65624/65625\r\n"
+            b'ETag: "x"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n\r\n' + bytes(30000)
+        )
+        await reader.read()
+
+    async with server(stall) as endpoint, opened(endpoint, timeout_s=0.3) as tier:
+        with pytest.raises(TierUnavailable):
+            await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
+
+
+async def test_a_server_killed_in_the_midst_of_transfers_is_unavailable(tmp_path: Path, s3_server: S3Server) -> None:
+    """A server that breaks off all its connections, in front of the real one."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", s3_server.port)
+        writers.extend((writer, back))
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+
+        await asyncio.gather(pump(reader, back), pump(there, writer))
+
+    length = 8 << 20
+    async with (
+        server(forward) as endpoint,
+        opened(endpoint, timeout_s=5.0, chunk_bytes=length, skip_signature=True, prefix=tmp_path.name) as tier,
+    ):
+        key, payload = chunk(1, length)
+        write = asyncio.create_task(tier.write(key, payload, length))
+        while len(writers) < 4:  # one pair for the first look, another for the put
+            await asyncio.sleep(0)
+        for _ in range(40):
+            await asyncio.sleep(0)
+        while not write.done():
+            for writer in writers:
+                writer.transport.abort()
+            await asyncio.sleep(0)
+        with pytest.raises(TierUnavailable):
+            await write
+        assert await tier.read(key, page_aligned(length)) is None, "nothing half-written is visible"
+        assert await tier.write(key, payload, length)
+        assert await tier.read(key, page_aligned(length)) == length
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (response("503 Slow Down", "SlowDown"), "answered 503 SlowDown"),
+        (response("500 Internal", "InternalError"), "answered 500 InternalError"),
+        (response("403 Forbidden", "ExpiredToken"), "ExpiredToken"),
+        (response("404 Not Found", "NoSuchBucket"), "no such bucket"),
+    ],
+)
+async def test_a_store_that_fails_later_is_unavailable(answer: bytes, words: str) -> None:
+    async with server(answering(MISSING, answer)) as endpoint, opened(endpoint) as tier:
+        with pytest.raises(TierUnavailable, match=words) as caught:
+            await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
+        assert "hunter2" not in str(caught.value)
+        assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+async def test_a_store_without_conditional_puts_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[bytes] = []
+
+    async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await _whole_request(reader)
+        seen.append(head.split(b" ")[0])
+        if head.startswith(b"PUT") and b"if-none-match" in head.lower():
+            writer.write(response("501 Not Implemented", "NotImplemented"))
+        elif head.startswith(b"PUT"):
+            writer.write(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n')
+        else:
+            writer.write(MISSING if head.startswith(b"GET") else response("404 Not Found"))
+        await writer.drain()
+
+    async with server(old) as endpoint, opened(endpoint, timeout_s=5.0) as tier:
+        with caplog.at_level(logging.WARNING, "tiercache.s3"):
+            for number in (1, 2):
+                assert await tier.write(*chunk(number), CHUNK_BYTES)
+        assert caplog.text.count("has no conditional puts") == 1
+        assert seen[-2:] == [b"HEAD", b"PUT"]
+
+
+async def test_close_does_not_wait_for_requests_that_hang() -> None:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await _whole_request(reader)
+        if asked.is_set():
+            await reader.read()
+        writer.write(MISSING)
+        asked.set()
+
+    async with server(once) as endpoint, opened(endpoint, timeout_s=2.5) as tier:
+        read = asyncio.create_task(tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)))
+        while not tier._client.pending:
+            await asyncio.sleep(0)
+        began_s = loop.time()
+        await tier.close()
+        assert loop.time() - began_s < 2.0
+        with pytest.raises(TierUnavailable):
+            await read
+
+
+async def test_a_closed_tier_is_unavailable() -> None:
+    async with server(answering(MISSING)) as endpoint, opened(endpoint) as tier:
+        await tier.close()
+        for operation in operations(tier):
+            with pytest.raises(TierUnavailable, match="closed"):
+                await operation()
+
+
+LEAVING = """
+import asyncio, sys
+from tests.remote.s3.conftest import settings_for
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.remote.s3 import S3Tier
+
+async def main(endpoint, closes):
+    tier = S3Tier(settings_for(endpoint, prefix=sys.argv[3], skip_signature=True))
+    await tier.open()
+    await asyncio.gather(*(tier.write(*chunk(number), CHUNK_BYTES) for number in range(1, 9)))
+    if closes:
+        await tier.close()
+        return
+    for number in range(1, 9):
+        asyncio.ensure_future(tier.read(chunk(number)[0], page_aligned(CHUNK_BYTES)))
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+asyncio.run(main(sys.argv[1], sys.argv[2] == "closes"))
+"""
+
+
+@pytest.mark.parametrize("leaving", ["closes", "just goes"])
+async def test_a_process_ends_well_right_after_its_requests(s3_server: S3Server, leaving: str, tmp_path: Path) -> None:
+    """The client's threads must not come back to an interpreter that ends: that is SIGABRT, now and then."""
+
+    async def run(number: int) -> int | None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", LEAVING, s3_server.endpoint, leaving, f"{tmp_path.name}{number}"),
+            cwd=REPOSITORY, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        return await process.wait()
+
+    assert await asyncio.gather(*(run(number) for number in range(4))) == [0] * 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -430,4 +431,39 @@ def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_
         for ours, theirs in zip(answers, oracle, strict=True):
             assert ours["cached"] == theirs["cached"]
             assert same_answer(ours, theirs)
+    assert not any(same_answer(ours, theirs) for ours, theirs in zip(wrong, oracle, strict=True))
+
+
+def test_redis_below_the_cpu_tier_gives_the_prefix_caches_answer_to_another_engine(
+    model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Redis is all that the two engines share. Wrong KV changes the answer at last: what was compared is what was loaded."""
+    pytest.importorskip("redis", reason="redis-py is not installed")
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    from tests.remote.redis import servers
+
+    with servers.running(tmp_path) as server:
+        settings: dict[str, Any] = {
+            "chunk_size": 256,
+            "save_unfull_chunk": True,
+            "max_local_cpu_size": 0.5,
+            "remote_storage_plugins": ["redis.shared"],
+            "extra_config": {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"},
+        }
+        engine = {
+            "model": model,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "tiercache": settings,
+        }
+        (_, flushed, written), _ = drive(engine, [["generate", prompts], ["flush"], ["statistics"]])
+        assert flushed
+        (loaded, statistics, _, wrong), _ = drive(
+            engine, [["generate", prompts], ["statistics"], ["corrupt_hot"], ["generate", prompts]]
+        )
+    assert statistics["tiers"]["redis.shared"]["reads"] == written["writers"]["redis.shared"]["written"] >= 8
+    for ours, theirs in zip(loaded, oracle, strict=True):
+        assert ours["cached"] == theirs["cached"]
+        assert same_answer(ours, theirs)
     assert not any(same_answer(ours, theirs) for ours, theirs in zip(wrong, oracle, strict=True))

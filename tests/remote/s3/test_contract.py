@@ -8,9 +8,9 @@ import obstore
 import pytest
 
 from tests.remote.s3.conftest import settings_for
-from tests.remote.s3.server import S3Server
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
+from tiercache.testing.s3 import S3Server
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
 
@@ -27,7 +27,7 @@ class TestS3Tier(TierContract):
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, S3Tier)
-        store, path = tier._client._writes, tier.path(key)
+        store, path = tier.client.writes, tier.path(key)
         value = bytearray((await (await obstore.get_async(store, path)).bytes_async()).to_bytes())
         value[88 + 17] ^= 1
         await obstore.put_async(store, path, bytes(value))

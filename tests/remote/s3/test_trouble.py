@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.remote.s3.conftest import settings_for
-from tests.remote.s3.server import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tiercache.tiers.remote.s3 import S3Tier
 
 REPOSITORY = Path(__file__).parents[3]
@@ -350,7 +350,7 @@ async def test_close_does_not_wait_for_requests_that_hang() -> None:
 
     async with server(once) as endpoint, opened(endpoint, timeout_s=2.5) as tier:
         read = asyncio.create_task(tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)))
-        while not tier._client.pending:
+        while not tier.client.pending:
             await asyncio.sleep(0)
         began_s = loop.time()
         await tier.close()

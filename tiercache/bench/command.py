@@ -18,14 +18,15 @@ from tiercache.bench.figures import Figures
 from tiercache.bench.hf3fs_figures import measure_hf3fs
 from tiercache.bench.loop_figures import measure_loop
 from tiercache.bench.machine import machine
+from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.errors import TierCacheError
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "loop", "restart")
-PARTS = (*DEFAULT_PARTS, "hf3fs", "s3")
-"""3FS and S3 are measured when asked for: they want an emulator or a server, and a machine that does nothing else."""
+PARTS = (*DEFAULT_PARTS, "hf3fs", "redis", "s3")
+"""3FS, Redis and S3 are measured when asked for: they want an emulator or a server, and a machine that does nothing else."""
 
 
 def bench_command(
@@ -97,6 +98,8 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
             runner.run(measure_loop(figures, plan, "loop.uvloop"))
     elif part == "restart":
         asyncio.run(measure_restart(figures, plan))
+    elif part == "redis":
+        asyncio.run(measure_redis(figures, plan))
     elif part == "s3":
         asyncio.run(measure_s3(figures, plan))
     else:

@@ -76,7 +76,8 @@ class Server:
 
     def client(self, **options: Any) -> Any:
         """A client for what the test does behind the tier's back."""
-        return redis.Redis(port=self.port, socket_timeout=10, socket_connect_timeout=1, **options)
+        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+        return redis.Redis(port=self.port, socket_timeout=10, socket_connect_timeout=1, retry=retry, **options)
 
     def kill(self) -> None:
         """As kill -9."""

@@ -83,7 +83,8 @@ class Chunks:
         return self._tier.verified(key, head[:PACKED_BYTES], into, payload_bytes)
 
     def put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Whether it is there now, by us or somebody else. False: something that is not ours is in the way.
+        """Whether it is there now, by us or somebody else. False: something that is not ours is in the way, or others write
+        and remove it all the time.
 
         Raises TierFull, TierUnavailable.
         """

@@ -118,7 +118,6 @@ class Connector:
             "db": address.database,
             "socket_timeout": self.timeout_s,
             "socket_connect_timeout": self.connect_timeout_s,
-            "client_name": "tiercache",
             "protocol": 2,
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         }
@@ -135,7 +134,7 @@ class Connector:
                 return Refused("sentinel_password", f"the Sentinel at {endpoint} wants another one")
             option = "password" if self.address.password is not None or not self.address.username else "username"
             return Refused(option, f"{endpoint} does not accept it: {_told(text)}")
-        if isinstance(error, (redis.exceptions.NoPermissionError,)):
+        if isinstance(error, redis.exceptions.NoPermissionError):
             return Refused("username", f"the user may not do what a cache needs: {_told(text)}")
         tls = _cause(error, ssl.SSLError)
         if isinstance(tls, ssl.SSLCertVerificationError):
@@ -150,6 +149,8 @@ class Connector:
         if isinstance(error, redis.ResponseError):
             if "DB index" in text:
                 return Refused("database", f"{endpoint} has no database {self.address.database}")
+            if "cluster support disabled" in text:
+                return Refused("mode", f"{endpoint} is not part of a cluster; expected mode: standalone, or redis://")
             if "unknown command" in text:
                 return Refused("url", f"{endpoint} is not what the URL says: {_told(text)}")
             return BrokenConnection(f"{endpoint} answers: {_told(text)}")

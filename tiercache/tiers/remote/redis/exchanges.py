@@ -24,7 +24,7 @@ class Missing(Exception):
 
 
 def get_head(channel: Channel, name: bytes, into: memoryview) -> tuple[bytes | None, int]:
-    """The header, and how many bytes of payload came into `into`; or header and manifest, and none. None where there is no value.
+    """The header, and how many bytes of payload came into `into`; or header and manifest, and none. None: there is no value.
 
     Of a value that cannot be a chunk of ours, or is longer than `into`, only the beginning is returned.
     """
@@ -36,7 +36,7 @@ def get_head(channel: Channel, name: bytes, into: memoryview) -> tuple[bytes | N
         return channel.take(length), 0
     if length == HEAD_BYTES:
         value = channel.take(length)
-        if lies_elsewhere(value, length) or len(into) < MANIFEST_BYTES:
+        if lies_elsewhere(value, length) or not is_ours(value) or len(into) < MANIFEST_BYTES:
             return value, 0
         into[:MANIFEST_BYTES] = value[PACKED_BYTES:]
         return value[:PACKED_BYTES], MANIFEST_BYTES

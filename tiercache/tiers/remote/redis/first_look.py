@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercache.tiers.remote.redis.address import Endpoint
 from tiercache.tiers.remote.redis.channel import command
 from tiercache.tiers.remote.redis.connector import Connector
-from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, ServerError
+from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, ServerError, TooSlow
 from tiercache.tiers.remote.redis.layout import head_name
 from tiercache.tiers.remote.redis.servers import Servers
 
@@ -20,7 +20,7 @@ def look_at(servers: Servers, connector: Connector, prefix: str) -> None:
         raise _explained(connector, endpoint, error) from None
     try:
         _check_mode(connector, endpoint, _mode(channel.ask(command(b"INFO", b"server"))))
-        answer = channel.ask(command(b"GETRANGE", name, b"0", b"0"))
+        answer = channel.ask(command(b"EXISTS", name))
     except BrokenConnection as error:
         raise _explained(connector, endpoint, error) from None
     finally:
@@ -29,8 +29,8 @@ def look_at(servers: Servers, connector: Connector, prefix: str) -> None:
         if answer.code == "NOAUTH":
             raise Refused("password", f"{endpoint} wants one")
         if answer.code == "NOPERM":
-            raise Refused("username", f"the user may not read names that begin with {prefix!r}: {answer.text[:200]}")
-        if answer.code not in ("MOVED", "ASK", "WRONGTYPE"):
+            raise Refused("username", f"the user may not use names that begin with {prefix!r}: {answer.text[:200]}")
+        if answer.code not in ("MOVED", "ASK"):
             raise answer
 
 
@@ -63,6 +63,6 @@ def _explained(connector: Connector, endpoint: Endpoint, error: BrokenConnection
     if connector.address.tls:
         if connector.speaks_plain(endpoint):
             return Refused("tls", f"{endpoint} does not speak TLS; expected redis:// and tls unset")
-    elif connector.speaks_tls(endpoint):
+    elif not isinstance(error, TooSlow) and connector.speaks_tls(endpoint):
         return Refused("tls", f"{endpoint} speaks TLS; expected tls: true, or rediss:// in the URL")
     return error

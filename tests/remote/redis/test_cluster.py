@@ -1,0 +1,211 @@
+"""Clusters: names in their slots, slots that move, masters that die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.remote.redis.conftest import make_tier
+from tests.remote.redis.servers import Cluster, Server, until
+from tests.remote.redis.test_failures import eventually
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing.contract import chunk, page_aligned
+from tiercache.tiers.remote.redis import RedisTier
+from tiercache.tiers.remote.redis.layout import head_name, new_manifest, segments_of
+from tiercache.tiers.remote.redis.topology import slot_of
+
+LENGTH = 40_000
+
+
+@pytest.fixture
+async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
+    tier = make_tier(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", segment_bytes=4096)
+    await tier.open()
+    yield tier
+    await tier.close()
+
+
+def slot(number: int) -> int:
+    return slot_of(head_name("tiercache", chunk(number)[0]))
+
+
+def test_all_names_of_a_chunk_lie_in_one_slot(cluster: Cluster) -> None:
+    head = head_name("tiercache", chunk(1)[0])
+    names = [segment.name for segment in segments_of(head, new_manifest(10_000, 4096), memoryview(bytes(10_000)))]
+    with cluster.nodes[0].client() as client:
+        found = {client.execute_command("CLUSTER KEYSLOT", name) for name in [head, *names]}
+    assert found == {slot(1)} and len(names) == 3
+
+
+async def test_each_node_is_asked_for_the_existence_of_its_own_names(tier: RedisTier, cluster: Cluster) -> None:
+    chunks = [chunk(number, 100) for number in range(1, 91)]
+    for key, payload in chunks[::3]:
+        await tier.write(key, payload, 100)
+    tier.known.clear()
+    before = asked(cluster)
+    await tier.probe([key for key, _ in chunks])
+    counts = [(calls - was, wrong - old) for (calls, wrong), (was, old) in zip(asked(cluster), before, strict=True)]
+    assert sum(calls for calls, _ in counts) == 90 and all(calls for calls, _ in counts)
+    assert not any(wrong for _, wrong in counts)
+    assert [tier.contains(key) for key, _ in chunks] == [number % 3 == 0 for number in range(90)]
+
+
+async def test_a_slot_that_has_moved_is_followed(tier: RedisTier, cluster: Cluster) -> None:
+    key, payload = chunk(1, LENGTH)
+    await tier.write(key, payload, LENGTH)
+    source, target = move_begins(cluster, slot(1))
+    move_names(source, target, slot(1))
+    move_ends(cluster, slot(1), target)
+    try:
+        into = page_aligned(LENGTH)
+        assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
+        tier.known.clear()
+        assert await tier.probe([key]) == 1
+        assert await tier.remove(key)
+        assert await tier.write(key, payload, LENGTH)
+        with target.client() as client:
+            assert client.dbsize() == 11
+    finally:
+        move_back(cluster, target, slot(1))
+
+
+@pytest.mark.parametrize("moved", [0, 1, 5, 11], ids=lambda moved: f"{moved} of 11 names")
+async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier, cluster: Cluster, moved: int) -> None:
+    key, payload = chunk(1, LENGTH)
+    await tier.write(key, payload, LENGTH)
+    source, target = move_begins(cluster, slot(1))
+    move_names(source, target, slot(1), moved)
+    try:
+        into = page_aligned(LENGTH)
+        assert await tier.read(key, into) == LENGTH and np.array_equal(into[:LENGTH], payload[:LENGTH])
+        tier.known.clear()
+        assert await tier.probe([key]) == 1
+        assert await tier.remove(key)
+        assert [names(node) for node in (source, target)] == [0, 0]
+        assert await tier.read(key, into) is None
+    finally:
+        move_names(source, target, slot(1))
+        move_ends(cluster, slot(1), target)
+        move_back(cluster, target, slot(1))
+
+
+@pytest.mark.parametrize("length", [1000, LENGTH])
+async def test_a_chunk_is_written_while_its_slot_is_moving(tier: RedisTier, cluster: Cluster, length: int) -> None:
+    key, payload = chunk(1, length)
+    source, target = move_begins(cluster, slot(1))
+    try:
+        assert await tier.write(key, payload, length)
+        assert names(source) == 0, "new names belong to the new owner"
+        into = page_aligned(length)
+        assert await tier.read(key, into) == length and np.array_equal(into[:length], payload[:length])
+        with target.client() as client:
+            assert all(client.execute_command("ASKING") and client.ttl(name) == -1 for name in client.keys("*"))
+    finally:
+        move_ends(cluster, slot(1), target)
+        move_back(cluster, target, slot(1))
+
+
+async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promoted(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, replicas=3)
+    tier = make_tier(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", timeout_s=2.0, segment_bytes=4096)
+    try:
+        cluster.start()
+        await tier.open()
+        chunks = [chunk(number, LENGTH) for number in range(1, 13)]
+        for key, payload in chunks:
+            assert await tier.write(key, payload, LENGTH)
+        for node in cluster.nodes[:3]:
+            with node.client() as client:
+                client.wait(1, 5000)
+        cluster.nodes[0].kill()
+        gone = [key for key, _ in chunks if slot_of(head_name("tiercache", key)) <= 5460]
+        there = [key for key, _ in chunks if key not in gone]
+        assert gone and there
+        into = page_aligned(LENGTH)
+        with pytest.raises(TierUnavailable):
+            await tier.read(gone[0], into)
+        assert await tier.read(there[0], into) == LENGTH
+        tier.known.clear()
+        await tier.probe([*there, *gone])
+        assert all(tier.contains(key) for key in there), "one dead node costs no other's chunks"
+        for key, payload in chunks:
+            assert await eventually(lambda key=key: tier.read(key, into)) == LENGTH
+            assert np.array_equal(into[:LENGTH], payload[:LENGTH])
+        assert await eventually(lambda: tier.remove(gone[0]))
+        assert await eventually(lambda: tier.write(gone[0], chunks[0][1], LENGTH))
+    finally:
+        await tier.close()
+        cluster.kill()
+
+
+async def test_mistaken_modes_are_said(cluster: Cluster, server: Server) -> None:
+    with pytest.raises(ConfigError, match="mode: .*part of a cluster"):
+        await make_tier(f"redis://127.0.0.1:{cluster.nodes[0].port}").open()
+    with pytest.raises(ConfigError, match="mode: .*not part of a cluster"):
+        await make_tier(f"redis-cluster://127.0.0.1:{server.port}").open()
+    tier = make_tier(f"redis://127.0.0.1:{cluster.nodes[2].port}", mode="cluster")
+    await tier.open()
+    await asyncio.gather(*(tier.write(*chunk(number), 1000) for number in range(1, 9)))
+    await tier.close()
+
+
+def asked(cluster: Cluster) -> list[tuple[int, int]]:
+    """How often each node was asked for a name's existence, and how often it was not the one to ask."""
+    found = []
+    for node in cluster.nodes:
+        with node.client() as client:
+            counts = client.info("commandstats").get("cmdstat_exists", {"calls": 0, "rejected_calls": 0})
+            found.append((counts["calls"], counts["rejected_calls"]))
+    return found
+
+
+def names(node: Server) -> int:
+    with node.client() as client:
+        return int(client.dbsize())
+
+
+def move_begins(cluster: Cluster, number: int) -> tuple[Server, Server]:
+    """Source and target."""
+    source = cluster.owner_of(number)
+    target = cluster.nodes[(cluster.nodes.index(source) + 1) % 3]
+    with source.client() as at_source, target.client() as at_target:
+        at_target.execute_command("CLUSTER SETSLOT", number, "IMPORTING", cluster.id_of(source))
+        at_source.execute_command("CLUSTER SETSLOT", number, "MIGRATING", cluster.id_of(target))
+    return source, target
+
+
+def move_names(source: Server, target: Server, number: int, count: int = 1000) -> None:
+    with source.client() as client:
+        found: list[Any] = client.execute_command("CLUSTER GETKEYSINSLOT", number, count)
+        if found:
+            client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *found)
+
+
+def move_ends(cluster: Cluster, number: int, target: Server) -> None:
+    for node in [target, *cluster.nodes]:
+        with node.client() as client:
+            client.execute_command("CLUSTER SETSLOT", number, "NODE", cluster.id_of(target))
+
+
+def move_back(cluster: Cluster, target: Server, number: int) -> None:
+    source = cluster.owner_of(number)
+    with source.client() as at_source, target.client() as at_target:
+        at_source.execute_command("CLUSTER SETSLOT", number, "IMPORTING", cluster.id_of(target))
+        at_target.execute_command("CLUSTER SETSLOT", number, "MIGRATING", cluster.id_of(source))
+    move_names(target, source, number)
+    move_ends(cluster, number, source)
+    for node in cluster.nodes:
+        until(lambda node=node: owner(node, number) == source.port)
+
+
+def owner(node: Server, number: int) -> int:
+    with node.client() as client:
+        for first, last, (_, port, *_), *_ in client.execute_command("CLUSTER", "SLOTS"):
+            if first <= number <= last:
+                return int(port)
+    return 0

@@ -1,0 +1,330 @@
+"""Servers that hang, die, come back, or are not what the configuration says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.remote.redis.conftest import make_tier
+from tests.remote.redis.servers import Server, free_port, running
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing.contract import chunk, page_aligned
+from tiercache.tiers.remote.redis import RedisTier
+
+SECRET = "correct-horse-7"  # what must never be shown
+KEY, PAYLOAD = chunk(1, 9 << 20)
+LENGTH = 9 << 20
+
+
+async def eventually(work, *, seconds: float = 15.0):  # type: ignore[no-untyped-def]
+    """Try again until it does not raise TierUnavailable; the pauses spare the processor."""
+    end_s = time.monotonic() + seconds
+    while True:
+        try:
+            return await work()
+        except TierUnavailable:
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of a server that accepts and never answers."""
+    accepted = []
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+
+        def accept() -> None:
+            while True:
+                try:
+                    accepted.append(listener.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
+async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    tier = make_tier(f"redis://127.0.0.1:{server.port}")
+    await tier.open()
+    try:
+        for call in (tier.read(KEY, page_aligned(LENGTH)), tier.write(KEY, PAYLOAD, LENGTH), tier.probe([KEY])):
+            with pytest.raises(TierUnavailable, match=str(server.port)):
+                await call
+        server.start().ready()
+        assert await eventually(lambda: tier.write(KEY, PAYLOAD, LENGTH))
+        assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
+    finally:
+        await tier.close()
+        server.kill()
+
+
+async def test_a_server_that_comes_back_empty_is_written_to_again(tmp_path: Path) -> None:
+    server = Server(tmp_path).start().ready()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}")
+    await tier.open()
+    try:
+        await tier.write(KEY, PAYLOAD, LENGTH)
+        assert tier.contains(KEY)
+        server.kill()
+        with pytest.raises(TierUnavailable):
+            await tier.read(chunk(2)[0], page_aligned(LENGTH))
+        assert not tier.contains(KEY), "what was known of a lost server is forgotten"
+        server.start().ready()
+        assert await eventually(lambda: tier.probe([KEY])) == 0
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        into = page_aligned(LENGTH)
+        assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
+    finally:
+        await tier.close()
+        server.kill()
+
+
+async def test_a_restart_between_two_requests_goes_unnoticed(tmp_path: Path) -> None:
+    server = Server(tmp_path).start().ready()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}")
+    await tier.open()
+    try:
+        await tier.write(KEY, PAYLOAD, LENGTH)
+        server.kill()
+        server.start().ready()
+        assert await tier.read(KEY, page_aligned(LENGTH)) is None
+        server.kill()
+        server.start().ready()
+        tier.known.clear()
+        assert await tier.probe([KEY, chunk(2)[0]]) == 0
+        server.kill()
+        server.start().ready()
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+    finally:
+        await tier.close()
+        server.kill()
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_a_server_killed_in_the_middle_of_a_transfer_is_a_clean_failure(tmp_path: Path, way: str) -> None:
+    server = Server(tmp_path).start().ready()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=64 << 10)
+    await tier.open()
+    chunks = [chunk(number, 4 << 20) for number in range(1, 5)]
+    try:
+        if way == "read":
+            await asyncio.gather(*(tier.write(key, payload, 4 << 20) for key, payload in chunks))
+        places = [page_aligned(4 << 20) for _ in chunks]
+        first = asyncio.Event()
+
+        async def move(number: int) -> None:
+            while True:
+                tier.known.clear()
+                if way == "read":
+                    assert await tier.read(chunks[number][0], places[number]) == 4 << 20
+                    assert np.array_equal(places[number], chunks[number][1])
+                else:
+                    assert await tier.write(*chunks[number], 4 << 20)
+                    await tier.remove(chunks[number][0])
+                first.set()
+
+        moves = [asyncio.create_task(move(number)) for number in range(4)]
+        await first.wait()
+        server.kill()
+        outcomes = await asyncio.wait_for(asyncio.gather(*moves, return_exceptions=True), 10)
+        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
+        server.start().ready()
+        assert await eventually(lambda: tier.write(*chunks[0], 4 << 20))
+    finally:
+        await tier.close()
+        server.kill()
+
+
+async def test_a_server_that_never_answers_costs_a_time_out_and_no_thread(silent: int) -> None:
+    tier = make_tier(f"redis://127.0.0.1:{silent}", timeout_s=0.3, concurrency=2)
+    await tier.open()
+    for _ in range(2):
+        began = time.monotonic()
+        outcomes = await asyncio.gather(
+            *(tier.read(KEY, page_aligned(LENGTH)) for _ in range(2)),
+            tier.write(KEY, PAYLOAD, LENGTH),
+            tier.probe([KEY]),
+            return_exceptions=True,
+        )
+        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes), outcomes
+        assert time.monotonic() - began < 3.0
+    assert tier.open_connections == 0
+    await tier.close()
+
+
+async def test_closing_does_not_wait_for_a_server_that_hangs(silent: int) -> None:
+    tier = make_tier(f"redis://127.0.0.1:{silent}", timeout_s=60.0)
+    opening = asyncio.create_task(tier.open())
+    reading = asyncio.create_task(asyncio.sleep(0))
+    await reading
+    began = time.monotonic()
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await tier.close()
+    assert time.monotonic() - began < 5.0
+
+
+async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: Path) -> None:
+    server = Server(tmp_path).start().ready()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}", timeout_s=0.4)
+    await tier.open()
+    try:
+        await tier.write(KEY, PAYLOAD, LENGTH)
+        server.freeze()
+        began = time.monotonic()
+        with pytest.raises(TierUnavailable, match="did not answer within"):
+            await tier.read(KEY, page_aligned(LENGTH))
+        with pytest.raises(TierUnavailable):
+            await tier.write(*chunk(2, LENGTH), LENGTH)
+        assert time.monotonic() - began < 4.0
+        server.thaw()
+        assert await eventually(lambda: tier.read(KEY, page_aligned(LENGTH))) == LENGTH
+    finally:
+        server.thaw()
+        await tier.close()
+        server.kill()
+
+
+async def test_a_cancelled_read_ends_before_its_memory_is_given_up(server: Server) -> None:
+    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=1 << 20)
+    await tier.open()
+    await tier.write(KEY, PAYLOAD, LENGTH)
+    for turns in range(1, 6):
+        into = page_aligned(LENGTH)
+        read = asyncio.create_task(tier.read(KEY, into))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        read.cancel()
+        await asyncio.gather(read, return_exceptions=True)
+        into[:] = 0
+        assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
+        assert not into.any()
+    await tier.close()
+
+
+async def opened(tier: RedisTier) -> str:
+    """What the operator reads."""
+    with pytest.raises(ConfigError) as caught:
+        await tier.open()
+    assert SECRET not in str(caught.value) and SECRET not in repr(tier.settings) and SECRET not in repr(tier.address)
+    assert SECRET not in tier.describe()
+    return str(caught.value)
+
+
+async def test_wrong_password_and_users_name_the_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(tmp_path, "--requirepass", "right") as server:
+        with server.client(password="right") as client:
+            client.execute_command("ACL", "SETUSER", "reader", "on", ">right", "~*", "+get", "+ping")
+            client.execute_command("ACL", "SETUSER", "cache", "on", ">right", "~tiercache:*", "~{tiercache:*", "+@all")
+        place = f"127.0.0.1:{server.port}"
+        assert ".password: " in await opened(make_tier(f"redis://:{SECRET}@{place}"))
+        assert ".password: " in await opened(make_tier(f"redis://{place}"))
+        assert ".password: " in await opened(make_tier(f"redis://{place}", username="cache", password=SECRET))
+        assert ".username: " in await opened(make_tier(f"redis://reader:right@{place}"))
+        assert ".username: " in await opened(make_tier(f"redis://cache:right@{place}", prefix="elsewhere"))
+        assert ".database: " in await opened(make_tier(f"redis://:right@{place}/99"))
+        tier = make_tier(f"redis://{place}", username="cache", password="right", segment_bytes=1 << 20)
+        await tier.open()
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
+        assert await tier.remove(KEY)
+        await tier.close()
+    assert SECRET not in caplog.text
+
+
+async def test_a_password_that_is_changed_later_makes_the_tier_unavailable(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        tier = make_tier(f"redis://127.0.0.1:{server.port}", password=None)
+        await tier.open()
+        await tier.write(KEY, PAYLOAD, LENGTH)
+        with server.client() as client:
+            client.config_set("requirepass", SECRET)
+            client.auth(SECRET)
+            client.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(TierUnavailable) as caught:
+            await tier.read(KEY, page_aligned(LENGTH))
+        assert SECRET not in str(caught.value)
+        await tier.close()
+
+
+async def test_tls_where_there_is_none_and_none_where_there_is(
+    server: Server, tls_server: Server, certificates: Path
+) -> None:
+    plain, tls = f"localhost:{server.port}", f"localhost:{tls_server.port}"
+    assert ".tls: " in await opened(make_tier(f"rediss://{plain}", timeout_s=0.5, connect_timeout_s=0.5))
+    assert ".tls: " in await opened(make_tier(f"redis://{tls}"))
+    assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}"))
+    assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}", tls_ca_file="/nowhere.pem"))
+    unchecked = make_tier(f"redis://{tls}", tls=True, tls_verify=False)
+    await unchecked.open()
+    assert await unchecked.write(KEY, PAYLOAD, LENGTH)
+    await unchecked.close()
+
+
+async def test_what_is_no_redis_at_all_is_said() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            for _ in range(2):
+                connection = listener.accept()[0]
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        assert "not a Redis server" in await opened(make_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "expected"),
+    [
+        ("", {}, "url: "),
+        (f"http://:{SECRET}@host", {}, "url: "),
+        (f"{SECRET}@host:6379", {}, "url: "),
+        (f"redis://:{SECRET}@host:notaport", {}, "url: "),
+        (f"redis://:{SECRET}@a,b", {}, "url: "),
+        (f"redis://:{SECRET}@a/service", {}, "url: "),
+        ("unix://relative", {}, "url: "),
+        ("redis://host?password=" + SECRET, {}, "url: "),
+        ("rediss://host", {"tls": False}, "tls: "),
+        ("redis-cluster://a,b/3", {}, "database: "),
+        ("redis://host", {"prefix": "a{b}"}, "prefix: "),
+        ("redis://user@host", {}, "password: "),
+    ],
+)
+def test_bad_settings_fail_at_once_with_their_key(url: str, options: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        make_tier(url, **options)
+    assert SECRET not in str(caught.value)
+
+
+def test_addresses_are_read_from_urls() -> None:
+    address = make_tier("rediss://us%40er:pa%2Fss@[::1]:7000/4").address
+    assert (address.username, address.password, address.database, address.tls) == ("us@er", "pa/ss", 4, True)
+    assert str(address) == "[::1]:7000"
+    assert make_tier("redis://a", database=3, password=SECRET).address.database == 3
+    watched = make_tier(f"redis-sentinel://:{SECRET}@a,b:27000/main/2").address
+    assert (watched.mode, watched.service, watched.database) == ("sentinel", "main", 2)
+    assert [str(each) for each in watched.endpoints] == ["a:26379", "b:27000"]
+    assert make_tier("valkey://a:1", mode="cluster").address.mode == "cluster"
+    assert SECRET not in repr(watched) and SECRET not in str(watched)
+    assert make_tier("unix:///run/redis.sock?db=2").address.database == 2
+    assert free_port()

@@ -1,0 +1,133 @@
+"""A master and its replica, watched by three Sentinels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.remote.redis.conftest import make_tier
+from tests.remote.redis.servers import Server, until
+from tests.remote.redis.test_failures import eventually
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing import TierContract
+from tiercache.testing.contract import chunk, page_aligned
+from tiercache.tiers.base import Tier
+
+LENGTH = 40_000
+
+
+class Watched:
+    def __init__(self, place: Path) -> None:
+        self.master = Server(place / "master", "--repl-diskless-sync-delay", "0")
+        self.replica = Server(
+            place / "replica", "--replicaof", f"127.0.0.1 {self.master.port}", "--repl-diskless-sync-delay", "0"
+        )
+        self.sentinels = [Server(place / f"sentinel{number}", "--sentinel", sentinel=True) for number in range(3)]
+
+    @property
+    def url(self) -> str:
+        return "redis-sentinel://" + ",".join(f"127.0.0.1:{each.port}" for each in self.sentinels) + "/kv"
+
+    def start(self) -> Watched:
+        self.master.start().ready()
+        self.replica.start().ready()
+        until(lambda: self._master_says("connected_slaves") == 1)
+        for sentinel in self.sentinels:
+            sentinel.place.mkdir(parents=True)
+            (sentinel.place / f"{sentinel.port}.conf").write_text(
+                f"sentinel monitor kv 127.0.0.1 {self.master.port} 2\n"
+                "sentinel down-after-milliseconds kv 500\nsentinel failover-timeout kv 3000\n"
+            )
+            sentinel.start().ready()
+        for sentinel in self.sentinels:
+            until(lambda sentinel=sentinel: self._sees_all(sentinel))
+        return self
+
+    def kill(self) -> None:
+        for server in (*self.sentinels, self.replica, self.master):
+            server.kill()
+
+    def _master_says(self, field: str) -> object:
+        with self.master.client() as client:
+            return client.info("replication")[field]
+
+    def _sees_all(self, sentinel: Server) -> bool:
+        with sentinel.client() as client:
+            seen = client.sentinel_master("kv")
+            return bool(seen["num-other-sentinels"] == 2 and seen["num-slaves"] == 1)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    watched = Watched(tmp_path_factory.mktemp("sentinel"))
+    try:
+        yield watched.start()
+    finally:
+        watched.kill()
+
+
+@pytest.fixture
+def watched(shared: Watched) -> Watched:
+    with shared.master.client() as client:
+        client.flushall()
+    return shared
+
+
+class TestWatchedMaster(TierContract):
+    @pytest.fixture(autouse=True)
+    def use(self, watched: Watched) -> None:
+        self.watched = watched
+
+    async def make_tier(self, place: Path) -> Tier:
+        return make_tier(self.watched.url, segment_bytes=10_000)
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with self.watched.master.client() as client:
+            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:2")
+            client.setrange(name, 17, b"damaged!")
+        return True
+
+
+async def test_a_service_that_nobody_knows_does_not_stop_the_start(watched: Watched) -> None:
+    tier = make_tier(watched.url.replace("/kv", "/other"))
+    await tier.open()
+    with pytest.raises(TierUnavailable, match="'other'"):
+        await tier.read(chunk(1)[0], page_aligned(LENGTH))
+    await tier.close()
+
+
+async def test_a_sentinel_taken_for_a_server_and_the_other_way_round_are_said(watched: Watched) -> None:
+    with pytest.raises(ConfigError, match="is a Sentinel"):
+        await make_tier(f"redis://127.0.0.1:{watched.sentinels[0].port}").open()
+    with pytest.raises(ConfigError, match="url: "):
+        await make_tier(f"redis-sentinel://127.0.0.1:{watched.master.port}/kv").open()
+
+
+async def test_a_fail_over_is_survived(shared: Watched) -> None:
+    """The last test of the module: the master is another one after it."""
+    tier = make_tier(shared.url, timeout_s=2.0, segment_bytes=10_000)
+    await tier.open()
+    key, payload = chunk(1, LENGTH)
+    assert await tier.write(key, payload, LENGTH)
+    with shared.master.client() as client:
+        assert client.wait(1, 5000) == 1
+    shared.sentinels[0].kill()
+    shared.master.kill()
+    into = page_aligned(LENGTH)
+    with pytest.raises(TierUnavailable):
+        await tier.read(key, into)
+    assert await eventually(lambda: tier.read(key, into)) == LENGTH
+    assert np.array_equal(into[:LENGTH], payload[:LENGTH])
+    other = chunk(2, LENGTH)
+    assert await eventually(lambda: tier.write(*other, LENGTH))
+    with shared.replica.client() as client:
+        # Someone makes it a replica: what is written goes to nobody else, and the Sentinels put it right.
+        client.replicaof("127.0.0.1", shared.master.port)
+    third = chunk(3, LENGTH)
+    with pytest.raises(TierUnavailable, match="READONLY|answers"):
+        await tier.write(*third, LENGTH)
+    await tier.close()

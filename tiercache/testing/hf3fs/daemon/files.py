@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 
 class KnownFile:
@@ -18,6 +19,8 @@ class KnownFile:
         self.holders = 0
         self.visible_bytes: int | None = None
         """What `stat` says while it lags behind what rings wrote; None when it does not lag."""
+        self.changed = False
+        """Rings wrote to it since this was last made visible."""
 
     def __del__(self) -> None:
         os.close(self.descriptor)
@@ -27,6 +30,8 @@ class KnownFiles:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._files: dict[int, KnownFile] = {}
+        self.on_visible: Callable[[int], None] = lambda inode: None
+        """Called with the inode when what rings wrote is to be seen."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -59,6 +64,7 @@ class KnownFiles:
 
     def will_write(self, known: KnownFile, until: int) -> None:
         """A ring is about to write up to the offset `until`."""
+        known.changed = True
         if known.visible_bytes is None:
             with self._lock:
                 size_bytes = os.fstat(known.descriptor).st_size
@@ -70,6 +76,9 @@ class KnownFiles:
         known = self._files.get(inode)
         if known is not None:
             known.visible_bytes = None
+            if known.changed:
+                known.changed = False
+                self.on_visible(inode)
 
     def visible_bytes(self, inode: int, size_bytes: int) -> int:
         known = self._files.get(inode)

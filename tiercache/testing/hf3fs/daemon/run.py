@@ -17,7 +17,9 @@ from tiercache.testing.hf3fs.daemon.directory import STOP_SIGNALS, Directory
 from tiercache.testing.hf3fs.daemon.engine import Engine
 from tiercache.testing.hf3fs.daemon.faults import CallFault, Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFiles
+from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
 from tiercache.testing.hf3fs.daemon.service import Handler, Service
+from tiercache.testing.hf3fs.daemon.session import Session
 from tiercache.testing.hf3fs.statistics import Statistics
 
 
@@ -49,7 +51,6 @@ class Daemon:
             else None
         )
         self.clients = ClientWatch(self._forget_process)
-        self.ready = False
 
     def serve(self) -> None:
         """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
@@ -70,51 +71,32 @@ class Daemon:
             self.clients.stop()
 
     def _serve_fuse(self) -> None:
-        # Bound late: it needs libfuse3, which a plain directory does without.
-        os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
-        import mfusepy
-
-        from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
-
         assert self.settings.backing is not None
+        filesystem = Filesystem(
+            self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
+        )
+        session = Session(filesystem, self.settings.mount, self._say_ready)
+        self.files.on_visible = session.changed
         service = None
         if self.settings.socket is not None:
             service = Service(self.settings.socket, self._control(), lambda pid: None)
             service.start()
-        filesystem = Filesystem(
-            self.settings.backing,
-            self.files,
-            self.buffers,
-            self.faults,
-            self.semaphore_targets,
-            mfusepy.fuse_get_context,
-            self._say_ready,
-            self.clients.watch,
-        )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # libfuse has handlers for them
+
+        def serve() -> None:
+            try:
+                session.serve()
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=serve, name="fuse", daemon=True).start()
         try:
-            _mount_class()(
-                filesystem,
-                str(self.settings.mount),
-                foreground=True,
-                fsname="hf3fs.emulator",
-                subtype="hf3fs",
-                use_ino=True,
-                hard_remove=True,
-                # The real client invalidates the kernel's copy of what it changes; this interface cannot.
-                attr_timeout=0,
-                entry_timeout=1.0,  # names change through the mount only, which the kernel sees
-                negative_timeout=0,
-            )
-        except RuntimeError:
-            if not self.ready:
-                raise  # else it reports the signal that ended it as a failure
+            signal.sigwait(STOP_SIGNALS)
         finally:
+            session.unmount()
             if service is not None:
                 service.stop()
 
     def _say_ready(self) -> None:
-        self.ready = True
         if self.settings.ready_descriptor is not None:
             names = [semaphore.name for semaphore in self.engine.semaphores]
             os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
@@ -162,17 +144,6 @@ class Daemon:
             rings=rings,
             open_files=len(self.files),
         )
-
-
-def _mount_class() -> Any:
-    import mfusepy
-
-    class Mount(mfusepy.FUSE):  # type: ignore[misc]
-        def truncate_fuse_3(self, path: bytes | None, length: int, file: Any) -> int:
-            """The library forgets the handle, which is all that there is of a file without a path."""
-            return int(self.ftruncate(path, length, file) or 0)
-
-    return Mount
 
 
 def _terminate_at_end_of_stdin() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from tiercache.testing.hf3fs.channel import Channel
+from tiercache.testing.hf3fs.pace import Pace
 from tiercache.testing.hf3fs.statistics import Statistics
 
 Direction = Literal["read", "write"]
@@ -71,8 +73,12 @@ class Control:
         """Wait until exactly so many files are held open. The kernel reports a close after `close` has returned."""
         self._wait("until_open_files", files=files)
 
+    def pace(self, pace: Pace | None) -> None:
+        """Answer no faster than a cluster of this pace would; None: as fast as memory."""
+        self._channel.ask("pace", **({} if pace is None else asdict(pace)))
+
     def clear(self) -> None:
-        """No more faults, nothing hangs, and writing is allowed."""
+        """No more faults, nothing hangs, writing is allowed, and nothing is paced."""
         self._channel.ask("clear")
 
     def statistics(self) -> Statistics:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tiercache
 from tiercache.testing.hf3fs.control import Control
+from tiercache.testing.hf3fs.daemon.engine import THREADS
 from tiercache.testing.hf3fs.install import SITE
 from tiercache.testing.hf3fs.wire import SHARED_MEMORY, SOCKET_NAME, VIRTUAL_DIRECTORY
 
@@ -53,7 +54,7 @@ class Hf3fsEmulator:
         directory: Path | None = None,
         *,
         fuse: bool | None = None,
-        threads: int = 4,
+        threads: int = THREADS,
         negative_io_depth: bool = True,
     ) -> None:
         self._given_directory = directory

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class KnownFile:
-    """One inode, with a descriptor of the daemon's own. The last reference closes it: a transfer may outlive the file."""
+    """One inode, with a descriptor. The last reference closes that: a transfer may outlive the client's file."""
 
     def __init__(self, descriptor: int, writable: bool) -> None:
         self.descriptor = descriptor
@@ -37,7 +37,7 @@ class KnownFiles:
         return len(self._files)
 
     def hold(self, descriptor: int) -> int:
-        """Somebody opened the file behind `descriptor`; its inode number."""
+        """Somebody opened the file behind `descriptor`, which remains the caller's; its inode number."""
         inode = os.fstat(descriptor).st_ino
         with self._lock:
             known = self._files.get(inode)
@@ -45,6 +45,15 @@ class KnownFiles:
                 known = self._files[inode] = _own(descriptor)
             known.holders += 1
         return inode
+
+    def hold_open(self, descriptor: int, inode: int, *, writable: bool) -> KnownFile:
+        """As `hold`. Where it is the first, the file keeps `descriptor` itself and closes it."""
+        with self._lock:
+            known = self._files.get(inode)
+            if known is None:
+                known = self._files[inode] = KnownFile(descriptor, writable)
+            known.holders += 1
+            return known
 
     def release(self, inode: int) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.faults import Faults
-from tiercache.testing.hf3fs.daemon.files import KnownFiles
+from tiercache.testing.hf3fs.daemon.files import KnownFile, KnownFiles
 from tiercache.testing.hf3fs.daemon.fuse_protocol import attributes, virtual_attributes
 from tiercache.testing.hf3fs.wire import IOCTL_FSYNC, IOCTL_GET_MAGIC, MAGIC, SEMAPHORE_LINKS, VIRTUAL_DIRECTORY
 
@@ -42,8 +42,8 @@ class Filesystem:
         self._faults = faults
         self._semaphores = dict(zip(SEMAPHORE_LINKS, semaphore_targets, strict=True))
         self._on_client = on_client
-        self._inode_of: dict[int, int] = {}
-        """Open descriptor of a client's file -> inode."""
+        self._open: dict[int, tuple[int, KnownFile]] = {}
+        """Open descriptor of a client's file -> inode, file."""
         self._writing: set[int] = set()
         self._directories: dict[int, tuple[str, list[tuple[str, int, int]]]] = {}
         """Handle -> path, and what was listed when it was last read from the beginning."""
@@ -115,55 +115,68 @@ class Filesystem:
 
     def open(self, path: str, flags: int) -> int:
         self._faults.check_call("open")
-        # O_DIRECT asks for alignment that FUSE's own buffers do not have; append is the kernel's business.
-        flags &= ~(os.O_DIRECT | os.O_APPEND)
-        real = self._real(path) if flags & os.O_ACCMODE == os.O_RDONLY else self._writable(path)
-        return self._opened(os.open(real, flags | os.O_CLOEXEC), flags)
+        reads = flags & os.O_ACCMODE == os.O_RDONLY
+        real = self._real(path) if reads else self._writable(path)
+        return self._opened(real, flags, 0)[0]
 
-    def create(self, path: str, mode: int, flags: int) -> int:
+    def create(self, path: str, mode: int, flags: int) -> tuple[int, int, bytes]:
+        """Handle, inode, attributes."""
         self._faults.check_call("open")
-        flags = flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CREAT | os.O_CLOEXEC
-        return self._opened(os.open(self._writable(path), flags, mode), flags)
+        handle, status = self._opened(self._writable(path), flags | os.O_CREAT, mode)
+        size_bytes = self._files.visible_bytes(status.st_ino, status.st_size)
+        return handle, status.st_ino, attributes(status, size_bytes)
 
-    def _opened(self, descriptor: int, flags: int) -> int:
-        self._inode_of[descriptor] = self._files.hold(descriptor)
+    def _opened(self, real: str, flags: int, mode: int) -> tuple[int, os.stat_result]:
+        # O_DIRECT asks for alignment that FUSE's own buffers do not have; append is the kernel's business.
+        given = flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CLOEXEC
+        writable = True
+        try:
+            # For both directions where its permissions let us: rings of either kind may use it.
+            descriptor = os.open(real, given & ~os.O_ACCMODE | os.O_RDWR, mode)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY):
+                raise
+            descriptor, writable = os.open(real, given, mode), flags & os.O_ACCMODE == os.O_RDWR
+        status = os.fstat(descriptor)
+        self._open[descriptor] = status.st_ino, self._files.hold_open(descriptor, status.st_ino, writable=writable)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self._writing.add(descriptor)
-        return descriptor
+        return descriptor, status
 
     def release(self, handle: int) -> None:
-        inode = self._inode_of.pop(handle)
+        inode, known = self._open.pop(handle)
         if handle in self._writing:
             self._writing.remove(handle)
             self._files.make_visible(inode)
-        os.close(handle)
         self._files.release(inode)
+        if known.descriptor != handle:
+            os.close(handle)
 
     def read(self, size: int, offset: int, handle: int) -> bytes:
         return os.pread(handle, size, offset)
 
     def write(self, data: memoryview, offset: int, handle: int) -> int:
         written = os.pwrite(handle, data, offset)
-        self._files.make_visible(self._inode_of[handle])
+        self._files.make_visible(self._open[handle][0])
         return written
 
     def fsync(self, handle: int) -> None:
         self._faults.check_call("fsync")
         os.fsync(handle)
-        self._files.make_visible(self._inode_of[handle])
+        self._files.make_visible(self._open[handle][0])
 
     def ioctl(self, command: int, handle: int) -> int:
         if command == IOCTL_GET_MAGIC:
             return MAGIC
         if command == IOCTL_FSYNC:
-            self._files.make_visible(self._inode_of[handle])
+            self._files.make_visible(self._open[handle][0])
             return 0
         raise OSError(errno.EINVAL, f"ioctl {command:#x}")
 
     def truncate(self, path: str | None, length: int, handle: int | None = None) -> None:
         os.truncate(handle if handle is not None else self._writable(path), length)
         if handle is not None:
-            self._files.make_visible(self._inode_of[handle])
+            self._files.make_visible(self._open[handle][0])
         else:
             self._files.make_visible(os.lstat(self._real(path)).st_ino)
 

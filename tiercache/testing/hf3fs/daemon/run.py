@@ -14,12 +14,14 @@ from typing import Any
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.clients import ClientWatch
 from tiercache.testing.hf3fs.daemon.directory import STOP_SIGNALS, Directory
-from tiercache.testing.hf3fs.daemon.engine import Engine
+from tiercache.testing.hf3fs.daemon.engine import THREADS, Engine
 from tiercache.testing.hf3fs.daemon.faults import CallFault, Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFiles
 from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
+from tiercache.testing.hf3fs.daemon.pacing import Pacing
 from tiercache.testing.hf3fs.daemon.service import Handler, Service
 from tiercache.testing.hf3fs.daemon.session import Session
+from tiercache.testing.hf3fs.pace import Pace
 from tiercache.testing.hf3fs.statistics import Statistics
 
 
@@ -30,7 +32,7 @@ class Settings:
     """None: no FUSE; `mount` is a plain directory."""
     socket: Path | None = None
     """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
-    threads: int = 4
+    threads: int = THREADS
     negative_io_depth: bool = True
     ready_descriptor: int | None = None
     """Gets a line of JSON once clients can come."""
@@ -43,7 +45,8 @@ class Daemon:
         self.files = KnownFiles()
         self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
         self.faults = Faults()
-        self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
+        self.pacing = Pacing()
+        self.engine = Engine(self.files, self.buffers, self.faults, self.pacing, threads=settings.threads)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
         self.directory = (
             Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)
@@ -75,7 +78,7 @@ class Daemon:
         filesystem = Filesystem(
             self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
         )
-        session = Session(filesystem, self.settings.mount, self._say_ready)
+        session = Session(filesystem, self.settings.mount, self.pacing, self._say_ready)
         self.files.on_visible = session.changed
         service = None
         if self.settings.socket is not None:
@@ -118,6 +121,13 @@ class Daemon:
                 raise OSError(errno.ENOTSUP, "system calls on a plain directory do not come by here")
             self.faults.add_call(CallFault(**fault))
 
+        def set_pace(pid: int, descriptors: list[int], **pace: float) -> None:
+            self.pacing.pace = Pace(**pace) if pace else None
+
+        def clear(pid: int, descriptors: list[int]) -> None:
+            self.pacing.pace = None
+            self.faults.clear()
+
         def make_read_only(pid: int, descriptors: list[int]) -> None:
             self.faults.read_only = True
 
@@ -127,7 +137,8 @@ class Daemon:
             "until_open_files": lambda pid, descriptors, files: self.files.until(files),
             "fault": add_fault,
             "call_fault": add_call_fault,
-            "clear": lambda pid, descriptors: self.faults.clear(),
+            "clear": clear,
+            "pace": set_pace,
             "hang": lambda pid, descriptors: self.faults.hang(),
             "resume": lambda pid, descriptors: self.faults.resume(),
             "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),

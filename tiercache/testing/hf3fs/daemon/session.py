@@ -8,13 +8,14 @@ answers needs none of that.
 from __future__ import annotations
 
 import errno
+import functools
 import heapq
 import itertools
 import logging
 import os
+import select
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiercache.testing.hf3fs.daemon import fuse_protocol as fuse
 from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
 from tiercache.testing.hf3fs.daemon.fuse_protocol import Opcode
 from tiercache.testing.hf3fs.daemon.nodes import Nodes
+from tiercache.testing.hf3fs.daemon.pacing import Pacing
 
 logger = logging.getLogger("tiercache.hf3fs.emulator")
 
@@ -36,16 +38,17 @@ Handler = Callable[[int, memoryview], bytes]
 
 
 class Session:
-    def __init__(self, filesystem: Filesystem, mount: Path, on_mounted: Callable[[], None]) -> None:
+    def __init__(self, filesystem: Filesystem, mount: Path, pacing: Pacing, on_mounted: Callable[[], None]) -> None:
         self._filesystem = filesystem
         self._mount = mount
         self._on_mounted = on_mounted
         self._nodes = Nodes()
         self._process = 0
         """Thread that made the request which is being handled."""
-        self._late = _LateReplies(self._reply)
-        self.pause_s: Callable[[int], float] = lambda opcode: 0.0
-        """How long the answer to a call takes."""
+        self._pacing = pacing
+        self._late: list[tuple[float, int, Callable[[], None]]] = []
+        """Answers that are to be given later, as a heap: (when, number, how)."""
+        self._numbers = itertools.count()
         self._handlers: dict[int, Handler] = {
             code: getattr(self, f"_{code.name.lower()}")
             for code in Opcode
@@ -59,6 +62,13 @@ class Session:
         view = memoryview(buffer)
         device, header = self._device, fuse.REQUEST
         while True:
+            while self._late:
+                # In this thread and not another one, which would have to be woken and to fight for the GIL.
+                wait_s = self._late[0][0] - time.monotonic()
+                if wait_s > 0 and select.select([device], [], [], wait_s)[0]:
+                    break
+                if wait_s <= 0:
+                    heapq.heappop(self._late)[2]()
             try:
                 length = os.readv(device, [buffer])
             except OSError as error:
@@ -95,9 +105,10 @@ class Session:
         except Exception:
             logger.exception("FUSE request %d failed", opcode)
             code = errno.EIO
-        delay_s = self.pause_s(opcode)
+        delay_s = self._pacing.call_s(opcode)
         if delay_s:
-            self._late.add(delay_s, unique, code, answer)
+            answer_now: Callable[[], None] = functools.partial(self._reply, unique, code, answer)
+            heapq.heappush(self._late, (time.monotonic() + delay_s, next(self._numbers), answer_now))
         else:
             self._reply(unique, code, answer)
 
@@ -245,8 +256,9 @@ class Session:
     def _create(self, node: int, body: memoryview) -> bytes:
         flags, mode, _, _ = fuse.CREATE_IN.unpack_from(body)
         name = _name(body[fuse.CREATE_IN.size :])
-        handle = self._filesystem.create(self._below(node, name), mode, flags)
-        return self._entry(node, name) + fuse.OPEN_OUT.pack(handle, 0, 0)
+        handle, inode, packed = self._filesystem.create(self._below(node, name), mode, flags)
+        entry = fuse.ENTRY_OUT.pack(self._nodes.found(node, name, inode).number, 0, _VALID_S, _VALID_S, 0, 0)
+        return entry + packed + fuse.OPEN_OUT.pack(handle, 0, 0)
 
     def _read(self, _: int, body: memoryview) -> bytes:
         handle, offset, size, *_rest = fuse.READ_IN.unpack_from(body)
@@ -287,35 +299,6 @@ class Session:
         handle, _, command, _, _, out_bytes = fuse.IOCTL_IN.unpack_from(body)
         data = self._filesystem.ioctl(command, handle).to_bytes(4, "little")[:out_bytes]
         return fuse.IOCTL_OUT.pack(0, 0, 0, 0) + data
-
-
-class _LateReplies:
-    """Answers that are given some time after the call was carried out."""
-
-    def __init__(self, reply: Callable[[int, int, bytes], None]) -> None:
-        self._reply = reply
-        self._waiting: list[tuple[float, int, int, int, bytes]] = []
-        self._numbers = itertools.count()
-        self._change = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, delay_s: float, unique: int, code: int, answer: bytes) -> None:
-        with self._change:
-            item = (time.monotonic() + delay_s, next(self._numbers), unique, code, answer)
-            heapq.heappush(self._waiting, item)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="late-replies", daemon=True)
-                self._thread.start()
-            if self._waiting[0] is item:
-                self._change.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._change:
-                while not self._waiting or self._waiting[0][0] > time.monotonic():
-                    self._change.wait(self._waiting[0][0] - time.monotonic() if self._waiting else None)
-                _, _, unique, code, answer = heapq.heappop(self._waiting)
-            self._reply(unique, code, answer)
 
 
 def _name(body: memoryview) -> str:

@@ -99,7 +99,7 @@ async def test_write_that_was_given_up_never_shows(
         assert await tier.read(chunk(1)[0], memory.make()) is None
         await put(tier, memory, 1)
         await get(tier, memory, 1)
-        await until(lambda: not list((place / ".tiercache" / "tmp").glob("*[0-9]")))
+        await until(lambda: not list(place.rglob("*.[0-9]*")))
 
 
 async def test_lost_answers_wear_out_and_are_replaced(
@@ -224,7 +224,7 @@ async def test_close_does_not_wait_for_a_paused_daemon(
         await put(tier3, memory, 1)
         mortal.pause()
         tasks = [asyncio.create_task(get(tier3, memory, 1)), asyncio.create_task(put(tier3, memory, 3))]
-        await until(lambda: any(worker.unfinished for worker in (tier3._readers, tier3._writers)))
+        await until(lambda: any(worker.unfinished for worker in (tier3._file_threads, tier3._readers)))
         closing = asyncio.create_task(tier3.close())
         await asyncio.wait_for(closing, 5)
         mortal.resume()

@@ -65,6 +65,10 @@ class Control:
         """Wait until so many operations hang."""
         self._wait("until_hanging", operations=operations)
 
+    def until_struck(self, faults: int) -> None:
+        """Wait until so many faults have struck since the daemon's start."""
+        self._wait("until_struck", faults=faults)
+
     def until_registered(self, buffers: int, rings: int) -> None:
         """Wait until exactly so many buffers and rings are registered."""
         self._wait("until_registered", buffers=buffers, rings=rings)

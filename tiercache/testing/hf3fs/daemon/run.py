@@ -141,6 +141,7 @@ class Daemon:
             "pace": set_pace,
             "hang": lambda pid, descriptors: self.faults.hang(),
             "resume": lambda pid, descriptors: self.faults.resume(),
+            "until_struck": lambda pid, descriptors, faults: self.faults.until_struck(faults),
             "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),
             "statistics": lambda pid, descriptors: asdict(self.statistics()),
         }

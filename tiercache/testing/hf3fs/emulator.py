@@ -182,7 +182,7 @@ class Hf3fsEmulator:
             self._control.close()
             self._control = None
         if self.fuse and _is_mounted(self.mount):
-            subprocess.run(["fusermount3", "-u", "-z", str(self.mount)], check=True)
+            subprocess.run(["fusermount3", "-u", "-z", str(self.mount)], check=True, timeout=_STOP_S)
         for name in self._semaphores:
             Path(SHARED_MEMORY, f"sem.{name}").unlink(missing_ok=True)
         self._semaphores = []

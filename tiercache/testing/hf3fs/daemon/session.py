@@ -7,6 +7,7 @@ answers needs none of that.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import heapq
@@ -32,6 +33,7 @@ _WRITE_BYTES = 1 << 20
 _VALID_S = 30
 """How long the kernel may believe names and attributes: 3FS's default. What rings change it is told of."""
 _RENAME_NOREPLACE = 1
+_MOUNT_S = 5.0
 
 Handler = Callable[[int, memoryview], bytes]
 """Of a node and what follows the request's header; what follows the reply's header."""
@@ -81,7 +83,8 @@ class Session:
             self._handle(opcode, unique, node, view[header.size : length])
 
     def unmount(self) -> None:
-        subprocess.run(["fusermount3", "-u", "-q", "-z", str(self._mount)], check=False)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # whoever started us unmounts as well
+            subprocess.run(["fusermount3", "-u", "-q", "-z", str(self._mount)], check=False, timeout=_MOUNT_S)
 
     def changed(self, inode: int) -> None:
         """What rings did to a file is to be seen: the kernel asks for its attributes anew. Any thread may call it."""
@@ -316,6 +319,7 @@ def _mount_device(mount: Path) -> int:
             capture_output=True,
             text=True,
             check=False,
+            timeout=_MOUNT_S,
         )
         if done.returncode:
             raise OSError(errno.EIO, f"fusermount3: {done.stderr.strip()}", str(mount))

@@ -61,7 +61,7 @@ def main(
             answers[name] = (answer, found.source if found else "")
             console.print(f"  {name}: first token after {answer.ttft_s:.3f} s")
 
-        console.print("starting vLLM (a minute)")
+        console.print("starting vLLM (a minute; on a busy machine up to five, then it is given up)")
         with serving(model, place / "first.log", config) as server:
             ask(server, "Say hello.", 4)
             run("cold", server)

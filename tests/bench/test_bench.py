@@ -104,3 +104,20 @@ def test_a_peer_that_does_not_start_is_said_and_the_rest_is_kept(tmp_path: Path)
     assert run.returncode == 1
     assert "it last said: No module named lmcache" in run.stderr
     assert "restart.index_100k_s" in json.loads(file.read_text())
+
+
+def test_3fs_is_measured_as_fast_as_memory_and_at_the_pace_of_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    run = bench("--quick", "--pairs", 1, "--only", "hf3fs", "--directory", tmp_path, "--json", file)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(file.read_text())
+    for size in ("2MiB", "8MiB", "32MiB"):
+        for way, ceiling in (("read", "read"), ("reread", "read"), ("write", "write")):
+            for memory in ("arena", "buffers"):
+                for kind, suffix in (("", ".d4"), ("", ".d16"), ("paced.", "")):
+                    ours = found[f"hf3fs.{kind}{way}_{memory}_gbps.{size}{suffix}"]
+                    beside = f"ceiling.{kind}ring_{ceiling}_gbps.{size}{suffix}"
+                    assert found[beside]["median"] > 0
+                    assert ours["ratios"][beside] > 0
+                    assert found[f"hf3fs.lag_p99_ms.{kind}{way}_{memory}"]["median"] >= 0
+    assert found["ceiling.paced.ring_read_gbps.2MiB"]["median"] < 3.2, "no faster than the link"

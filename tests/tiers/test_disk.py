@@ -227,6 +227,8 @@ async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alon
     stray = tmp_path / ".tiercache" / "tmp" / "0123456789abcdef.7"
     stray.write_bytes(b"half a chunk")
     stray.with_name("0123456789abcdef.lock").touch()
+    beside = torn.with_name("0123456789abcdef.8")
+    beside.write_bytes(b"half a chunk of a tier that makes files beside their names")
     precious = [tmp_path / "thesis.txt", torn.with_name("notes.txt"), torn.parent / "zz.txt"]
     for path in precious:
         path.write_text("mine")
@@ -234,7 +236,8 @@ async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alon
         await tier.scanned()
         assert not torn.exists()
         assert not stray.exists()
-        assert tier.statistics().strays == 2
+        assert not beside.exists()
+        assert tier.statistics().strays == 3
         assert all(path.read_text() == "mine" for path in precious)
         assert await is_hit(tier, 2)
 

@@ -7,6 +7,7 @@
 <root>/.tiercache/ledger         bytes in use, shared by all processes
 <root>/.tiercache/owners         locked (shared) by every living process
 <root>/.tiercache/tmp/<owner>.*  files being written; <owner>.lock is held by their writer
+<root>/<2 hex>/<owner>.<n>       files being written, with `beside`
 ```
 
 256 directories and no second level below them: making two directories for each chunk cost a third of the durable write speed
@@ -28,6 +29,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,7 +42,10 @@ from tiercache.tiers.naming import UNSUPPORTED, WAYS
 
 logger = logging.getLogger("tiercache.disk")
 
+T = TypeVar("T")
+
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
+UNBORN_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 _QUARANTINE_KEEPS = 8
 _PUBLISH_ATTEMPTS = 8
@@ -88,7 +93,11 @@ class Volume:
         direct: bool | None,
         durable: bool,
         allowance_bytes: int = 0,
+        beside: bool = False,
     ) -> None:
+        """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory
+        at a time, and moves one file at a time between directories of a mount; where each such call is a round trip to
+        another machine, all writes would wait for one another."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -96,6 +105,7 @@ class Volume:
         self.direct = False
         self.durable = durable
         self._allowance_bytes = allowance_bytes
+        self._beside = beside
         self._private = root / ".tiercache"
         self._temporary = self._private / "tmp"
         self._quarantine = root / "quarantine"
@@ -208,11 +218,21 @@ class Volume:
         discarded and theirs counts."""
         unborn = self.begin_write(key, payload_bytes, victims)
         try:
-            occupied_bytes = create(unborn.path)
+            occupied_bytes = self.make(unborn, create)
         except BaseException:
             self.abandon_write(unborn)
             raise
         return self.finish_write(unborn, occupied_bytes)
+
+    def make(self, unborn: Unborn, create: Callable[[str], T]) -> T:
+        """`create` the file at its path, in a directory that may have to be made first."""
+        try:
+            return create(unborn.path)
+        except FileNotFoundError:
+            if not self._beside:
+                raise
+            self._make_directory(os.path.dirname(unborn.path))
+            return create(unborn.path)
 
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> Unborn:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
@@ -221,7 +241,8 @@ class Volume:
         charged_bytes = file_bytes(payload_bytes)
         if not self.ledger.charge(charged_bytes):
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
-        return Unborn(key, f"{self._temporary}/{self._owner}.{next(self._numbers)}", charged_bytes)
+        directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
+        return Unborn(key, f"{directory}/{self._owner}.{next(self._numbers)}", charged_bytes)
 
     def finish_write(self, unborn: Unborn, occupied_bytes: int) -> int:
         """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
@@ -355,7 +376,7 @@ class Volume:
         except FileNotFoundError:
             return
         if not CHUNK_NAME.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
-            found.foreign += 1
+            found.foreign += not UNBORN_NAME.fullmatch(entry.name)
             return
         if status.st_size < file_bytes(1) or status.st_size % 4096:
             # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
@@ -420,8 +441,9 @@ class Volume:
                 continue
             finally:
                 os.close(descriptor)
-            for path in self._temporary.glob(f"{lock.stem}.*[0-9]"):
-                self._remove_stray(path)
+            for place in (self._temporary, *(self.root / top for top in TOP_LEVELS)):
+                for path in place.glob(f"{lock.stem}.*[0-9]"):
+                    self._remove_stray(path)
             # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
             if self._unlink(lock):
                 self.ledger.correct(-unspent_bytes)

@@ -3,12 +3,13 @@
 import errno
 import fcntl
 import os
+import time
 
 import pytest
 
 from tests.hf3fs.emulator.client import Client, fails, run
 from tests.hf3fs.emulator.conftest import needs_fuse
-from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.testing.hf3fs import Hf3fsEmulator, Pace
 
 pytestmark = [needs_fuse, pytest.mark.parametrize("kind", ["fuse"], indirect=True)]
 
@@ -81,3 +82,60 @@ def test_read_only_mount_takes_no_writes(client: Client, emulator: Hf3fsEmulator
         with fails(errno.EROFS):
             call()
     assert (client.mount / "file").read_bytes() == b"x"
+
+
+def test_all_names_of_a_file_are_one_file(client: Client) -> None:
+    one, other = client.mount / "first", client.mount / "second"
+    one.write_bytes(b"same")
+    os.link(one, other)
+    assert os.stat(one).st_ino == os.stat(other).st_ino
+    assert os.stat(other).st_nlink == 2
+    one.unlink()
+    assert other.read_bytes() == b"same"
+    assert os.stat(other).st_nlink == 1
+    other.rename(one)
+    assert one.read_bytes() == b"same"
+
+
+def test_large_directory_is_listed_whole(client: Client) -> None:
+    directory = client.mount / "large"
+    directory.mkdir()
+    names = {f"{number:04d}-{'x' * 100}" for number in range(300)}
+    for name in names:
+        (directory / name).touch()
+    assert set(os.listdir(directory)) == names
+    for name in names:
+        (directory / name).unlink()
+    directory.rmdir()
+
+
+def test_times_and_modes_are_kept(client: Client) -> None:
+    path = client.mount / "file"
+    path.touch()
+    os.utime(path, ns=(10**9 + 7, 2 * 10**9 + 9))
+    path.chmod(0o640)
+    status = path.stat()
+    assert (status.st_atime_ns, status.st_mtime_ns, status.st_mode & 0o777) == (10**9 + 7, 2 * 10**9 + 9, 0o640)
+
+
+def test_kernel_is_told_what_rings_have_changed(client: Client) -> None:
+    """It keeps attributes for a while: what is old there is not to outlive the sync."""
+    descriptor = client.open("file", os.O_RDWR, b"old")
+    assert (client.mount / "file").read_bytes() == b"old"
+    client.memory[:6] = b"newest"
+    assert run(client.ring(False), client.iov[:6], False, descriptor) == 6
+    os.fsync(descriptor)
+    assert (client.mount / "file").stat().st_size == 6
+    assert (client.mount / "file").read_bytes() == b"newest"
+
+
+def test_mount_keeps_the_pace_of_a_cluster(client: Client, emulator: Hf3fsEmulator) -> None:
+    emulator.control.pace(Pace(bytes_per_s=1e9, latency_s=0.01, look_s=0.02, change_s=0.03))
+    began_s = time.monotonic()
+    (client.mount / "directory").mkdir()
+    assert time.monotonic() - began_s >= 0.03
+    descriptor = client.open("file", os.O_RDWR, bytes(1 << 16))
+    began_s = time.monotonic()
+    assert run(client.ring(), client.iov[:4096], True, descriptor) == 4096
+    assert 0.01 <= time.monotonic() - began_s < 5
+    emulator.control.pace(None)

@@ -17,6 +17,7 @@ from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator, install
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.hf3fs.engine import RingEngine
 from tiercache.tiers.hf3fs.ring import RingSettings
 
 FINGERPRINT = b"3" * 16
@@ -56,10 +57,10 @@ def mortal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         emulator.resume()
 
 
-async def until(condition: Callable[[], object], patience_s: float = 20.0) -> None:
+async def until(engine: RingEngine, condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+    """Wait for what the engine's transfers and restarts make true."""
     async with asyncio.timeout(patience_s):
-        while not condition():
-            await asyncio.sleep(0.001)
+        await engine.until(condition)
 
 
 class Memory:

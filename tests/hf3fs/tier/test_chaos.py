@@ -100,7 +100,7 @@ class Chaos:
                     while 999 not in self.stored:
                         await self.put(999)
                 while not await self.get(number):
-                    await asyncio.sleep(0.01)
+                    await self.tier.engine.until(lambda: self.tier.engine.serves)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -264,7 +264,7 @@ async def test_what_a_thread_did_not_foresee_makes_new_rings(bench: OpenBench, e
         dead = opened.begin(file, 0)
         with pytest.raises(TierUnavailable):
             await dead.ended
-        await until(lambda: opened.engine.restarts == 1)
+        await until(opened.engine, lambda: opened.engine.restarts == 1)
         opened.buffers = opened.engine.buffers
         assert await moved([opened.begin(file, 0)]) == [PAGE]
         opened.files.release(file)

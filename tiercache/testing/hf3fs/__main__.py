@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from tiercache.testing.hf3fs.daemon.engine import THREADS
 from tiercache.testing.hf3fs.daemon.run import Daemon, Settings
 from tiercache.testing.hf3fs.emulator import why_no_fuse
 
@@ -19,7 +20,7 @@ def main() -> int:
     parser.add_argument("--backing", type=Path, help="directory that holds the files (default: DIR.files)")
     parser.add_argument("--no-fuse", action="store_true", help="serve DIR itself, without FUSE")
     parser.add_argument("--socket", type=Path, help="Unix socket for fault injection")
-    parser.add_argument("--threads", type=int, default=4, help="transfers at the same time (default: 4)")
+    parser.add_argument("--threads", type=int, default=THREADS, help=f"transfers at the same time (default: {THREADS})")
     parser.add_argument(
         "--no-negative-io-depth", action="store_true", help="refuse rings of io_depth < 0, as newer daemons do"
     )

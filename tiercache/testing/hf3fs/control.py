@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from tiercache.testing.hf3fs.channel import Channel
+from tiercache.testing.hf3fs.pace import Pace
 from tiercache.testing.hf3fs.statistics import Statistics
 
 Direction = Literal["read", "write"]
@@ -63,6 +65,10 @@ class Control:
         """Wait until so many operations hang."""
         self._wait("until_hanging", operations=operations)
 
+    def until_struck(self, faults: int) -> None:
+        """Wait until so many faults have struck since the daemon's start."""
+        self._wait("until_struck", faults=faults)
+
     def until_registered(self, buffers: int, rings: int) -> None:
         """Wait until exactly so many buffers and rings are registered."""
         self._wait("until_registered", buffers=buffers, rings=rings)
@@ -71,8 +77,12 @@ class Control:
         """Wait until exactly so many files are held open. The kernel reports a close after `close` has returned."""
         self._wait("until_open_files", files=files)
 
+    def pace(self, pace: Pace | None) -> None:
+        """Answer no faster than a cluster of this pace would; None: as fast as memory."""
+        self._channel.ask("pace", **({} if pace is None else asdict(pace)))
+
     def clear(self) -> None:
-        """No more faults, nothing hangs, and writing is allowed."""
+        """No more faults, nothing hangs, writing is allowed, and nothing is paced."""
         self._channel.ask("clear")
 
     def statistics(self) -> Statistics:

@@ -97,6 +97,7 @@ class RingEngine:
         self._look_s = min(_LOOK_S, settings.hang_s / 4)
         self._pause_s = self._look_s
         self._closed = False
+        self._changed = asyncio.Event()
         if settings.io_depth > 1:
             logger.warning(
                 "hf3fs_io_depth: %d makes 3FS issue exact batches only: every partial one is filled up with repeated "
@@ -128,6 +129,16 @@ class RingEngine:
         self._workers.close()
 
     @property
+    def serves(self) -> bool:
+        """Whether a transfer may begin."""
+        return self._now is not None and not self._draining
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what transfers that begin, end or come to be late, and rings that are made anew, make true. For tests."""
+        while not condition():
+            await self._changed.wait()
+
+    @property
     def in_flight(self) -> int:
         """Transfers that the daemon is or may be working on."""
         return len(self._unfinished()) + len(self._forsaken)
@@ -152,12 +163,17 @@ class RingEngine:
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
         min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
+        self._tell()
         return transfer
 
     def _equipment(self) -> _Equipment:
         if self._now is None or self._draining:
             raise TierUnavailable(f"3FS at {self.mount} is not there")
         return self._now
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _unfinished(self) -> list[Transfer]:
         return [] if self._now is None else [each for ring in self._now.all_rings for each in ring.unfinished]
@@ -190,6 +206,7 @@ class RingEngine:
             left, self._forsaken = self._forsaken, []
             for transfer in left:
                 transfer.over.set_result(None)
+        self._tell()
         return equipment
 
     def _settled(self, transfers: list[Transfer]) -> None:
@@ -202,6 +219,7 @@ class RingEngine:
                 transfer.ended.set_exception(transfer.error)
             else:
                 transfer.ended.set_result(transfer.moved_bytes)
+        self._tell()
 
     # When nothing comes back
 
@@ -218,6 +236,7 @@ class RingEngine:
             logger.warning("3FS at %s: no answer to %d transfers for %.1f s", self.mount, len(late), hang_s)
         for transfer in late:
             transfer.ended.set_exception(StillInUse(f"3FS at {self.mount} did not answer for {hang_s:.1f} s"))
+            self._tell()
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
         suspect = self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
         if not suspect:
@@ -256,6 +275,7 @@ class RingEngine:
                 return
         await self._begin()
         self.restarts += 1
+        self._tell()
         logger.info("3FS at %s: rings made anew", self.mount)
 
     def _worn_out(self, now: _Equipment) -> bool:

@@ -29,7 +29,7 @@ from tiercache.core.header import (
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
-from tiercache.memory.workers import to_the_end
+from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.disk import MANIFEST, DiskSettings, DiskTier, Victims
@@ -45,6 +45,9 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
+_FILE_THREADS = _IN_FLIGHT
+"""For opening, making and naming files: calls that wait for the metadata service, each 0.5 to 2 ms, while the rings move
+other chunks. So many are enough for writes of 2 MiB (four such calls, one after the other) at 3 GB/s."""
 _LARGEST_ALLOWANCE_BYTES = 1 << 30
 _SMALLEST_SHARE = 64
 _OPEN_S = 60.0
@@ -76,6 +79,9 @@ class Hf3fsTier(DiskTier):
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
         self._active: set[asyncio.Task[Any]] = set()
+        self._file_threads = Workers(f"{name}-files", _FILE_THREADS)
+        self._hashing = threading.BoundedSemaphore(settings.threads)
+        """Of the threads that make files, so many hash and copy at a time: the others wait for 3FS, not for a CPU."""
 
     def use_arena(self, arena: Arena) -> None:
         """Before `open`: payloads lie in this arena. Where it is shared memory, rings move them with no copy."""
@@ -126,6 +132,7 @@ class Hf3fsTier(DiskTier):
             if self._active:
                 await asyncio.wait(self._active, timeout=_END_S)
             self._later(self.files.close, str(self.settings.directories[0] / MANIFEST))
+        self._file_threads.close()
         await super().close()
 
     def describe(self) -> str:
@@ -175,6 +182,7 @@ class Hf3fsTier(DiskTier):
             direct=settings.direct,
             durable=settings.durable,
             allowance_bytes=allowance_bytes,
+            beside=True,
         )
 
     def _engine(self) -> RingEngine:
@@ -228,7 +236,7 @@ class Hf3fsTier(DiskTier):
         file = self.files.kept(path)
         if file is None:
             try:
-                file = await self._readers.submit(self.files.open_to_read, path)
+                file = await self._file_threads.submit(self.files.open_to_read, path)
             except FileNotFoundError:
                 if not await self._metadata.submit(volume.root.is_dir):
                     raise
@@ -324,22 +332,23 @@ class Hf3fsTier(DiskTier):
                 view = buffers.view(place)
                 if not view.nbytes:
                     raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
-                if direct is None:
-                    target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
-                    checksum = copy_with_checksum(padded[:payload_bytes], target)
-                    target[payload_bytes:] = 0
-                else:
-                    checksum = payload_checksum(padded[:payload_bytes])
+                with self._hashing:
+                    if direct is None:
+                        target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
+                        checksum = copy_with_checksum(padded[:payload_bytes], target)
+                        target[payload_bytes:] = 0
+                    else:
+                        checksum = payload_checksum(padded[:payload_bytes])
                 packed = Header(key, self.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
                 view[PACKED_BYTES:HEADER_BYTES] = 0
-                return unborn, self.files.create(unborn.path)
+                return unborn, volume.make(unborn, self.files.create)
             except BaseException:
                 volume.abandon_write(unborn)
                 raise
 
         try:
-            unborn, file = await self._writers.submit(begin)
+            unborn, file = await self._file_threads.submit(begin)
         except BaseException:
             buffers.give_back(place)
             raise
@@ -355,7 +364,7 @@ class Hf3fsTier(DiskTier):
             self._let_go(file, buffers, place, transfer)
             raise
         buffers.give_back(place)
-        return await self._writers.submit(self._publish, volume, unborn, file)
+        return await self._file_threads.submit(self._publish, volume, unborn, file)
 
     def _publish(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> int:
         """Releases `file`: it has its name only when nobody can write to it any more."""

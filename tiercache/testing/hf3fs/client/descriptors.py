@@ -33,20 +33,30 @@ def register_fd(fd: int, flags: int = 0) -> None:
     """Let rings use `fd`. Raises OSError: EBADF when it is not on 3FS, EINVAL when its number is registered already."""
     if not is_hf3fs(fd):
         raise OSError(errno.EBADF, f"descriptor {fd} is not on 3FS")
+    # The inode is a call of the mount, which takes its time there: as in the real library, nobody else waits for it.
+    duplicate = os.dup(fd)
+    try:
+        _require_unregistered(fd, duplicate)
+        inode = hold_inode(duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     with _lock:
-        if fd in _registered:
-            raise OSError(errno.EINVAL, f"descriptor {fd} is registered already, perhaps since before it was closed")
-        duplicate = os.dup(fd)
-        if duplicate in _registered:
-            os.close(duplicate)
-            raise OSError(errno.EINVAL, f"descriptor {duplicate} was closed while it was registered")
         try:
-            inode = hold_inode(duplicate)
+            _require_unregistered(fd, duplicate)
         except OSError:
+            release_inode(duplicate, inode)
             os.close(duplicate)
             raise
-        access = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
         _registered[fd] = _registered[duplicate] = RegisteredFile(duplicate, inode, access)
+
+
+def _require_unregistered(fd: int, duplicate: int) -> None:
+    if fd in _registered:
+        raise OSError(errno.EINVAL, f"descriptor {fd} is registered already, perhaps since before it was closed")
+    if duplicate in _registered:
+        raise OSError(errno.EINVAL, f"descriptor {duplicate} was closed while it was registered")
 
 
 def deregister_fd(fd: int) -> None:

@@ -11,12 +11,15 @@ import functools
 import logging
 import os
 import threading
+import time
 import uuid
 from queue import SimpleQueue
 
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.faults import Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFile, KnownFiles
+from tiercache.testing.hf3fs.daemon.later import Later
+from tiercache.testing.hf3fs.daemon.pacing import Pacing
 from tiercache.testing.hf3fs.daemon.served_ring import Batch
 from tiercache.testing.hf3fs.semaphores import NamedSemaphore
 from tiercache.testing.hf3fs.wire import FORBID_READ_HOLES, SEMAPHORE_LINKS
@@ -26,17 +29,24 @@ logger = logging.getLogger("tiercache.hf3fs.emulator")
 _PASSED_ON = {errno.EINVAL, errno.EBADF, errno.EROFS, errno.ENOSPC, errno.EREMOTEIO, errno.ENODATA}
 """All else is EIO to a client."""
 _WATCHER_WAKES_S = 1.0
+THREADS = min(4, os.cpu_count() or 4)
+"""More than there are CPUs only fight for the GIL."""
+
+_Work = tuple[Batch, int, Fault | None, float | None]
+"""A batch, which of its operations, what goes wrong, and when it may be reported."""
 
 
 class Engine:
-    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, *, threads: int) -> None:
+    def __init__(self, files: KnownFiles, buffers: Buffers, faults: Faults, pacing: Pacing, *, threads: int) -> None:
         self._files = files
         self._buffers = buffers
         self._faults = faults
+        self._pacing = pacing
+        self._later = Later("late-transfers")
         # With whose they are in the name: who finds some can tell what they are left from.
         names = [f"hf3fs-submit-ios.{os.getppid()}.{uuid.uuid4()}" for _ in SEMAPHORE_LINKS]
         self.semaphores = [NamedSemaphore(name, create=True) for name in names]
-        self._work: SimpleQueue[tuple[Batch, int, Fault | None] | None] = SimpleQueue()
+        self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._stopping = False
         self._workers = [threading.Thread(target=self._run, name=f"worker-{number}") for number in range(threads)]
         self._watchers = [
@@ -85,7 +95,11 @@ class Engine:
 
     def _dispatch(self, batch: Batch) -> None:
         for position in range(len(batch.submissions)):
-            item = (batch, position, self._faults.next(batch.ring.traits.for_read))
+            for_read, due_s = batch.ring.traits.for_read, None
+            if self._pacing.pace is not None:
+                length_bytes = batch.ring.memory.arguments(batch.submissions[position][0]).length
+                due_s = self._pacing.transfer_due_s(for_read, length_bytes)
+            item = (batch, position, self._faults.next(for_read), due_s)
             if not self._faults.parks(functools.partial(self._work.put, item)):
                 self._work.put(item)
 
@@ -94,12 +108,12 @@ class Engine:
             self._serve(*item)
             del item  # an idle worker keeps no ring mapped
 
-    def _serve(self, batch: Batch, position: int, fault: Fault | None) -> None:
+    def _serve(self, batch: Batch, position: int, fault: Fault | None, due_s: float | None) -> None:
         if fault is not None and fault.action == "delay":
             # Not slept away in a worker: other operations are not to wait for this one.
-            timer = threading.Timer(fault.value, self._work.put, [(batch, position, None)])
-            timer.daemon = True
-            timer.start()
+            self._later.at(
+                time.monotonic() + fault.value, functools.partial(self._work.put, (batch, position, None, due_s))
+            )
             return
         result: int | None
         try:
@@ -109,7 +123,10 @@ class Engine:
         except Exception:
             logger.exception("operation %d of a batch failed", position)
             result = -errno.EIO
-        self._finish(batch, position, result)
+        if due_s is None or due_s <= time.monotonic():
+            self._finish(batch, position, result)
+        else:
+            self._later.at(due_s, functools.partial(self._finish, batch, position, result))
 
     def _finish(self, batch: Batch, position: int, result: int | None) -> None:
         with self._count_lock:

@@ -65,7 +65,7 @@ class Faults:
                         fault.count -= 1
                         if fault.count == 0:
                             self._active.remove(fault)
-                    self.struck += 1
+                    self._strike()
                     return fault
         return None
 
@@ -84,8 +84,17 @@ class Faults:
                         fault.count -= 1
                         if fault.count == 0:
                             self._calls.remove(fault)
-                    self.struck += 1
+                    self._strike()
                     raise OSError(fault.errno, f"a fault was asked for: {call}")
+
+    def _strike(self) -> None:
+        self.struck += 1
+        self._lock.notify_all()
+
+    def until_struck(self, faults: int) -> None:
+        """Wait until so many have struck."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.struck >= faults)
 
     def hang(self) -> None:
         """From now on operations are claimed, and nothing happens to them."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 
 class KnownFile:
-    """One inode, with a descriptor of the daemon's own. The last reference closes it: a transfer may outlive the file."""
+    """One inode, with a descriptor. The last reference closes that: a transfer may outlive the client's file."""
 
     def __init__(self, descriptor: int, writable: bool) -> None:
         self.descriptor = descriptor
@@ -18,6 +19,8 @@ class KnownFile:
         self.holders = 0
         self.visible_bytes: int | None = None
         """What `stat` says while it lags behind what rings wrote; None when it does not lag."""
+        self.changed = False
+        """Rings wrote to it since this was last made visible."""
 
     def __del__(self) -> None:
         os.close(self.descriptor)
@@ -27,12 +30,14 @@ class KnownFiles:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._files: dict[int, KnownFile] = {}
+        self.on_visible: Callable[[int], None] = lambda inode: None
+        """Called with the inode when what rings wrote is to be seen."""
 
     def __len__(self) -> int:
         return len(self._files)
 
     def hold(self, descriptor: int) -> int:
-        """Somebody opened the file behind `descriptor`; its inode number."""
+        """Somebody opened the file behind `descriptor`, which remains the caller's; its inode number."""
         inode = os.fstat(descriptor).st_ino
         with self._lock:
             known = self._files.get(inode)
@@ -40,6 +45,15 @@ class KnownFiles:
                 known = self._files[inode] = _own(descriptor)
             known.holders += 1
         return inode
+
+    def hold_open(self, descriptor: int, inode: int, *, writable: bool) -> KnownFile:
+        """As `hold`. Where it is the first, the file keeps `descriptor` itself and closes it."""
+        with self._lock:
+            known = self._files.get(inode)
+            if known is None:
+                known = self._files[inode] = KnownFile(descriptor, writable)
+            known.holders += 1
+            return known
 
     def release(self, inode: int) -> None:
         with self._lock:
@@ -59,6 +73,7 @@ class KnownFiles:
 
     def will_write(self, known: KnownFile, until: int) -> None:
         """A ring is about to write up to the offset `until`."""
+        known.changed = True
         if known.visible_bytes is None:
             with self._lock:
                 size_bytes = os.fstat(known.descriptor).st_size
@@ -70,6 +85,9 @@ class KnownFiles:
         known = self._files.get(inode)
         if known is not None:
             known.visible_bytes = None
+            if known.changed:
+                known.changed = False
+                self.on_visible(inode)
 
     def visible_bytes(self, inode: int, size_bytes: int) -> int:
         known = self._files.get(inode)

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.faults import Faults
-from tiercache.testing.hf3fs.daemon.files import KnownFiles
+from tiercache.testing.hf3fs.daemon.files import KnownFile, KnownFiles
+from tiercache.testing.hf3fs.daemon.fuse_protocol import attributes, virtual_attributes
 from tiercache.testing.hf3fs.wire import IOCTL_FSYNC, IOCTL_GET_MAGIC, MAGIC, SEMAPHORE_LINKS, VIRTUAL_DIRECTORY
 
 _VIRTUAL = f"/{VIRTUAL_DIRECTORY}"
 _IOVS = f"{_VIRTUAL}/iovs"
 _VIRTUAL_INODES = 1 << 63
-_SHOWN = (
-    "st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks", "st_blksize",
-)  # fmt: skip
 
 
 class Filesystem:
-    """The operations that libfuse calls, from several threads. Paths start at the mount; OSError becomes the answer."""
+    """What can be done with the mount. Paths start there; OSError becomes the answer. One thread's.
 
-    use_ns = True
-    flag_nopath = True
-    flag_nullpath_ok = True
-    """Operations on open files come without a path where the file has none any more."""
+    An operation on an open file comes with its handle, and without a path where the file has none any more.
+    """
 
     def __init__(
         self,
@@ -40,8 +34,6 @@ class Filesystem:
         buffers: Buffers,
         faults: Faults,
         semaphore_targets: list[str],
-        context: Callable[[], tuple[int, int, int]],
-        on_mounted: Callable[[], None],
         on_client: Callable[[int], None],
     ) -> None:
         self._backing = str(backing)
@@ -49,39 +41,37 @@ class Filesystem:
         self._buffers = buffers
         self._faults = faults
         self._semaphores = dict(zip(SEMAPHORE_LINKS, semaphore_targets, strict=True))
-        self._context = context
-        self._on_mounted = on_mounted
         self._on_client = on_client
-        self._inode_of: dict[int, int] = {}
-        """Open descriptor of a client's file -> inode."""
+        self._open: dict[int, tuple[int, KnownFile]] = {}
+        """Open descriptor of a client's file -> inode, file."""
         self._writing: set[int] = set()
-        self._directories: dict[int, str] = {}
+        self._directories: dict[int, tuple[str, list[tuple[str, int, int]]]] = {}
+        """Handle -> path, and what was listed when it was last read from the beginning."""
         self._handles = itertools.count(1)
 
-    def init(self, _path: str) -> None:
-        self._on_mounted()
-
-    def getattr(self, path: str | None, handle: int | None = None) -> dict[str, Any]:
-        if path is not None and self._is_virtual(path):
+    def attributes(self, path: str | None, handle: int | None = None) -> tuple[int, int, bytes]:
+        """Inode, mode, and all as the kernel wants them."""
+        if path is not None and self.is_virtual(path):
             return self._virtual_attributes(path)
         status = os.fstat(handle) if handle is not None else os.lstat(self._real(path))
-        shown: dict[str, Any] = {name: getattr(status, name) for name in _SHOWN}
-        for name in ("st_atime", "st_mtime", "st_ctime"):
-            shown[name] = getattr(status, f"{name}_ns")
+        size_bytes = status.st_size
         if stat.S_ISREG(status.st_mode):
-            shown["st_size"] = self._files.visible_bytes(status.st_ino, status.st_size)
-        return shown
+            size_bytes = self._files.visible_bytes(status.st_ino, size_bytes)
+        return status.st_ino, status.st_mode, attributes(status, size_bytes)
 
     def opendir(self, path: str) -> int:
         handle = next(self._handles)
-        self._directories[handle] = path
+        self._directories[handle] = path, []
         return handle
 
-    def releasedir(self, _path: str | None, handle: int) -> None:
+    def releasedir(self, handle: int) -> None:
         del self._directories[handle]
 
-    def readdir(self, _path: str | None, handle: int) -> Iterator[tuple[str, dict[str, Any], int]]:
-        path = self._directories[handle]
+    def readdir(self, handle: int, *, anew: bool) -> list[tuple[str, int, int]]:
+        """(name, inode, mode) of everything that was there when it was last asked for `anew`."""
+        path, found = self._directories[handle]
+        if not anew:
+            return found
         names = [".", ".."]
         if path == _VIRTUAL:
             names.append("iovs")
@@ -89,15 +79,18 @@ class Filesystem:
             names += [*self._semaphores, *self._buffers.names()]
         else:
             names += os.listdir(self._real(path)) + [VIRTUAL_DIRECTORY] * (path == "/")
+        found = []
         for name in names:
             try:
-                attributes = self.getattr(path if name == "." else os.path.normpath(os.path.join(path, name)))
+                inode, mode, _ = self.attributes(path if name == "." else os.path.normpath(os.path.join(path, name)))
             except OSError:
                 continue  # gone meanwhile
-            yield name, attributes, 0  # readers skip entries whose inode number is 0
+            found.append((name, inode, mode))  # readers skip entries whose inode number is 0
+        self._directories[handle] = path, found
+        return found
 
     def readlink(self, path: str) -> str:
-        if self._is_virtual(path):
+        if self.is_virtual(path):
             name = os.path.basename(path)
             target = self._semaphores.get(name) or self._buffers.target(name)
             if target is None:
@@ -105,9 +98,8 @@ class Filesystem:
             return target
         return os.readlink(self._real(path))
 
-    def symlink(self, path: str, target: str) -> None:
+    def symlink(self, path: str, target: str, thread: int) -> None:
         if os.path.dirname(path) == _IOVS:
-            _, _, thread = self._context()
             pid = _process_of(thread)
             self._buffers.register(os.path.basename(path), target, pid)
             self._on_client(pid)
@@ -123,57 +115,68 @@ class Filesystem:
 
     def open(self, path: str, flags: int) -> int:
         self._faults.check_call("open")
-        # O_DIRECT asks for alignment that FUSE's own buffers do not have; append is the kernel's business.
-        flags &= ~(os.O_DIRECT | os.O_APPEND)
-        real = self._real(path) if flags & os.O_ACCMODE == os.O_RDONLY else self._writable(path)
-        return self._opened(os.open(real, flags | os.O_CLOEXEC), flags)
+        reads = flags & os.O_ACCMODE == os.O_RDONLY
+        real = self._real(path) if reads else self._writable(path)
+        return self._opened(real, flags, 0)[0]
 
-    def create(self, path: str, mode: int, flags: int) -> int:
+    def create(self, path: str, mode: int, flags: int) -> tuple[int, int, bytes]:
+        """Handle, inode, attributes."""
         self._faults.check_call("open")
-        flags = flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CREAT | os.O_CLOEXEC
-        return self._opened(os.open(self._writable(path), flags, mode), flags)
+        handle, status = self._opened(self._writable(path), flags | os.O_CREAT, mode)
+        size_bytes = self._files.visible_bytes(status.st_ino, status.st_size)
+        return handle, status.st_ino, attributes(status, size_bytes)
 
-    def _opened(self, descriptor: int, flags: int) -> int:
-        self._inode_of[descriptor] = self._files.hold(descriptor)
+    def _opened(self, real: str, flags: int, mode: int) -> tuple[int, os.stat_result]:
+        # O_DIRECT asks for alignment that FUSE's own buffers do not have; append is the kernel's business.
+        given = flags & ~(os.O_DIRECT | os.O_APPEND) | os.O_CLOEXEC
+        writable = True
+        try:
+            # For both directions where its permissions let us: rings of either kind may use it.
+            descriptor = os.open(real, given & ~os.O_ACCMODE | os.O_RDWR, mode)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY):
+                raise
+            descriptor, writable = os.open(real, given, mode), flags & os.O_ACCMODE == os.O_RDWR
+        status = os.fstat(descriptor)
+        self._open[descriptor] = status.st_ino, self._files.hold_open(descriptor, status.st_ino, writable=writable)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             self._writing.add(descriptor)
-        return descriptor
+        return descriptor, status
 
-    def release(self, _path: str | None, handle: int) -> None:
-        inode = self._inode_of.pop(handle)
+    def release(self, handle: int) -> None:
+        inode, known = self._open.pop(handle)
         if handle in self._writing:
             self._writing.remove(handle)
             self._files.make_visible(inode)
-        os.close(handle)
         self._files.release(inode)
+        if known.descriptor != handle:
+            os.close(handle)
 
-    def read(self, _path: str | None, size: int, offset: int, handle: int) -> bytes:
+    def read(self, size: int, offset: int, handle: int) -> bytes:
         return os.pread(handle, size, offset)
 
-    def write(self, _path: str | None, data: bytes, offset: int, handle: int) -> int:
+    def write(self, data: memoryview, offset: int, handle: int) -> int:
         written = os.pwrite(handle, data, offset)
-        self._files.make_visible(self._inode_of[handle])
+        self._files.make_visible(self._open[handle][0])
         return written
 
-    def fsync(self, _path: str | None, _data_only: int, handle: int) -> None:
+    def fsync(self, handle: int) -> None:
         self._faults.check_call("fsync")
         os.fsync(handle)
-        self._files.make_visible(self._inode_of[handle])
+        self._files.make_visible(self._open[handle][0])
 
-    def ioctl(self, _path: str | None, command: int, _argument: Any, handle: int, _flags: int, data: int) -> int:
+    def ioctl(self, command: int, handle: int) -> int:
         if command == IOCTL_GET_MAGIC:
-            ctypes.c_uint32.from_address(data).value = MAGIC
-        elif command == IOCTL_FSYNC:
-            self._files.make_visible(self._inode_of[handle])
-            ctypes.c_uint32.from_address(data).value = 0
-        else:
-            raise OSError(errno.EINVAL, f"ioctl {command:#x}")
-        return 0
+            return MAGIC
+        if command == IOCTL_FSYNC:
+            self._files.make_visible(self._open[handle][0])
+            return 0
+        raise OSError(errno.EINVAL, f"ioctl {command:#x}")
 
     def truncate(self, path: str | None, length: int, handle: int | None = None) -> None:
         os.truncate(handle if handle is not None else self._writable(path), length)
         if handle is not None:
-            self._files.make_visible(self._inode_of[handle])
+            self._files.make_visible(self._open[handle][0])
         else:
             self._files.make_visible(os.lstat(self._real(path)).st_ino)
 
@@ -197,37 +200,26 @@ class Filesystem:
     def chown(self, path: str | None, uid: int, gid: int) -> None:
         os.chown(self._writable(path), uid, gid)
 
-    def utimens(self, path: str | None, times: tuple[int, int] | None = None) -> None:
-        real = self._writable(path)
-        if times is None:
-            os.utime(real)
-        else:
-            os.utime(real, ns=times)
+    def times(self, path: str | None, handle: int | None) -> tuple[int, int]:
+        """When it was last read and written, in ns."""
+        status = os.stat(handle if handle is not None else self._real(path))
+        return status.st_atime_ns, status.st_mtime_ns
 
-    def statfs(self, _path: str) -> dict[str, int]:
-        status = os.statvfs(self._backing)
-        names = (
-            "f_bsize",
-            "f_frsize",
-            "f_blocks",
-            "f_bfree",
-            "f_bavail",
-            "f_files",
-            "f_ffree",
-            "f_favail",
-            "f_namemax",
-        )
-        return {name: getattr(status, name) for name in names}
+    def utimens(self, path: str | None, times_ns: tuple[int, int], handle: int | None) -> None:
+        os.utime(handle if handle is not None else self._writable(path), ns=times_ns)
+
+    def statfs(self) -> os.statvfs_result:
+        return os.statvfs(self._backing)
 
     @staticmethod
-    def _is_virtual(path: str) -> bool:
+    def is_virtual(path: str) -> bool:
         return path == _VIRTUAL or path.startswith(f"{_VIRTUAL}/")
 
     def _real(self, path: str | None) -> str:
         """Where `path` is in the backing directory. Raises OSError for what has no place there."""
         if path is None:
             raise OSError(errno.ENOENT, "the file has no name any more")
-        if self._is_virtual(path):
+        if self.is_virtual(path):
             raise OSError(errno.EPERM, path)
         return self._backing + path
 
@@ -236,7 +228,7 @@ class Filesystem:
             raise OSError(errno.EROFS, path)
         return self._real(path)
 
-    def _virtual_attributes(self, path: str) -> dict[str, Any]:
+    def _virtual_attributes(self, path: str) -> tuple[int, int, bytes]:
         if path in (_VIRTUAL, _IOVS):
             number, mode, size = (1 if path == _VIRTUAL else 2), stat.S_IFDIR | 0o777, 0
         else:
@@ -245,7 +237,8 @@ class Filesystem:
             if target is None or os.path.dirname(path) != _IOVS:
                 raise OSError(errno.ENOENT, path)
             number, mode, size = zlib.crc32(name.encode()) | 1 << 40, stat.S_IFLNK | 0o777, len(target)
-        return {"st_mode": mode, "st_ino": _VIRTUAL_INODES | number, "st_nlink": 1, "st_size": size}
+        inode = _VIRTUAL_INODES | number
+        return inode, mode, virtual_attributes(inode, mode, size)
 
 
 def _process_of(thread: int) -> int:

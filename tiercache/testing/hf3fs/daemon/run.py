@@ -14,10 +14,14 @@ from typing import Any
 from tiercache.testing.hf3fs.daemon.buffers import Buffers
 from tiercache.testing.hf3fs.daemon.clients import ClientWatch
 from tiercache.testing.hf3fs.daemon.directory import STOP_SIGNALS, Directory
-from tiercache.testing.hf3fs.daemon.engine import Engine
+from tiercache.testing.hf3fs.daemon.engine import THREADS, Engine
 from tiercache.testing.hf3fs.daemon.faults import CallFault, Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFiles
+from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
+from tiercache.testing.hf3fs.daemon.pacing import Pacing
 from tiercache.testing.hf3fs.daemon.service import Handler, Service
+from tiercache.testing.hf3fs.daemon.session import Session
+from tiercache.testing.hf3fs.pace import Pace
 from tiercache.testing.hf3fs.statistics import Statistics
 
 
@@ -28,7 +32,7 @@ class Settings:
     """None: no FUSE; `mount` is a plain directory."""
     socket: Path | None = None
     """For fault injection on a FUSE mount. A plain directory has its own, in `3fs-virt`."""
-    threads: int = 4
+    threads: int = THREADS
     negative_io_depth: bool = True
     ready_descriptor: int | None = None
     """Gets a line of JSON once clients can come."""
@@ -41,7 +45,8 @@ class Daemon:
         self.files = KnownFiles()
         self.buffers = Buffers(negative_io_depth=settings.negative_io_depth)
         self.faults = Faults()
-        self.engine = Engine(self.files, self.buffers, self.faults, threads=settings.threads)
+        self.pacing = Pacing()
+        self.engine = Engine(self.files, self.buffers, self.faults, self.pacing, threads=settings.threads)
         self.semaphore_targets = [f"/dev/shm/sem.{semaphore.name}" for semaphore in self.engine.semaphores]
         self.directory = (
             Directory(settings.mount, self.files, self.buffers, self.semaphore_targets)
@@ -49,7 +54,6 @@ class Daemon:
             else None
         )
         self.clients = ClientWatch(self._forget_process)
-        self.ready = False
 
     def serve(self) -> None:
         """Until SIGTERM, SIGINT or, if so set, the end of stdin."""
@@ -70,51 +74,32 @@ class Daemon:
             self.clients.stop()
 
     def _serve_fuse(self) -> None:
-        # Bound late: it needs libfuse3, which a plain directory does without.
-        os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
-        import mfusepy
-
-        from tiercache.testing.hf3fs.daemon.filesystem import Filesystem
-
         assert self.settings.backing is not None
+        filesystem = Filesystem(
+            self.settings.backing, self.files, self.buffers, self.faults, self.semaphore_targets, self.clients.watch
+        )
+        session = Session(filesystem, self.settings.mount, self.pacing, self._say_ready)
+        self.files.on_visible = session.changed
         service = None
         if self.settings.socket is not None:
             service = Service(self.settings.socket, self._control(), lambda pid: None)
             service.start()
-        filesystem = Filesystem(
-            self.settings.backing,
-            self.files,
-            self.buffers,
-            self.faults,
-            self.semaphore_targets,
-            mfusepy.fuse_get_context,
-            self._say_ready,
-            self.clients.watch,
-        )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # libfuse has handlers for them
+
+        def serve() -> None:
+            try:
+                session.serve()
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=serve, name="fuse", daemon=True).start()
         try:
-            _mount_class()(
-                filesystem,
-                str(self.settings.mount),
-                foreground=True,
-                fsname="hf3fs.emulator",
-                subtype="hf3fs",
-                use_ino=True,
-                hard_remove=True,
-                # The real client invalidates the kernel's copy of what it changes; this interface cannot.
-                attr_timeout=0,
-                entry_timeout=1.0,  # names change through the mount only, which the kernel sees
-                negative_timeout=0,
-            )
-        except RuntimeError:
-            if not self.ready:
-                raise  # else it reports the signal that ended it as a failure
+            signal.sigwait(STOP_SIGNALS)
         finally:
+            session.unmount()
             if service is not None:
                 service.stop()
 
     def _say_ready(self) -> None:
-        self.ready = True
         if self.settings.ready_descriptor is not None:
             names = [semaphore.name for semaphore in self.engine.semaphores]
             os.write(self.settings.ready_descriptor, json.dumps({"semaphores": names}).encode() + b"\n")
@@ -136,6 +121,13 @@ class Daemon:
                 raise OSError(errno.ENOTSUP, "system calls on a plain directory do not come by here")
             self.faults.add_call(CallFault(**fault))
 
+        def set_pace(pid: int, descriptors: list[int], **pace: float) -> None:
+            self.pacing.pace = Pace(**pace) if pace else None
+
+        def clear(pid: int, descriptors: list[int]) -> None:
+            self.pacing.pace = None
+            self.faults.clear()
+
         def make_read_only(pid: int, descriptors: list[int]) -> None:
             self.faults.read_only = True
 
@@ -145,9 +137,11 @@ class Daemon:
             "until_open_files": lambda pid, descriptors, files: self.files.until(files),
             "fault": add_fault,
             "call_fault": add_call_fault,
-            "clear": lambda pid, descriptors: self.faults.clear(),
+            "clear": clear,
+            "pace": set_pace,
             "hang": lambda pid, descriptors: self.faults.hang(),
             "resume": lambda pid, descriptors: self.faults.resume(),
+            "until_struck": lambda pid, descriptors, faults: self.faults.until_struck(faults),
             "until_hanging": lambda pid, descriptors, operations: self.faults.until_hanging(operations),
             "statistics": lambda pid, descriptors: asdict(self.statistics()),
         }
@@ -162,17 +156,6 @@ class Daemon:
             rings=rings,
             open_files=len(self.files),
         )
-
-
-def _mount_class() -> Any:
-    import mfusepy
-
-    class Mount(mfusepy.FUSE):  # type: ignore[misc]
-        def truncate_fuse_3(self, path: bytes | None, length: int, file: Any) -> int:
-            """The library forgets the handle, which is all that there is of a file without a path."""
-            return int(self.ftruncate(path, length, file) or 0)
-
-    return Mount
 
 
 def _terminate_at_end_of_stdin() -> None:

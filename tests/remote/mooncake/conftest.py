@@ -1,0 +1,66 @@
+"""Fixtures of the Mooncake tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.remote.mooncake.servers import Holder, Master, plain_client, running
+from tiercache.config.remote_options import options_of
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.mooncake import MooncakeTier
+
+
+def make_tier(
+    url: str, *, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 10.0, concurrency: int = 4, **options: Any
+) -> MooncakeTier:
+    """Made directly, with every option that the configuration would give it."""
+    values = {option.name: option.default for option in options_of("mooncake").values()}
+    return MooncakeTier(
+        RemoteSettings(
+            name="mooncake",
+            type="mooncake",
+            fingerprint=bytes(range(16)),
+            chunk_bytes=chunk_bytes,
+            url=url,
+            options=values | {"local_hostname": "127.0.0.1"} | options,
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+        )
+    )
+
+
+@pytest.fixture(scope="package")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Master, Holder]]:
+    with running(tmp_path_factory.mktemp("mooncake")) as store:
+        yield store
+
+
+@pytest.fixture(scope="package")
+def shared_client(shared_store: tuple[Master, Holder]) -> Iterator[Any]:
+    with plain_client(shared_store[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def master(shared_store: tuple[Master, Holder], shared_client: Any) -> Master:
+    """Empty, with a holder of 256 MiB."""
+    assert shared_client.remove_all(True) >= 0
+    return shared_store[0]
+
+
+@pytest.fixture
+def client(shared_client: Any, master: Master) -> Any:
+    """Mooncake's own client, for what a test does behind the tier's back."""
+    return shared_client
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(ArenaSettings(size_bytes=32 << 20))
+    yield arena
+    arena.close()

@@ -64,9 +64,9 @@ async def test_hung_one_of_three_costs_the_others_nothing(bench: Bench) -> None:
     began = now()
     chunks, by_tier = await reader.lookup(keys_of(1, 2, 3, 4, 5))
     assert (chunks, by_tier) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
-    assert now() - began == pytest.approx(1.0, abs=0.01), "the deadline, because only the hung one might have had 5"
+    assert now() - began == pytest.approx(1.0, abs=0.1), "the deadline, because only the hung one might have had 5"
     assert await reader.lookup(keys_of(1, 2, 3, 4)) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
-    assert now() - began == pytest.approx(1.0, abs=0.01), "known to be somewhere: nobody is waited for"
+    assert now() - began == pytest.approx(1.0, abs=0.1), "known to be somewhere: nobody is waited for"
     hung.gate.set()
 
 
@@ -75,7 +75,7 @@ async def test_lookup_ends_as_soon_as_all_is_found(bench: Bench) -> None:
     hung.gate.clear()
     began = now()
     assert (await Reader(bench.cpu, [hung, quick], SETTINGS).lookup(keys_of(1, 2)))[0] == 2
-    assert now() == pytest.approx(began, abs=0.01)
+    assert now() == pytest.approx(began, abs=0.1)
     hung.gate.set()
 
 
@@ -95,7 +95,7 @@ async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench
     assert reader.breakers() == {"a": "open"}
     began = now()
     assert (await reader.lookup(keys_of(1)))[0] == 0
-    assert now() == pytest.approx(began, abs=0.05), "an open breaker is not waited for"
+    assert now() == pytest.approx(began, abs=0.1), "an open breaker is not waited for"
     await asyncio.sleep(1.5)
     entered = hung.entered
     await asyncio.gather(*(reader.lookup(keys_of(1)) for _ in range(10)))
@@ -115,7 +115,7 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
     began = now()
     lease = await reader.fetch(chunk(1)[0], began + 5.0)
     assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
-    assert now() - began == pytest.approx(0.5, abs=0.01)
+    assert now() - began == pytest.approx(0.5, abs=0.1)
     lease.release()
     hung.gate.set()
     while reader.stuck:
@@ -129,7 +129,7 @@ async def test_miss_over_three_tiers_with_one_hung_ends_at_the_deadline(bench: B
     reader = Reader(bench.cpu, [Server("a"), hung, Server("c")], SETTINGS)
     began = now()
     assert await reader.fetch(chunk(1)[0], began + 2.0) is None
-    assert now() - began == pytest.approx(2.0, abs=0.005)
+    assert now() - began == pytest.approx(2.0, abs=0.1)
     hung.gate.set()
 
 

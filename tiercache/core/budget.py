@@ -14,7 +14,7 @@ class Purpose(IntEnum):
     WRITE = 1
     """A chunk on its way into the cache."""
     PREFETCH = 2
-    """A chunk that somebody may ask for."""
+    """A chunk that somebody may ask for, while it is read and while it is kept for them."""
 
 
 @dataclass
@@ -38,8 +38,7 @@ class SlotBudget:
         return cls(slots, read_floor=floor, write_floor=floor)
 
     def allows(self, purpose: Purpose, obtainable: int) -> bool:
-        reads = self.held[Purpose.READ] + self.held[Purpose.PREFETCH]
-        for_reads = max(0, self.read_floor - reads)
+        for_reads = max(0, self.read_floor - self.held[Purpose.READ])
         for_writes = max(0, self.write_floor - self.held[Purpose.WRITE])
         if purpose is Purpose.WRITE:
             kept = for_reads

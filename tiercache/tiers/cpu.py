@@ -10,7 +10,7 @@ import asyncio
 import logging
 import warnings
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("tiercache.cpu")
 
 
 class _Entry:
-    __slots__ = ("hot", "key", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
+    __slots__ = ("holds", "hot", "key", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
 
     def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
         self.key = key
@@ -36,8 +36,26 @@ class _Entry:
         self.payload_bytes = payload_bytes
         self.read_leases = 0
         self.write_leases = 0
+        self.holds = 0
         self.parked = False
         self.hot = True
+
+    @property
+    def held_for(self) -> Purpose | None:
+        """The purpose that the slot counts for; None: it may be evicted."""
+        if self.write_leases:
+            return Purpose.WRITE
+        if self.read_leases:
+            return Purpose.READ
+        return Purpose.PREFETCH if self.holds else None
+
+    def count(self, purpose: Purpose, change: int) -> None:
+        if purpose is Purpose.READ:
+            self.read_leases += change
+        elif purpose is Purpose.WRITE:
+            self.write_leases += change
+        else:
+            self.holds += change
 
 
 class Lease:
@@ -47,12 +65,12 @@ class Lease:
     event loop; using the lease as a context manager does.
     """
 
-    __slots__ = ("_entry", "_tier", "_writes")
+    __slots__ = ("_entry", "_purpose", "_tier")
 
-    def __init__(self, tier: CpuTier, entry: _Entry, writes: bool) -> None:
+    def __init__(self, tier: CpuTier, entry: _Entry, purpose: Purpose) -> None:
         self._tier = tier
         self._entry: _Entry | None = entry
-        self._writes = writes
+        self._purpose = purpose
 
     @property
     def key(self) -> ChunkKey:
@@ -81,7 +99,7 @@ class Lease:
         """Idempotent."""
         entry, self._entry = self._entry, None
         if entry is not None:
-            self._tier._end_lease(entry, self._writes)
+            self._tier._end_lease(entry, self._purpose)
 
     def _held(self) -> _Entry:
         if self._entry is None:
@@ -101,7 +119,7 @@ class Lease:
         if entry is not None:
             self._entry = None
             warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
-            self._tier._end_lease_from_anywhere(entry, self._writes)
+            self._tier._end_lease_from_anywhere(entry, self._purpose)
 
 
 class CpuTier(Tier):
@@ -122,6 +140,8 @@ class CpuTier(Tier):
         self._waiters = 0
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.on_use: Callable[[ChunkKey], None] | None = None
+        """Called when a chunk is read that is held for somebody to come."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -167,7 +187,14 @@ class CpuTier(Tier):
             self._statistics.read_bytes += entry.payload_bytes
             if not entry.parked:
                 self._order.touch(key)
-        return self._begin_lease(entry, writes)
+            if entry.holds and self.on_use is not None:
+                self.on_use(key)
+        return self._begin_lease(entry, Purpose.WRITE if writes else Purpose.READ)
+
+    def hold(self, key: ChunkKey) -> Lease | None:
+        """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
+        entry = self._entries.get(key)
+        return None if entry is None else self._begin_lease(entry, Purpose.PREFETCH)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of those of `keys` that are resident."""
@@ -230,17 +257,16 @@ class CpuTier(Tier):
                 return slot
 
     def publish(self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose) -> Lease:
-        """Make a filled slot the chunk `key`, and hold it.
+        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose.
 
         When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
         first copy keeps it, and equal keys have equal bytes.
         """
         self.budget.give_back(purpose)
-        writes = purpose is Purpose.WRITE
         entry = self._entries.get(key)
         if entry is not None:
             self.pool.give_back(slot)
-            lease = self._begin_lease(entry, writes)
+            lease = self._begin_lease(entry, purpose)
             self._wake()
             return lease
         entry = _Entry(key, slot, payload_bytes)
@@ -249,7 +275,7 @@ class CpuTier(Tier):
         self._evictable += 1
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        return self._begin_lease(entry, writes)
+        return self._begin_lease(entry, purpose)
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled."""
@@ -265,7 +291,7 @@ class CpuTier(Tier):
         entry.hot = False
         if not entry.parked:
             self._order.discard(key)
-        if not entry.read_leases and not entry.write_leases:
+        if entry.held_for is None:
             self._evictable -= 1
             self.pool.give_back(entry.slot)
             self._wake()
@@ -318,31 +344,27 @@ class CpuTier(Tier):
 
     # Leases
 
-    def _begin_lease(self, entry: _Entry, writes: bool) -> Lease:
-        if not entry.read_leases and not entry.write_leases:
+    def _begin_lease(self, entry: _Entry, purpose: Purpose) -> Lease:
+        before = entry.held_for
+        entry.count(purpose, 1)
+        after = entry.held_for
+        if before is None:
             self._evictable -= 1
-            self.budget.take(Purpose.WRITE if writes else Purpose.READ)
-        elif writes and not entry.write_leases:
-            self.budget.give_back(Purpose.READ)
-            self.budget.take(Purpose.WRITE)
-        if writes:
-            entry.write_leases += 1
-        else:
-            entry.read_leases += 1
-        return Lease(self, entry, writes)
+            self.budget.take(purpose)
+        elif before is not after:
+            self.budget.give_back(before)
+            self.budget.take(purpose)
+        return Lease(self, entry, purpose)
 
-    def _end_lease(self, entry: _Entry, writes: bool) -> None:
-        if writes:
-            entry.write_leases -= 1
-            if not entry.write_leases:
-                self.budget.give_back(Purpose.WRITE)
-                if entry.read_leases:
-                    self.budget.take(Purpose.READ)
-        else:
-            entry.read_leases -= 1
-            if not entry.read_leases and not entry.write_leases:
-                self.budget.give_back(Purpose.READ)
-        if entry.read_leases or entry.write_leases:
+    def _end_lease(self, entry: _Entry, purpose: Purpose) -> None:
+        before = entry.held_for
+        entry.count(purpose, -1)
+        after = entry.held_for
+        if before is not after:
+            self.budget.give_back(purpose)
+            if after is not None:
+                self.budget.take(after)
+        if after is not None:
             return
         if not entry.hot:
             self.pool.give_back(entry.slot)
@@ -358,14 +380,14 @@ class CpuTier(Tier):
                 self._order.readmit(entry.key, entry)
         self._wake()
 
-    def _end_lease_from_anywhere(self, entry: _Entry, writes: bool) -> None:
+    def _end_lease_from_anywhere(self, entry: _Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._end_lease, entry, writes)
+            self._loop.call_soon_threadsafe(self._end_lease, entry, purpose)
 
     def _evict(self) -> Slot:
         while True:
             key, entry = self._order.pop_victim()
-            if entry.read_leases or entry.write_leases:
+            if entry.held_for is not None:
                 entry.parked = True
                 continue
             del self._entries[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tiercache.scheduler.reader import ReaderStatistics
+from tiercache.scheduler.flights import ReaderStatistics
 from tiercache.scheduler.writer import WriterStatistics
 from tiercache.tiers.base import TierStatistics
 

@@ -78,7 +78,7 @@ async def test_asker_cancelled_in_the_moment_of_arrival_leaks_nothing(bench: Ben
         if not isinstance(outcome, asyncio.CancelledError):
             assert outcome is not None
             outcome.release()
-        while reader._flights:
+        while reader.flights:
             await asyncio.sleep(0)
         assert bench.is_whole()
 
@@ -90,7 +90,7 @@ async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_e
     began = asyncio.get_running_loop().time()
     assert await reader.fetch(key, soon(2.0)) is None
     assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.2)
-    while reader._flights:
+    while reader.flights:
         await asyncio.sleep(0)
     assert reader.stuck == 1
     assert not bench.is_whole(), "the slot belongs to the read that still runs"
@@ -198,7 +198,7 @@ async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
         over = True
-        while reader._flights or bench.cpu.copiers.unfinished:
+        while reader.flights or bench.cpu.copiers.unfinished:
             await asyncio.sleep(0)
         assert late == 0
         assert bench.is_whole()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import CorruptChunk
-from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
+from tiercache.scheduler.flights import Flights, ReadCall, read_into_host
 from tiercache.scheduler.source import ReaderSettings, Source
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, Lease
@@ -22,21 +21,6 @@ from tiercache.tiers.cpu import CpuTier, Lease
 logger = logging.getLogger("tiercache.reader")
 
 Sink = Callable[[np.ndarray], None]
-ReadCall = Callable[[Any, ChunkKey, Any], Coroutine[Any, Any, int | None]]
-"""Tier, key, room for the payload -> the payload's length; as `Tier.read`."""
-
-
-@dataclass
-class ReaderStatistics:
-    """In chunks. `joined` asked for a key that was in flight already; `late` gave up at their deadline."""
-
-    hits: dict[str, int] = field(default_factory=dict)
-    misses: int = 0
-    joined: int = 0
-    late: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    sink_failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,15 +31,6 @@ class Hit:
     tokens: int
     by_tier: dict[str, int]
     """Chunks by the first tier of the cascade that has them; together `chunks`."""
-
-
-class _Flight:
-    __slots__ = ("deadline_s", "task", "waiters")
-
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        self.waiters: list[asyncio.Future[Lease | None]] = []
-        self.task: asyncio.Task[None] | None = None
 
 
 class Reader:
@@ -70,18 +45,16 @@ class Reader:
     ) -> None:
         """`cpu` is where chunks land (the hot cache, or the staging tier of a device), `read` how they get there."""
         self.cpu = cpu
-        self._read = read or _read_into_host
         self.settings = settings or ReaderSettings()
-        self.counters = ReaderStatistics(hits={cpu.name: 0} | {tier.name: 0 for tier in tiers})
         self._sources = [Source(tier, self.settings) for tier in tiers]
-        self._flights: dict[ChunkKey, _Flight] = {}
-        self._stuck: set[asyncio.Task[int | None]] = set()
+        self.flights = Flights(cpu, self._sources, read or read_into_host)
+        self.counters = self.flights.counters
         self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
 
     @property
     def stuck(self) -> int:
         """Reads that outlived their deadline and still hold a slot."""
-        return len(self._stuck)
+        return self.flights.stuck
 
     def breakers(self) -> dict[str, str]:
         return {source.tier.name: source.breaker.state.value for source in self._sources}
@@ -98,37 +71,11 @@ class Reader:
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
-        lease = self.lease_now(key)
-        if lease is not None:
-            return lease
-        flight = self._flights.get(key)
-        if flight is not None:
-            self.counters.joined += 1
-            flight.deadline_s = max(flight.deadline_s, deadline_s)
-        elif not any(source.may_have(key) for source in self._sources):
-            self.counters.misses += 1
-            return None
-        else:
-            flight = _Flight(deadline_s)
-            self._flights[key] = flight
-            flight.task = asyncio.create_task(self._fly(key, flight), name="tiercache-read")
-        arrival: asyncio.Future[Lease | None] = asyncio.get_running_loop().create_future()
-        flight.waiters.append(arrival)
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                lease = await arrival
-        except TimeoutError:
-            if not arrival.done() or arrival.cancelled():
-                self.counters.late += 1
-                return None
-            lease = arrival.result()  # it came at this very moment
-        except BaseException:
-            if arrival.done() and not arrival.cancelled() and (landed := arrival.result()) is not None:
-                landed.release()
-            raise
-        if lease is None:
-            self.counters.misses += 1
-        return lease
+        return self.lease_now(key) or await self.flights.fetch(key, deadline_s)
+
+    async def promote(self, key: ChunkKey, deadline_s: float) -> Lease | None:
+        """As `fetch`, for somebody who may come: any demand read goes first, and the lease is a hold, no use."""
+        return self.cpu.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH)
 
     async def deliver(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], deadline_s: float) -> int:
         """Hand each chunk to its sink on a worker thread; returns how many of the contiguous prefix were delivered.
@@ -169,7 +116,7 @@ class Reader:
         by_tier[self.cpu.name] = position
         if position < len(keys) and self._sources:
             left = len(keys) - position
-            well = [source.tier for source in self._sources if self._would_ask(source, left)]
+            well = [source.tier for source in self._sources if source.would_serve(left)]
             tiers = [(tier.name, tier.contains) for tier in (self.cpu, *well)]
             for key in keys[position:]:
                 for name, contains in tiers:
@@ -195,7 +142,7 @@ class Reader:
         try:
             while position < len(keys):
                 for source in due:
-                    if self._would_ask(source, len(keys) - position, take_probe=True):
+                    if source.would_serve(len(keys) - position, take_probe=True):
                         task = asyncio.create_task(source.ask(keys[position:], deadline_s), name="tiercache-ask")
                         asked[task] = source, position
                 if not asked:
@@ -213,111 +160,9 @@ class Reader:
             await asyncio.gather(*asked, return_exceptions=True)
         return position, by_tier
 
-    def _would_ask(self, source: Source, chunks: int, *, take_probe: bool = False) -> bool:
-        """Whether a tier is well, and worth it for so many chunks. `take_probe`: it will be asked now."""
-        if source.too_slow(chunks):
-            return False
-        now_s = asyncio.get_running_loop().time()
-        return source.breaker.allows(now_s) if take_probe else source.breaker.would_allow(now_s)
-
     async def close(self) -> None:
         """End all flights; whoever waits gets a miss. Does not wait for hung reads."""
-        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for flight in self._flights.values():
-            for arrival in flight.waiters:
-                if not arrival.done():
-                    arrival.set_result(None)
-        self._flights.clear()
-
-    # Flights
-
-    async def _fly(self, key: ChunkKey, flight: _Flight) -> None:
-        landed: Lease | None = None
-        try:
-            for source in self._sources:
-                landed = await self._read_from(source, key, flight)
-                if landed is not None:
-                    self.counters.hits[source.tier.name] += 1
-                    break
-        except Exception:
-            logger.exception("a read failed in a way that nobody foresaw")
-        finally:
-            del self._flights[key]
-            for arrival in flight.waiters:
-                if not arrival.done():
-                    arrival.set_result(self.cpu.lease(key) if landed is not None else None)
-            if landed is not None:
-                landed.release()
-
-    async def _read_from(self, source: Source, key: ChunkKey, flight: _Flight) -> Lease | None:
-        loop = asyncio.get_running_loop()
-        if not source.may_have(key) or not self._would_ask(source, source.estimate.concurrency, take_probe=True):
-            return None
-        began_s = loop.time()
-        try:
-            async with asyncio.timeout_at(source.until_s(flight.deadline_s)):
-                await source.places.acquire()
-        except TimeoutError:
-            # All places taken for a whole deadline: the tier hangs, though this read never reached it.
-            source.waited_in_vain(began_s)
-            return None
-        slot = await self._slot(flight)
-        if slot is None:
-            source.places.release()
-            return None
-        began_s = loop.time()
-        read = asyncio.create_task(self._read(source.tier, key, self.cpu.pool.view(slot)))
-        try:
-            await asyncio.wait([read], timeout=max(0.0, source.until_s(flight.deadline_s) - loop.time()))
-        finally:
-            if not read.done():
-                self._leave_behind(read, slot, source)
-        if not read.done():
-            source.waited_in_vain(began_s)
-            self.counters.failed += 1
-            return None
-        source.places.release()
-        try:
-            length = read.result()
-        except CorruptChunk:
-            self.counters.corrupt += 1
-            length = None
-        except Exception as error:
-            source.breaker.failed(loop.time())
-            self.counters.failed += 1
-            logger.warning("%s: a read failed: %s", source.tier.name, error)
-            length = None
-        else:
-            took_s = loop.time() - began_s
-            source.breaker.succeeded(loop.time(), took_s)
-            if length is not None:
-                source.estimate.add(took_s, loop.time())
-        if length is None:
-            self.cpu.abandon(slot, Purpose.READ)
-            return None
-        return self.cpu.publish(key, slot, length, Purpose.READ)
-
-    async def _slot(self, flight: _Flight) -> Slot | None:
-        slot = self.cpu.try_reserve(Purpose.READ)
-        if slot is not None:
-            return slot
-        return await self.cpu.reserve(Purpose.READ, flight.deadline_s - asyncio.get_running_loop().time())
-
-    def _leave_behind(self, read: asyncio.Task[int | None], slot: Slot, source: Source) -> None:
-        """The slot, and the place in the tier's concurrency, stay taken until the thread is really done."""
-
-        def ended(task: asyncio.Task[int | None]) -> None:
-            self._stuck.discard(task)
-            if not task.cancelled():
-                task.exception()
-            source.places.release()
-            self.cpu.abandon(slot, Purpose.READ)
-
-        self._stuck.add(read)
-        read.add_done_callback(ended)
+        await self.flights.close()
 
     # Batches
 
@@ -358,10 +203,6 @@ class Reader:
         finally:
             for _, lease in part:
                 lease.release()
-
-
-def _read_into_host(tier: Tier, key: ChunkKey, into: np.ndarray) -> Coroutine[Any, Any, int | None]:
-    return tier.read(key, into)
 
 
 def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearray) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
+from tiercache.scheduler.places import Places
 from tiercache.tiers.base import Tier
 
 logger = logging.getLogger("tiercache.reader")
@@ -35,7 +36,7 @@ class Source:
         self.settings = settings
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
-        self.places = asyncio.Semaphore(tier.traits.read_concurrency)
+        self.places = Places(tier.traits.read_concurrency)
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
 
     @property
@@ -50,10 +51,12 @@ class Source:
     def may_have(self, key: ChunkKey) -> bool:
         return self.tier.traits.shared or self.tier.contains(key)
 
-    def too_slow(self, chunks: int) -> bool:
-        """Whether the engine would have computed so many chunks sooner."""
+    def would_serve(self, chunks: int, *, take_probe: bool = False) -> bool:
+        """Whether the tier is well, and quicker than the engine for so many chunks. `take_probe`: it is asked now."""
         now_s = asyncio.get_running_loop().time()
-        return not self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s)
+        if not self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s):
+            return False
+        return self.breaker.allows(now_s) if take_probe else self.breaker.would_allow(now_s)
 
     async def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> int | None:
         """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it."""

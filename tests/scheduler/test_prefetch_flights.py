@@ -1,0 +1,174 @@
+"""Prefetches in the cascade: demand goes first, takes over what still waits, and joins what is on its way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import Bench
+from tiercache.core.budget import Purpose
+from tiercache.scheduler.places import Places
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.testing import chunk
+
+
+def reader_of(bench: Bench) -> Reader:
+    return Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
+
+
+def soon(seconds: float = 5.0) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_promoted_chunk_is_held_counts_no_use_and_is_hot(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    hold = await reader.promote(key, soon())
+    assert hold is not None
+    assert bench.cpu.budget.held[Purpose.PREFETCH] == 1
+    assert bench.cpu.statistics().reads == 0
+    lease = await reader.fetch(key, soon())
+    assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
+    assert bench.cpu.budget.held[Purpose.PREFETCH] == 0, "a demand read counts for more"
+    lease.release()
+    assert bench.cpu.budget.held[Purpose.PREFETCH] == 1
+    hold.release()
+    assert bench.is_whole()
+
+
+async def test_held_chunk_outlives_everything_that_passes_through(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 200))
+    reader = reader_of(bench)
+    hold = await reader.promote(keys[0], soon())
+    assert hold is not None
+    assert await reader.warm(keys[1:], soon(60.0)) == 198
+    assert bench.cpu.contains(keys[0])
+    hold.release()
+    assert bench.is_whole()
+
+
+async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 12))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[:10]]
+    await bench.tier.until_entered(2)
+    asking = asyncio.create_task(reader.fetch(keys[10], soon()))
+    await settle()
+    order: list[int] = []
+    for number, task in [*enumerate(promoting), (10, asking)]:
+        task.add_done_callback(lambda _, number=number: order.append(number))
+    bench.tier.gate.set()
+    leases = await asyncio.gather(*promoting, asking)
+    assert order.index(10) <= 4, "behind the two that were being read, and their like"
+    for lease in leases:
+        assert lease is not None
+        lease.release()
+    assert bench.is_whole()
+
+
+async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 12))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = [asyncio.create_task(reader.promote(key, soon())) for key in keys]
+    await bench.tier.until_entered(2)
+    asking = asyncio.create_task(reader.fetch(keys[-1], soon()))
+    await settle()
+    assert reader.counters.overtaken == 1
+    bench.tier.gate.set()
+    lease, *holds = await asyncio.gather(asking, *promoting)
+    assert bench.memory.counters.reads == len(keys), "each once"
+    for each in (lease, *holds):
+        assert each is not None
+        each.release()
+    assert bench.is_whole()
+
+
+async def test_demand_joins_a_prefetch_that_is_being_read(bench: Bench) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = asyncio.create_task(reader.promote(key, soon()))
+    await bench.tier.until_entered(1)
+    asking = asyncio.create_task(reader.fetch(key, soon()))
+    await settle()
+    assert (reader.counters.joined, reader.counters.overtaken) == (1, 0)
+    bench.tier.gate.set()
+    for lease in (await promoting, await asking):
+        assert lease is not None
+        lease.release()
+    assert bench.memory.counters.reads == 1
+    assert bench.is_whole()
+
+
+async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 60))
+    reader = reader_of(bench)
+    holds = [hold for hold in await asyncio.gather(*(reader.promote(key, soon(1.0)) for key in keys)) if hold]
+    floors = bench.cpu.budget.read_floor + bench.cpu.budget.write_floor
+    assert len(holds) == bench.cpu.pool.count - floors
+    lease = await reader.fetch(keys[-1], soon())
+    assert lease is not None, "a demand read has room"
+    for each in (lease, *holds):
+        each.release()
+    while reader.flights:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+@pytest.mark.parametrize("delay", range(12))
+async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    promoting = asyncio.create_task(reader.promote(key, soon()))
+    for _ in range(delay):
+        await asyncio.sleep(0)
+    promoting.cancel()
+    (outcome,) = await asyncio.gather(promoting, return_exceptions=True)
+    if not isinstance(outcome, asyncio.CancelledError):
+        assert outcome is not None
+        outcome.release()
+    while reader.flights:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+async def test_places_go_to_demand_and_in_turn() -> None:
+    places = Places(1)
+    await places.acquire(Purpose.PREFETCH)
+    order: list[str] = []
+
+    async def wait(name: str, purpose: Purpose) -> None:
+        await places.acquire(purpose)
+        order.append(name)
+        places.release()
+
+    tasks = [
+        asyncio.create_task(wait(name, purpose))
+        for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
+    ]
+    await settle()
+    places.release()
+    await asyncio.gather(*tasks)
+    assert order == ["r1", "r2", "p1", "p2"]
+    assert places.free == 1
+
+
+async def test_place_that_comes_at_the_moment_of_cancellation_goes_on() -> None:
+    places = Places(1)
+    await places.acquire(Purpose.READ)
+    waiting = asyncio.create_task(places.acquire(Purpose.READ))
+    await settle()
+    places.release()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert places.free == 1

@@ -68,6 +68,8 @@ class Flights:
         self._read = read
         self._flights: dict[ChunkKey, _Flight] = {}
         self._stuck: set[asyncio.Task[int | None]] = set()
+        self.on_demand: Callable[[ChunkKey], None] | None = None
+        """Called when somebody comes for a chunk that is only being prefetched."""
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -83,6 +85,13 @@ class Flights:
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
         flight = self._flights.get(key)
+        if (
+            flight is not None
+            and flight.purpose is Purpose.PREFETCH
+            and purpose is Purpose.READ
+            and self.on_demand is not None
+        ):
+            self.on_demand(key)
         if flight is not None and (flight.begun or purpose is Purpose.PREFETCH or flight.purpose is Purpose.READ):
             self.counters.joined += 1
             flight.deadline_s = max(flight.deadline_s, deadline_s)

@@ -52,6 +52,11 @@ class Reader:
         self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
 
     @property
+    def read_concurrency(self) -> int:
+        """How many chunks all tiers together take on at a time."""
+        return sum(source.tier.traits.read_concurrency + 2 for source in self._sources)
+
+    @property
     def stuck(self) -> int:
         """Reads that outlived their deadline and still hold a slot."""
         return self.flights.stuck

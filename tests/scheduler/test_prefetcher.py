@@ -1,0 +1,211 @@
+"""Prefetches carried out: what a handle says, what is kept for whom, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import Bench
+from tiercache.core.budget import Purpose
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prediction import Hints
+from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+
+
+class Prefetching:
+    """A prefetcher over the bench's reader."""
+
+    def __init__(self, bench: Bench, share: int = 16, **settings: float) -> None:
+        self.bench = bench
+        self.reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
+        self.plan = PrefetchPlan(PrefetchSettings(share_bytes=share * CHUNK_BYTES, **settings), CHUNK_BYTES)
+        self.prefetcher = Prefetcher(self.reader, self.plan)
+        self.hints = Hints()
+
+    def hint(self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0) -> PrefetchHandle:
+        now_s = asyncio.get_running_loop().time()
+        prediction = self.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
+        return self.prefetcher.begin(prediction, now_s + 1.0)
+
+    async def use(self, key: ChunkKey) -> np.ndarray:
+        lease = await self.reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
+        assert lease is not None
+        with lease:
+            return lease.view.copy()
+
+    def account(self) -> dict[str, int]:
+        """In chunks, without what is zero."""
+        account = self.plan.accounts["hints"].to_dict()
+        return {name.removesuffix("_bytes"): value // CHUNK_BYTES for name, value in account.items() if value}
+
+
+@pytest.fixture
+async def work(bench: Bench) -> AsyncIterator[Prefetching]:
+    work = Prefetching(bench)
+    yield work
+    await work.prefetcher.close()
+    while work.reader.flights:
+        await asyncio.sleep(0)
+    assert bench.is_whole(), "a hold was lost"
+
+
+async def test_awaiting_a_prefetch_gives_what_became_of_it(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 6))
+    progress = await work.hint([*keys, chunk(99)[0], chunk(98)[0]])
+    assert (progress.asked, progress.found, progress.promoted, progress.missing) == (7, 5, 5, 2)
+    assert progress.done and progress.promoted_bytes == progress.found_bytes == 5 * CHUNK_BYTES
+    assert work.prefetcher.held == 5
+    for number, key in enumerate(keys, start=1):
+        assert np.array_equal(await work.use(key), chunk(number)[1])
+    assert work.bench.memory.counters.reads == 5, "all hot"
+    assert work.account() == {"fetched": 5, "used": 5}
+    assert work.prefetcher.held == 0, "kept no longer than until it was used"
+
+
+async def test_progress_is_seen_while_it_goes_on(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 9))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+    work.bench.tier.gate.set()
+    await asyncio.sleep(0)
+    work.bench.tier.gate.clear()
+    await work.bench.tier.until_entered(2)
+    progress = handle.progress
+    assert progress.found == 8 and progress.in_flight == 4 and not progress.done
+    work.bench.tier.gate.set()
+    assert (await handle).promoted == 8
+
+
+async def test_what_is_hot_already_is_kept_and_not_read(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 4))
+    work.bench.make_hot(2).release()
+    assert (await work.hint(keys)).promoted == 3
+    assert work.bench.memory.counters.reads == 2
+    assert work.bench.cpu.budget.held[Purpose.PREFETCH] == 3
+
+
+async def test_cancelled_prefetch_begins_nothing_more(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 13))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+    await work.bench.tier.until_entered(2)
+    handle.cancel()
+    work.bench.tier.gate.set()
+    progress = await handle
+    assert progress.cancelled == 12
+    while work.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert work.bench.memory.counters.reads <= 4
+    handle.cancel()
+
+
+async def test_cancelling_who_waits_leaves_the_prefetch_alone(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 5))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+
+    async def wait() -> None:
+        await handle
+
+    waiting = asyncio.create_task(wait())
+    await work.bench.tier.until_entered(1)
+    waiting.cancel()
+    work.bench.tier.gate.set()
+    assert (await handle).promoted == 4
+
+
+async def test_two_prefetches_of_one_prefix_share_its_reads(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 9))
+    first, second = work.hint(keys[:6]), work.hint(keys)
+    assert (await first).promoted == 6 and (await second).promoted == 8
+    assert work.bench.memory.counters.reads == 8
+
+
+async def test_no_more_is_kept_than_the_share(bench: Bench) -> None:
+    work = Prefetching(bench, share=4)
+    keys = bench.keep_on_tier(range(1, 11))
+    handle = work.hint(keys, ttl_s=600.0)
+    while work.prefetcher.held < 4 or work.prefetcher._reads:
+        await asyncio.sleep(0)
+    await asyncio.sleep(5.0)
+    assert (work.prefetcher.held, bench.memory.counters.reads) == (4, 4)
+    for key in keys[:4]:
+        await work.use(key)
+    await asyncio.sleep(5.0)
+    assert bench.memory.counters.reads == 8, "room that was used up is filled again"
+    await work.prefetcher.close()
+    assert (await handle).cancelled == 2
+    assert bench.is_whole()
+
+
+async def test_bandwidth_is_what_the_budget_says(bench: Bench) -> None:
+    work = Prefetching(bench, bytes_per_s=2.0 * CHUNK_BYTES)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    await work.hint(bench.keep_on_tier(range(1, 12)))
+    assert loop.time() - began_s == pytest.approx(5.0, abs=1.0), "two chunks a second"
+    await work.prefetcher.close()
+
+
+async def test_what_nobody_comes_for_is_let_go_and_counted(work: Prefetching) -> None:
+    await work.hint(work.bench.keep_on_tier(range(1, 5)), ttl_s=3.0)
+    assert work.prefetcher.held == 4
+    await asyncio.sleep(10.0)
+    assert work.prefetcher.held == 0
+    assert work.account() == {"fetched": 4, "wasted": 4}
+    assert work.bench.cpu.contains(chunk(1)[0]), "like any other hot chunk now"
+
+
+async def test_who_comes_before_it_has_arrived_makes_it_late(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 3))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+    await work.bench.tier.until_entered(2)
+    using = [asyncio.create_task(work.use(key)) for key in keys]
+    await asyncio.sleep(0)
+    work.bench.tier.gate.set()
+    await asyncio.gather(*using)
+    assert (await handle).promoted == 2
+    while work.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert work.account() == {"fetched": 2, "late": 2}
+    assert work.prefetcher.held == 0
+
+
+async def test_urgent_hint_goes_first(work: Prefetching) -> None:
+    first = work.bench.keep_on_tier(range(1, 11))
+    second = work.bench.keep_on_tier(range(11, 14))
+    work.bench.tier.gate.clear()
+    slow, urgent = work.hint(first, priority=5), work.hint(second, priority=0)
+    await work.bench.tier.until_entered(2)
+    work.bench.tier.gate.set()
+    await urgent
+    assert not slow.done
+    await slow
+
+
+async def test_failed_reads_are_missing_and_cost_nothing(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 4))
+    work.bench.tier.fail_reads = [OSError("gone")]
+    progress = await work.hint(keys)
+    assert (progress.promoted, progress.missing) == (2, 1)
+    assert work.account() == {"fetched": 2, "cancelled": 1}
+
+
+async def test_closing_tells_who_waits(work: Prefetching) -> None:
+    work.bench.tier.gate.clear()
+    handle = work.hint(work.bench.keep_on_tier(range(1, 5)))
+    await work.bench.tier.until_entered(1)
+    await work.prefetcher.close()
+    assert (await handle).cancelled == 4
+    work.bench.tier.gate.set()
+    while work.reader.stuck:
+        await asyncio.sleep(0)

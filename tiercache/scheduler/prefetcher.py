@@ -1,0 +1,282 @@
+"""The async half of prefetching: carries out what the plan (`core/prefetch.py`) decides, and holds what came of it.
+
+A promoted chunk is held, so that nothing evicts it before the request that it was fetched for, until somebody reads it or nobody
+expects it any more. The plan bounds how much that may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prediction.base import Prediction
+from tiercache.core.prefetch import Fetch, PrefetchPlan
+from tiercache.scheduler.reader import Reader
+from tiercache.tiers.cpu import Lease
+
+_SWEEP_S = 1.0
+
+
+@dataclass(frozen=True)
+class PrefetchProgress:
+    """Of one prefetch, in chunks; `chunk_bytes` each (a shorter tail counts as whole)."""
+
+    asked: int
+    found: int
+    """Of the contiguous prefix that some tier has; the others are `missing`."""
+    in_flight: int
+    promoted: int
+    """In the hot cache: fetched, or there already."""
+    missing: int
+    """Found in no tier, behind such a gap, or lost on the way."""
+    cancelled: int
+    chunk_bytes: int
+
+    @property
+    def done(self) -> bool:
+        return self.promoted + self.missing + self.cancelled == self.asked
+
+    @property
+    def promoted_bytes(self) -> int:
+        return self.promoted * self.chunk_bytes
+
+    @property
+    def found_bytes(self) -> int:
+        return self.found * self.chunk_bytes
+
+
+class PrefetchHandle:
+    """One `cache.prefetch`. Awaiting it waits until every chunk is promoted, missing or cancelled, and gives the progress;
+    cancelling whoever awaits leaves the prefetch alone, `cancel` ends it."""
+
+    def __init__(self, prefetcher: Prefetcher, subject: str, keys: Sequence[ChunkKey]) -> None:
+        self.subject = subject
+        self.keys = keys
+        self._prefetcher = prefetcher
+        self._found = 0
+        self._left: set[ChunkKey] = set(keys)
+        self._promoted = 0
+        self._cancelled = 0
+        self._ended = asyncio.Event()
+        if not self._left:
+            self._ended.set()
+
+    @property
+    def progress(self) -> PrefetchProgress:
+        """At this moment."""
+        asked = len(set(self.keys))
+        return PrefetchProgress(
+            asked=asked,
+            found=self._found,
+            in_flight=sum(1 for key in self._left if self._prefetcher.is_in_flight(key)),
+            promoted=self._promoted,
+            missing=asked - len(self._left) - self._promoted - self._cancelled,
+            cancelled=self._cancelled,
+            chunk_bytes=self._prefetcher.plan.chunk_bytes,
+        )
+
+    @property
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def cancel(self) -> None:
+        """Begin no more reads. Chunks that are on their way arrive, and may be evicted like others. Idempotent."""
+        self._prefetcher.withdraw(self)
+
+    def __await__(self) -> Generator[object, None, PrefetchProgress]:
+        yield from self._ended.wait().__await__()
+        return self.progress
+
+    def _settle(self, key: ChunkKey, *, promoted: bool) -> None:
+        if key in self._left:
+            self._left.discard(key)
+            self._promoted += promoted
+            self._end_if_done()
+
+    def _give_up(self, keys: Sequence[ChunkKey], *, cancelled: bool) -> None:
+        given_up = self._left.intersection(keys)
+        self._left -= given_up
+        if cancelled:
+            self._cancelled += len(given_up)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if not self._left:
+            self._ended.set()
+            self._prefetcher.forget(self)
+
+
+class Prefetcher:
+    """All methods belong to the event loop. Nothing here waits for a tier but the reads themselves."""
+
+    def __init__(self, reader: Reader, plan: PrefetchPlan, *, read_s: float = 10.0) -> None:
+        """`read_s`: how long one chunk may take."""
+        self.reader = reader
+        self.plan = plan
+        self.read_s = read_s
+        self._loop = asyncio.get_running_loop()
+        self._lanes = max(2, reader.read_concurrency)
+        self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
+        self._holds: dict[ChunkKey, Lease] = {}
+        self._handles: dict[str, PrefetchHandle] = {}
+        self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
+        self._looking: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._swept_s = self._loop.time()
+        self._pumping = False
+        self._closed = False
+        reader.cpu.on_use = self.asked
+        reader.flights.on_demand = self.asked
+
+    @property
+    def held(self) -> int:
+        """Chunks that are kept for somebody to come."""
+        return len(self._holds)
+
+    def is_in_flight(self, key: ChunkKey) -> bool:
+        return key in self._reads
+
+    def begin(self, prediction: Prediction, deadline_s: float) -> PrefetchHandle:
+        """Act on an explicit hint. Tiers are asked first (until `deadline_s`, a loop time) what they have of it."""
+        handle = PrefetchHandle(self, prediction.subject, prediction.keys)
+        if not handle.done:
+            self._handles[handle.subject] = handle
+            for key in set(prediction.keys):
+                self._by_key.setdefault(key, []).append(handle)
+            task = self._loop.create_task(self._look(handle, prediction, deadline_s), name="tiercache-prefetch")
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+        return handle
+
+    def offer(self, prediction: Prediction | None) -> None:
+        """Act on what a predictor says; None says nothing."""
+        if prediction is not None and not self._closed:
+            self.plan.offer(prediction, self._loop.time())
+            self._pump()
+
+    def withdraw(self, handle: PrefetchHandle) -> None:
+        if not handle.done:
+            self.plan.withdraw("hints", handle.subject)
+            handle._give_up(handle.keys, cancelled=True)
+
+    def asked(self, key: ChunkKey) -> None:
+        """Somebody came for a chunk that is held for him, or on its way for him."""
+        self.plan.asked([key])
+        hold = self._holds.pop(key, None)
+        if hold is not None:
+            hold.release()
+            self._pump_soon()
+
+    def forget(self, handle: PrefetchHandle) -> None:
+        """It has ended."""
+        if self._handles.pop(handle.subject, None) is not None:
+            for key in set(handle.keys):
+                handles = self._by_key.get(key, [])
+                if handle in handles:
+                    handles.remove(handle)
+                if not handles:
+                    self._by_key.pop(key, None)
+
+    async def close(self) -> None:
+        """End everything; who waits for a handle learns that the rest is cancelled."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for handle in list(self._handles.values()):
+            handle._give_up(handle.keys, cancelled=True)
+        tasks = [*self._looking, *self._reads.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.plan.finish()
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
+
+    async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
+        found, _ = await self.reader.lookup(prediction.keys, deadline_s)
+        handle._found = found
+        handle._give_up(prediction.keys[found:], cancelled=False)
+        if found and not handle.done:
+            self.offer(
+                Prediction(
+                    prediction.predictor,
+                    prediction.subject,
+                    prediction.keys[:found],
+                    prediction.probability,
+                    prediction.earliest_s,
+                    prediction.expected_s,
+                    prediction.latest_s,
+                    prediction.priority,
+                )
+            )
+
+    def _pump_soon(self) -> None:
+        """Once for all that happens in this turn of the loop."""
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Begin as many reads as there are lanes and the plan allows."""
+        self._pumping = False
+        if self._closed:
+            return
+        now_s = self._loop.time()
+        while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
+            self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
+        if now_s >= self._swept_s + _SWEEP_S:
+            self._swept_s = now_s
+            self._release_unexpected()
+        wakes = [wake_s for wake_s in (self.plan.wake_s(now_s),) if wake_s is not None]
+        if self._holds:
+            wakes.append(self._swept_s + _SWEEP_S)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(min(wakes), self._pump) if wakes else None
+
+    async def _read(self, fetch: Fetch) -> None:
+        key = fetch.key
+        hold: Lease | None = None
+        try:
+            hold = await self.reader.promote(key, self._loop.time() + self.read_s)
+        finally:
+            del self._reads[key]
+            self._tell(key, promoted=hold is not None)
+            if hold is None:
+                self.plan.failed(key)
+            else:
+                self.plan.fetched(key)
+                if self.plan.awaits(key):
+                    self._keep(key, hold)
+                else:
+                    hold.release()  # whoever it was for has come meanwhile
+            self._pump_soon()
+
+    def _is_hot(self, key: ChunkKey) -> bool:
+        """Asked by the plan about a chunk that is expected: if it is there already it is kept there."""
+        if not self.reader.cpu.contains(key):
+            return False
+        room = self.plan.settings.share_bytes - len(self._holds) * self.plan.chunk_bytes
+        if key not in self._holds and room >= self.plan.chunk_bytes:
+            hold = self.reader.cpu.hold(key)
+            if hold is not None:
+                self._keep(key, hold)
+        self._tell(key, promoted=True)
+        return True
+
+    def _keep(self, key: ChunkKey, hold: Lease) -> None:
+        old = self._holds.pop(key, None)
+        if old is not None:
+            old.release()
+        self._holds[key] = hold
+
+    def _release_unexpected(self) -> None:
+        for key in [key for key in self._holds if not self.plan.expects(key)]:
+            self._holds.pop(key).release()
+
+    def _tell(self, key: ChunkKey, *, promoted: bool) -> None:
+        for handle in list(self._by_key.get(key, ())):
+            handle._settle(key, promoted=promoted)

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tiercache.ahead import Ahead
 from tiercache.assembly import arena_settings, make_device, make_tiers
 from tiercache.core.keys import ChunkKey, chunk_keys
 from tiercache.core.layout import Layout
+from tiercache.core.prefetch import PrefetchSettings
 from tiercache.device.device import Device, gpu_in_use
 from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import device_payload
-from tiercache.errors import CacheClosed
+from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.prefetcher import PrefetchHandle
 from tiercache.scheduler.reader import Hit, Reader, Sink
 from tiercache.scheduler.source import ReaderSettings
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
@@ -149,6 +152,14 @@ class TierCache:
             self._device_path = DevicePath(
                 self._device, self.cpu, staging, self._reader, self._device_reader, self._fan_out
             )
+        share_bytes = int(self.config.prefetch_share * pool.count) * self.layout.chunk_bytes
+        self.ahead = Ahead(
+            self.cpu,
+            self._reader,
+            PrefetchSettings(share_bytes=share_bytes, bytes_per_s=self.config.prefetch_bytes_per_s),
+            self.layout.chunk_bytes,
+            reading.deadline_s,
+        )
         self._running = True
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
@@ -170,6 +181,7 @@ class TierCache:
         await asyncio.gather(*self._warming, return_exceptions=True)
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
+        await self.ahead.close()
         await self._reader.close()
         if self._device_path is not None:
             await self._device_reader.close()
@@ -327,6 +339,29 @@ class TierCache:
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
 
+    def prefetch(
+        self,
+        what: Sequence[int] | Sequence[ChunkKey] | np.ndarray,
+        *,
+        deadline: float = 0.0,
+        priority: int = 0,
+        ttl: float = 60.0,
+    ) -> PrefetchHandle:
+        """Promote the chunks of a prefix (token ids, or chunk keys) into the hot cache before somebody asks for them.
+
+        `deadline` is in how many seconds they will be needed: among prefetches of one `priority` (smaller goes first) the
+        sooner one does. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once;
+        await the handle for what became of it, or look at its `progress`, or `cancel()` it. Demand reads go first, and all
+        prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. Raises ConfigError with
+        `local_cpu: false`: there is no hot cache to promote into.
+        """
+        self._check_open()
+        if not self.cpu.keep:
+            raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
+        given = list(what)
+        keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
+        return self.ahead.prefetch(keys, deadline, ttl, priority, self._reader.settings.probe_deadline_s)
+
     # Asking
 
     async def lookup(self, tokens: Sequence[int] | np.ndarray) -> Hit:
@@ -359,6 +394,7 @@ class TierCache:
             breakers=self._reader.breakers(),
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,
+            prefetch=self.ahead.plan.accounts,
             puts_skipped=self._host_path.skipped + (self._device_path.skipped if self._device_path is not None else 0),
             device=self._device_statistics(),
             stuck=self._stuck,

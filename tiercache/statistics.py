@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tiercache.core.prefetch import Account
 from tiercache.scheduler.flights import ReaderStatistics
 from tiercache.scheduler.writer import WriterStatistics
 from tiercache.tiers.base import TierStatistics
@@ -31,6 +32,8 @@ class Statistics:
     breakers: dict[str, str]
     slots: int
     slots_free: int
+    prefetch: dict[str, Account]
+    """What prefetching did, by predictor: bytes that were used, late, evicted unused, wasted, cancelled."""
     puts_skipped: int
     stuck: int
     """Operations that outlived their deadline and still hold a slot."""

@@ -73,19 +73,21 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A finite number, `low` or more; with `above`, more than `low`."""
+    """A finite number, `low` or more; with `above`, more than `low`. `high` itself is allowed."""
 
     low: float = 0.0
     above: bool = False
     unit: str = ""
+    high: float | None = None
 
     @property
     def expected(self) -> str:
-        return f"{_noun('a number', self.unit)} {'>' if self.above else '>='} {self.low:g}"
+        least = f"{_noun('a number', self.unit)} {'>' if self.above else '>='} {self.low:g}"
+        return least if self.high is None else f"{least} and <= {self.high:g}"
 
     def parse(self, raw: Any) -> float:
         value = _number(raw, self.expected, self.unit)
-        if value < self.low or (self.above and value == self.low):
+        if value < self.low or (self.above and value == self.low) or (self.high is not None and value > self.high):
             raise ValueError(f"expected {self.expected}")
         return value
 

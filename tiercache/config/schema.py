@@ -131,6 +131,13 @@ class Config:
     )
     cache_policy: str = _key(Choice(("LRU", "LFU", "FIFO", "MRU")), "LRU", "what is evicted first", tier="cpu")
 
+    prefetch_share: float = _key(
+        Number(high=1.0), 0.5, "of the hot cache: the most that prefetched and pinned chunks may take", tier="cpu", ours=True
+    )
+    prefetch_bytes_per_s: float = _key(
+        Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: whatever demand reads leave", tier="cpu", ours=True
+    )
+
     local_disk: tuple[str, ...] = _key(
         Words(paths=True), (), "directories of the disk tier, made when missing; file:// allowed", tier="disk"
     )

@@ -1,7 +1,7 @@
 """The async half of prefetching: carries out what the plan (`core/prefetch.py`) decides, and holds what came of it.
 
-A promoted chunk is held, so that nothing evicts it before the request that it was fetched for, until somebody reads it or nobody
-expects it any more. The plan bounds how much that may be.
+A promoted chunk is held, so that nothing evicts it before the request that it was fetched for, until somebody reads it or
+nobody expects it any more. The plan bounds how much that may be.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""Prefetching, sessions and pins through the cache, over a real disk tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercache import Config, Layout, TierCache
+from tiercache.errors import ConfigError
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+TOKENS = list(range(16 * 12))
+
+
+def config_of(place: Path, **more: object) -> Config:
+    return Config(max_local_cpu_size=0.002, local_disk=(str(place),), max_local_disk_size=0.1, **more)  # type: ignore[arg-type]
+
+
+def payload_of(number: int) -> np.ndarray:
+    return np.full(LAYOUT.chunk_bytes, number, dtype=np.uint8)
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
+    """Twelve chunks on disk and none hot."""
+    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+        await cache.flush()
+        cache.clear_hot()
+        yield cache
+
+
+async def test_prefetched_prefix_is_hot_when_it_is_asked_for(cache: TierCache) -> None:
+    progress = await cache.prefetch(TOKENS, deadline=1.0)
+    assert (progress.asked, progress.promoted, progress.missing) == (12, 12, 0)
+    keys = cache.keys(TOKENS)
+    assert cache.lookup_hot(keys) == 12
+    buffers = [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]
+    assert await cache.get_into(keys, buffers) == 12
+    assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers))
+    statistics = cache.statistics()
+    assert statistics.reader.hits["cpu"] == 12
+    assert statistics.prefetch["hints"].used_bytes == 12 * LAYOUT.chunk_bytes
+
+
+async def test_keys_do_as_well_as_tokens_and_what_is_nowhere_is_missing(cache: TierCache) -> None:
+    keys = cache.keys([*TOKENS, *range(1000, 1032)])
+    progress = await cache.prefetch(keys)
+    assert (progress.asked, progress.found, progress.promoted, progress.missing) == (14, 12, 12, 2)
+
+
+async def test_without_a_hot_cache_prefetching_is_an_error(tmp_path: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, local_cpu=False), LAYOUT) as cache:
+        with pytest.raises(ConfigError, match="prefetch: local_cpu is false"):
+            cache.prefetch(TOKENS)
+
+
+async def test_share_of_zero_prefetches_nothing(tmp_path: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, prefetch_share=0.0), LAYOUT) as cache:
+        await cache.store(TOKENS, [payload_of(number) for number in range(12)])
+        await cache.flush()
+        cache.clear_hot()
+        handle = cache.prefetch(TOKENS)
+        await asyncio.sleep(0)
+        handle.cancel()
+        assert (await handle).cancelled == 12
+        assert cache.lookup_hot(cache.keys(TOKENS)) == 0
+
+
+async def test_session_that_comes_back_finds_its_chunks_hot(cache: TierCache) -> None:
+    """The predictor learns the gaps from sessions that came back before; then a turn's end is enough."""
+    keys = cache.keys(TOKENS)
+    loop = asyncio.get_running_loop()
+    sessions = cache.ahead.sessions
+    for number in range(20):
+        sessions.arrived(f"s{number}", 0.0)
+        sessions.finished(f"s{number}", keys[:1], 0.0)
+        sessions.arrived(f"s{number}", 0.5)
+    cache.ahead.began("mine", keys)
+    cache.ahead.ended("mine", keys)
+    until_s = loop.time() + 10.0
+    while cache.ahead.prefetcher.held < 12:
+        assert loop.time() < until_s
+        await asyncio.sleep(0)
+    cache.ahead.began("mine", keys)
+    assert await cache.get_into(keys, [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]) == 12
+    assert cache.statistics().prefetch["sessions"].used_bytes == 12 * LAYOUT.chunk_bytes
+    cache.ahead.over("mine")
+
+
+async def test_pinned_chunks_stay_until_they_are_unpinned(cache: TierCache) -> None:
+    keys = cache.keys(TOKENS)
+    await cache.warm(keys)
+    assert cache.ahead.pin(keys) == 12
+    other = list(range(10_000, 10_000 + 16 * 100))
+    for start in range(0, len(other), 160):
+        part = other[start : start + 160]
+        await cache.store(part, [payload_of(7)] * 10)
+        await cache.flush()
+    assert cache.lookup_hot(keys) == 12
+    cache.ahead.unpin(keys)
+    for start in range(0, len(other), 160):
+        part = [token + 50_000 for token in other[start : start + 160]]
+        await cache.store(part, [payload_of(7)] * 10)
+        await cache.flush()
+    assert cache.lookup_hot(keys) == 0
+
+
+async def test_pins_take_no_more_than_the_share(cache: TierCache) -> None:
+    chunks = cache.cpu.pool.count // 2 + 4
+    tokens = list(range(16 * chunks))
+    await cache.store(tokens, [payload_of(1)] * chunks)
+    await cache.flush()
+    assert cache.ahead.pin(cache.keys(tokens)) == cache.cpu.pool.count // 2

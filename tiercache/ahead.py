@@ -1,0 +1,99 @@
+"""What is known about requests to come: hints, sessions, workflows, and pins. `TierCache.ahead`.
+
+A prediction becomes a promotion into the hot cache when the plan finds it worth its bandwidth; a wrong one costs that and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prediction import Hints, Sessions, Workflows
+from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
+from tiercache.scheduler.reader import Reader
+from tiercache.tiers.cpu import CpuTier, Lease
+
+PIN_S = 600.0
+
+
+class Ahead:
+    """All methods belong to the event loop, and none waits."""
+
+    def __init__(self, cpu: CpuTier, reader: Reader, settings: PrefetchSettings, chunk_bytes: int, read_s: float) -> None:
+        self.cpu = cpu
+        self.hints = Hints()
+        self.sessions = Sessions()
+        self.workflows = Workflows()
+        self.plan = PrefetchPlan(settings, chunk_bytes)
+        self.prefetcher = Prefetcher(reader, self.plan, read_s=read_s)
+        self._loop = asyncio.get_running_loop()
+        self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
+        self._most_pins = max(1, settings.share_bytes // chunk_bytes)
+
+    @property
+    def pinned(self) -> int:
+        """Chunks that are pinned now."""
+        return len(self._pins)
+
+    def prefetch(
+        self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
+    ) -> PrefetchHandle:
+        now_s = self._loop.time()
+        hint = self.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
+        return self.prefetcher.begin(hint, now_s + look_s)
+
+    def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
+        """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
+        now_s = self._loop.time()
+        self.plan.withdraw(self.sessions.name, session)
+        self.sessions.arrived(session, now_s)
+        if step:
+            self.workflows.arrived(session, step, keys, now_s)
+
+    def ended(self, session: str, keys: Sequence[ChunkKey], step: str = "", kind: str = "") -> None:
+        """That request is answered; `keys` are what the session's next one will begin with.
+
+        `kind` says how it ended, in words of the program's own: after "tool" one is sooner back than after "user".
+        """
+        now_s = self._loop.time()
+        self.prefetcher.offer(self.sessions.finished(session, keys, now_s, kind))
+        if step:
+            for prediction in self.workflows.finished(session, step, now_s):
+                self.prefetcher.offer(prediction)
+
+    def over(self, session: str) -> None:
+        """It will not come back; what was fetched for it may be evicted."""
+        self.plan.withdraw(self.sessions.name, session)
+        self.sessions.over(session)
+        self.workflows.over(session)
+
+    def pin(self, keys: Sequence[ChunkKey], ttl_s: float = PIN_S) -> int:
+        """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.
+
+        Together, pins take no more than the prefetcher's share of the hot cache.
+        """
+        pinned = 0
+        for key in keys:
+            old = self._pins.pop(key, None)
+            lease = old[0] if old is not None else self.cpu.hold(key) if len(self._pins) < self._most_pins else None
+            if old is not None:
+                old[1].cancel()
+            if lease is not None:
+                self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
+                pinned += 1
+        return pinned
+
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """Let `keys` be evicted like others."""
+        for key in keys:
+            pin = self._pins.pop(key, None)
+            if pin is not None:
+                pin[1].cancel()
+                pin[0].release()
+
+    async def close(self) -> None:
+        self.unpin(list(self._pins))
+        await self.prefetcher.close()

@@ -150,14 +150,14 @@ async def test_places_go_to_demand_and_in_turn() -> None:
     async def wait(name: str, purpose: Purpose) -> None:
         await places.acquire(purpose)
         order.append(name)
-        places.release()
+        places.release(purpose)
 
     tasks = [
         asyncio.create_task(wait(name, purpose))
         for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
     ]
     await settle()
-    places.release()
+    places.release(Purpose.PREFETCH)
     await asyncio.gather(*tasks)
     assert order == ["r1", "r2", "p1", "p2"]
     assert places.free == 1
@@ -168,7 +168,7 @@ async def test_place_that_comes_at_the_moment_of_cancellation_goes_on() -> None:
     await places.acquire(Purpose.READ)
     waiting = asyncio.create_task(places.acquire(Purpose.READ))
     await settle()
-    places.release()
+    places.release(Purpose.READ)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert places.free == 1

@@ -18,13 +18,14 @@ from tiercache.bench.figures import Figures
 from tiercache.bench.hf3fs_figures import measure_hf3fs
 from tiercache.bench.loop_figures import measure_loop
 from tiercache.bench.machine import machine
+from tiercache.bench.prefetch_figures import measure_prefetch
 from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.errors import TierCacheError
 
-DEFAULT_PARTS = ("core", "cpu", "disk", "loop", "restart")
+DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
 PARTS = (*DEFAULT_PARTS, "hf3fs", "redis", "s3")
 """3FS, Redis and S3 are measured when asked for: they want an emulator or a server, and a machine that does nothing else."""
 
@@ -88,6 +89,9 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
     elif part == "disk":
         for chunk_bytes in CHUNK_SIZES:
             asyncio.run(measure_disk(figures, plan, chunk_bytes))
+    elif part == "prefetch":
+        for chunk_bytes in CHUNK_SIZES:
+            asyncio.run(measure_prefetch(figures, plan, chunk_bytes))
     elif part == "loop":
         asyncio.run(measure_loop(figures, plan))
         try:

@@ -177,7 +177,7 @@ class Flights:
             slot = await self._slot(flight)
         finally:
             if slot is None:
-                source.places.release()
+                source.places.release(purpose)
         if slot is None:
             return None
         flight.begun = True
@@ -192,7 +192,7 @@ class Flights:
             source.waited_in_vain(began_s)
             self.counters.failed += 1
             return None
-        source.places.release()
+        source.places.release(purpose)
         try:
             length = read.result()
         except CorruptChunk:
@@ -226,7 +226,7 @@ class Flights:
             self._stuck.discard(task)
             if not task.cancelled():
                 task.exception()
-            source.places.release()
+            source.places.release(purpose)
             self.cpu.abandon(slot, purpose)
 
         self._stuck.add(read)

@@ -179,6 +179,15 @@ class Prefetcher:
                 if not handles:
                     self._by_key.pop(key, None)
 
+    def let_go(self) -> int:
+        """Keep nothing any more; returns how many chunks may be evicted like others now."""
+        count = len(self._holds)
+        self.plan.finish()
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
+        return count
+
     async def close(self) -> None:
         """End everything; who waits for a handle learns that the rest is cancelled."""
         self._closed = True
@@ -190,10 +199,7 @@ class Prefetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.plan.finish()
-        for hold in self._holds.values():
-            hold.release()
-        self._holds.clear()
+        self.let_go()
 
     async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
         found, _ = await self.reader.lookup(prediction.keys, deadline_s)

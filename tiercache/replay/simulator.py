@@ -126,16 +126,15 @@ class Simulator:
     def _keep(self, request: Request, keys: list[ChunkKey], hot: int) -> None:
         """Everything that the request needed is in RAM now, and on flash what deserves it."""
         ram, block_bytes = self.ram, self.block_bytes
-        entries, add, touch = ram.order.entries, ram.add, ram.order.touch
+        entries, add = ram.order.entries, ram.add
+        ram.order.touch_prefix(keys)
         inserted = 0
-        # From the tail to the head: the head is used last, and no chunk goes before those that follow it.
-        for position in range(len(keys) - 1, -1, -1):
-            key = keys[position]
-            if key in entries:
-                touch(key)
-            else:
-                add(key, block_bytes)
+        parent = None
+        for key in keys:
+            if key not in entries:
+                add(key, block_bytes, parent=parent)
                 inserted += 1
+            parent = key
         if ram.used_bytes > self._ram_cap_bytes:
             ram.evict(ram.used_bytes - self._ram_cap_bytes)
         self.figures.inserted_blocks += inserted

@@ -8,6 +8,7 @@ leased) is handed back by `readmit` when it may, so it is met at most once per l
 from __future__ import annotations
 
 from tiercache.core.eviction.base import EvictionOrder, V
+from tiercache.core.eviction.cost import CostAware
 from tiercache.core.eviction.frequency import Lfu
 from tiercache.core.eviction.recency import Fifo, Lru, Mru
 from tiercache.core.eviction.segmented import S3Fifo, Slru
@@ -19,6 +20,7 @@ ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
     "MRU": Mru,
     "SLRU": Slru,
     "S3FIFO": S3Fifo,
+    "COST": CostAware,
 }
 
 
@@ -27,4 +29,4 @@ def make_order(policy: str) -> EvictionOrder[V]:
     return ORDERS[policy.upper()]()
 
 
-__all__ = ["ORDERS", "EvictionOrder", "Fifo", "Lfu", "Lru", "Mru", "S3Fifo", "Slru", "make_order"]
+__all__ = ["ORDERS", "CostAware", "EvictionOrder", "Fifo", "Lfu", "Lru", "Mru", "S3Fifo", "Slru", "make_order"]

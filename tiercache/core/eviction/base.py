@@ -6,21 +6,31 @@ from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
 from typing import Generic, TypeVar
 
+from tiercache.core.eviction.family import Family
 from tiercache.core.keys import ChunkKey
 
 V = TypeVar("V")
 
 
 class EvictionOrder(ABC, Generic[V]):
-    """Residents, and the order in which they would be evicted."""
+    """Residents, and the order in which they would be evicted.
+
+    Prefixes stay whole: where parents are given, a chunk never goes while one that follows it is resident. When its turn has
+    come, the last of those behind it goes instead, and the others after that one, from the tail up to the chunk itself. A
+    chunk without the ones before it is of no use to anybody, however lately it was used.
+    """
 
     entries: MutableMapping[ChunkKey, V]
+
+    def __init__(self) -> None:
+        self._family = Family()
+        self._path: list[ChunkKey] = []
 
     @abstractmethod
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Add a resident that was just used. `key` must not be resident.
 
-        `parent` is the chunk before it in its prefix, where the caller knows it; what an order makes of that is its own.
+        `parent` is the chunk before it in its prefix, where the caller knows it and it is resident (else it is ignored).
         """
 
     @abstractmethod
@@ -31,32 +41,71 @@ class EvictionOrder(ABC, Generic[V]):
     def touch(self, key: ChunkKey) -> None:
         """Note a use of a resident key."""
 
-    @abstractmethod
-    def discard(self, key: ChunkKey) -> V | None:
-        """Remove a key; None when it is not resident."""
-
-    @abstractmethod
-    def pop_victim(self) -> tuple[ChunkKey, V]:
-        """Remove and return the resident that should go first; KeyError when empty."""
-
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of all that are resident of `keys`, which follow one another from the first chunk of a prefix.
 
-        The last is used first: among chunks of one request the tail is then colder than the head, so that what is evicted
-        leaves a shorter prefix and not one with a hole at its beginning.
+        The last is used first: of one request's chunks the tail is then colder than the head.
         """
-        entries = self.entries
-        touch = self.touch
+        entries, touch = self.entries, self.touch
         for key in reversed(keys):
             if key in entries:
                 touch(key)
 
-    def readmit(self, key: ChunkKey, value: V) -> None:
+    def discard(self, key: ChunkKey) -> V | None:
+        """Remove a key; None when it is not resident."""
+        if key not in self.entries:
+            self._forget(key)
+            return None
+        if len(self._family):
+            self._family.remove(key)
+        return self._remove(key)
+
+    def pop_victim(self) -> tuple[ChunkKey, V]:
+        """Remove and return the resident that should go first; KeyError when empty."""
+        if not self.entries:
+            raise KeyError("nothing is resident")
+        key = self._coldest()
+        if len(self._family):
+            key = self._tail_behind(key)
+            self._family.remove(key)
+        return key, self._evict(key)
+
+    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
-        self.insert(key, value)
+        self.insert(key, value, parent)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __contains__(self, key: object) -> bool:
         return key in self.entries
+
+    @abstractmethod
+    def _coldest(self) -> ChunkKey:
+        """Which resident the policy would like to see go; there is at least one."""
+
+    @abstractmethod
+    def _remove(self, key: ChunkKey) -> V:
+        """Take a resident out of whatever it stands in."""
+
+    def _evict(self, key: ChunkKey) -> V:
+        """As `_remove`, for a victim, of which the policy may keep the name."""
+        return self._remove(key)
+
+    def _forget(self, key: ChunkKey) -> None:  # noqa: B027 - only policies that remember names have something to do
+        """A key that is not resident is not wanted back in the place that it had."""
+
+    def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        if parent is not None and parent in self.entries and parent != key:
+            self._family.add(key, parent)
+
+    def _tail_behind(self, key: ChunkKey) -> ChunkKey:
+        """The end of the prefix that `key` is in. The way there is kept: it is walked once, not once for each victim."""
+        path = self._path
+        if path and (path[0] != key or path[-1] not in self.entries):
+            path.clear()
+        if not path:
+            path.append(key)
+        while (child := self._family.child(path[-1])) is not None:
+            path.append(child)
+        return path.pop()

@@ -18,6 +18,7 @@ class Lfu(EvictionOrder[V]):
     MAX_COUNT = 255
 
     def __init__(self) -> None:
+        super().__init__()
         self.entries: dict[ChunkKey, V] = {}
         self._counts: dict[ChunkKey, int] = {}
         self._buckets: dict[int, OrderedDict[ChunkKey, None]] = {}
@@ -26,6 +27,7 @@ class Lfu(EvictionOrder[V]):
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self._place(key, value, 1)
+        self._join(key, parent)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._place(key, value, 0)
@@ -37,28 +39,28 @@ class Lfu(EvictionOrder[V]):
         self._counts[key] = count
         self._buckets.setdefault(count, OrderedDict())[key] = None
 
-    def discard(self, key: ChunkKey) -> V | None:
-        self._out.pop(key, None)
-        if key not in self.entries:
-            return None
+    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+        self._place(key, value, self._out.pop(key, 1))
+        self._join(key, parent)
+
+    def _coldest(self) -> ChunkKey:
+        while self._lowest not in self._buckets:
+            self._lowest += 1
+        return next(iter(self._buckets[self._lowest]))
+
+    def _remove(self, key: ChunkKey) -> V:
         self._leave(key, self._counts.pop(key))
         return self.entries.pop(key)
 
-    def pop_victim(self) -> tuple[ChunkKey, V]:
-        if not self.entries:
-            raise KeyError("nothing is resident")
-        while self._lowest not in self._buckets:
-            self._lowest += 1
-        key = next(iter(self._buckets[self._lowest]))
-        count = self._counts[key]
-        value = self.discard(key)
-        self._out[key] = count
+    def _evict(self, key: ChunkKey) -> V:
+        self._out[key] = self._counts[key]
+        value = self._remove(key)
         if len(self._out) > max(64, len(self.entries)):
             self._out.pop(next(iter(self._out)))
-        return key, value  # type: ignore[return-value]
+        return value
 
-    def readmit(self, key: ChunkKey, value: V) -> None:
-        self._place(key, value, self._out.pop(key, 1))
+    def _forget(self, key: ChunkKey) -> None:
+        self._out.pop(key, None)
 
     def _place(self, key: ChunkKey, value: V, count: int) -> None:
         self._out.pop(key, None)

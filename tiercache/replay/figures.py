@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tiercache.core.prefetch import Account
+
 _STEP = 1.005
 
 
@@ -57,6 +59,8 @@ class Figures:
     """Of the whole run."""
     governed_blocks: int = 0
     """Of the whole run: admitted, and refused by the governor."""
+    accounts: dict[str, Account] = field(default_factory=dict)
+    """Prefetched bytes by predictor."""
     all_requests: int = 0
     span_s: float = 0.0
 

@@ -8,17 +8,21 @@ request waits for, and when a turn has ended. Demand reads go before prefetches,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tiercache.core.admission import Governor, LiveSession, make_admission
 from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
+from tiercache.core.prefetch import Fetch, PrefetchPlan
 from tiercache.replay.figures import Figures
+from tiercache.replay.foresight import Foresight
 from tiercache.replay.formats import Request
 from tiercache.replay.setting import Setting
 
 _REMEMBERED = 4
+_LOOKED_AT = 256
+"""Residents that a prefetch may find expected sooner before it gives up."""
 
 
 class Simulator:
@@ -41,16 +45,91 @@ class Simulator:
         self._flash_free_s = 0.0
         self._engines = [0.0] * hardware.engines
         self._measuring = False
+        self._prefetched_s = 0.0
+        self._coming: tuple[Fetch, float] | None = None
+        self.foresight: Foresight | None = None
+        if setting.prefetch and self.flash is not None:
+            self.foresight = Foresight(setting, self.block_bytes, self._renew)
 
     def run(self, requests: Iterable[Request], measure_from: int = 0) -> Figures:
         """Replay; requests count from the `measure_from`th on."""
-        figures = self.figures
+        figures, foresight = self.figures, self.foresight
+        if foresight is not None:
+            requests = foresight.looking_ahead(requests)
         for number, request in enumerate(requests):
-            self._measuring = number >= measure_from
+            if not self._measuring and number >= measure_from:
+                self._measuring = True
+                if foresight is not None:
+                    foresight.plan.accounts.clear()
+            if foresight is not None:
+                self._until(foresight, request.time_s)
             self._arrive(request)
             figures.all_requests += 1
             figures.span_s = request.time_s
+        if foresight is not None:
+            foresight.plan.finish()
+            figures.accounts = foresight.plan.accounts
         return figures
+
+    def _until(self, foresight: Foresight, time_s: float) -> None:
+        """Everything that happens before `time_s`."""
+        while foresight.next_s <= time_s:
+            self._prefetch(foresight.plan, foresight.next_s)
+            foresight.fire()
+        self._prefetch(foresight.plan, time_s)
+
+    def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
+        """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
+        assert self.flash is not None
+        ram, flash = self.ram.order.entries, self.flash.order.entries
+        block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
+        now_s = max(self._prefetched_s, self._flash_free_s)
+        while now_s < until_s:
+            if self._coming is not None:
+                fetch, done_s = self._coming
+                if done_s > until_s:
+                    break
+                now_s = done_s
+                self._coming = None
+                self._promote(plan, fetch, now_s)
+                continue
+            found = plan.next(now_s, lambda key: key in ram or key not in flash)
+            if found is not None:
+                self._coming = found, now_s + block_s
+                continue
+            wake_s = plan.wake_s(now_s)
+            now_s = until_s if wake_s is None else min(until_s, max(wake_s, now_s + block_s))
+        self._prefetched_s = now_s
+
+    def _promote(self, plan: PrefetchPlan, fetch: Fetch, now_s: float) -> None:
+        """A block has been read: it takes the place of one that is expected later, or is dropped."""
+        ram = self.ram
+        if fetch.key in ram:
+            plan.fetched(fetch.key)
+            return
+        if ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
+            for _ in range(_LOOKED_AT):
+                victim = ram.order.coldest()
+                if victim is None or plan.yields_to(victim, fetch, now_s):
+                    break
+                ram.order.renew(victim)
+            else:
+                plan.no_room(fetch, now_s)
+                return
+            self._evict_ram(self.block_bytes, now_s)
+        ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
+        plan.fetched(fetch.key)
+
+    def _evict_ram(self, needed_bytes: int, now_s: float) -> None:
+        victims = self.ram.evict(needed_bytes)
+        if self.foresight is not None:
+            self.foresight.plan.evicted([key for key, _ in victims], now_s)
+
+    def _renew(self, keys: Sequence[ChunkKey]) -> None:
+        entries, renew = self.ram.order.entries, self.ram.order.renew
+        for key in reversed(keys):
+            if key in entries:
+                renew(key)
 
     def _arrive(self, request: Request) -> None:
         keys = request.keys
@@ -59,6 +138,9 @@ class Simulator:
         loaded = self._on_flash(keys, hot, found)
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
+        if self.foresight is not None:
+            self.foresight.plan.asked(keys)
+            self.foresight.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
         self._keep(request, keys, hot)
 
@@ -136,7 +218,7 @@ class Simulator:
                 inserted += 1
             parent = key
         if ram.used_bytes > self._ram_cap_bytes:
-            ram.evict(ram.used_bytes - self._ram_cap_bytes)
+            self._evict_ram(ram.used_bytes - self._ram_cap_bytes, request.time_s)
         self.figures.inserted_blocks += inserted
         if self.flash is not None:
             self._write(request, self.flash)

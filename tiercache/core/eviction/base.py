@@ -51,6 +51,20 @@ class EvictionOrder(ABC, Generic[V]):
             if key in entries:
                 touch(key)
 
+    def renew(self, key: ChunkKey) -> None:
+        """A resident is expected to be used soon: as far from going as one that was used just now. No use is counted."""
+        self.touch(key)
+
+    def coldest(self) -> ChunkKey | None:
+        """Which resident `pop_victim` would return now; None when there is none."""
+        if not self.entries:
+            return None
+        key = self._coldest()
+        if len(self._family):
+            key = self._tail_behind(key)
+            self._path.append(key)
+        return key
+
     def discard(self, key: ChunkKey) -> V | None:
         """Remove a key; None when it is not resident."""
         if key not in self.entries:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import log
+from math import log2
+
+import numpy as np
+import numpy.typing as npt
 
 from tiercache.core.eviction.base import EvictionOrder, V
 from tiercache.core.keys import ChunkKey
@@ -14,6 +17,8 @@ _CLASSES = _USES * _GENERATIONS
 _BUCKETS = 64
 _PER_OCTAVE = 3
 _LEAST_SAMPLES = 50.0
+
+Floats = npt.NDArray[np.float64]
 
 
 class CostAware(EvictionOrder[V]):
@@ -32,7 +37,7 @@ class CostAware(EvictionOrder[V]):
 
     REMEMBERED = 4
     """Names of evicted chunks, as a multiple of the residents."""
-    DECAY = 0.9
+    DECAY = 0.97
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +49,7 @@ class CostAware(EvictionOrder[V]):
         self._next_fit = 1000
         self._hits = [[0.0] * _BUCKETS for _ in range(_CLASSES)]
         self._lost = [[0.0] * _BUCKETS for _ in range(_CLASSES)]
-        self._index = [[1.0 / _ages(bucket)[1] for bucket in range(_BUCKETS)] for _ in range(_CLASSES)]
+        self._index = [[2 ** (-bucket / _PER_OCTAVE) for bucket in range(_BUCKETS)] for _ in range(_CLASSES)]
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self._clock += 1
@@ -75,6 +80,11 @@ class CostAware(EvictionOrder[V]):
         class_ = _used(class_)
         self._classes[key] = class_
         self._queues[class_][key] = self._clock
+
+    def renew(self, key: ChunkKey) -> None:
+        queue = self._queues[self._classes[key]]
+        queue[key] = self._clock
+        queue.move_to_end(key)
 
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         ghost = self._ghosts.pop(key, None)
@@ -122,19 +132,13 @@ class CostAware(EvictionOrder[V]):
     def _fit(self) -> None:
         """Make the table of indexes from the histograms, and let these fade."""
         self._next_fit = self._clock + max(1000, len(self.entries) // 4)
-        whole_hits = [sum(column) for column in zip(*self._hits, strict=True)]
-        whole_lost = [sum(column) for column in zip(*self._lost, strict=True)]
-        total = sum(whole_hits) + sum(whole_lost)
-        for class_ in range(_CLASSES):
-            hits, lost = self._hits[class_], self._lost[class_]
+        hits, lost = np.array(self._hits), np.array(self._lost)
+        total = float(hits.sum() + lost.sum())
+        if total:
             # A class with few samples is taken to be like all others.
-            share = _LEAST_SAMPLES / total if total else 0.0
-            self._index[class_] = _gittins(
-                [mine + share * all_ for mine, all_ in zip(hits, whole_hits, strict=True)],
-                [mine + share * all_ for mine, all_ in zip(lost, whole_lost, strict=True)],
-            )
-            self._hits[class_] = [count * self.DECAY for count in hits]
-            self._lost[class_] = [count * self.DECAY for count in lost]
+            share = _LEAST_SAMPLES / total
+            self._index = _gittins(hits + share * hits.sum(axis=0), lost + share * lost.sum(axis=0)).tolist()
+        self._hits, self._lost = (hits * self.DECAY).tolist(), (lost * self.DECAY).tolist()
 
 
 def _used(class_: int) -> int:
@@ -142,26 +146,23 @@ def _used(class_: int) -> int:
 
 
 def _bucket(age: int) -> int:
-    return min(_BUCKETS - 1, int(_PER_OCTAVE * log(age + 1, 2)))
+    return min(_BUCKETS - 1, int(_PER_OCTAVE * log2(age + 1)))
 
 
-def _ages(bucket: int) -> tuple[float, float]:
-    return 2 ** (bucket / _PER_OCTAVE) - 1, 2 ** ((bucket + 1) / _PER_OCTAVE) - 1
+_LOWS = np.array([2 ** (bucket / _PER_OCTAVE) - 1 for bucket in range(_BUCKETS + 1)])
+_WIDTHS = np.diff(_LOWS)
 
 
-def _gittins(hits: list[float], lost: list[float]) -> list[float]:
-    """For each age: the most uses per unit of time that staying can bring, over all times to give up."""
-    alive = [0.0] * (_BUCKETS + 1)
-    for bucket in range(_BUCKETS - 1, -1, -1):
-        alive[bucket] = alive[bucket + 1] + hits[bucket] + lost[bucket]
-    found = [0.0] * _BUCKETS
-    for begin in range(_BUCKETS):
-        uses = time = best = 0.0
-        for end in range(begin, _BUCKETS):
-            low, high = _ages(end)
-            uses += hits[end]
-            time += alive[end + 1] * (high - low) + (hits[end] + lost[end]) * (high - low) / 2
-            if time > 0:
-                best = max(best, uses / time)
-        found[begin] = best
-    return found
+def _gittins(hits: Floats, lost: Floats) -> Floats:
+    """For each class and age: the most uses per unit of time that staying can bring, over all times to give up."""
+    ended = hits + lost
+    # alive[:, b]: members that reach the end of bucket b.
+    alive = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
+    uses = np.cumsum(hits, axis=1)
+    time = np.cumsum((alive + ended / 2) * _WIDTHS, axis=1)
+    before = np.zeros((len(hits), 1))
+    uses_from = uses[:, None, :] - np.concatenate([before, uses[:, :-1]], axis=1)[:, :, None]
+    time_from = time[:, None, :] - np.concatenate([before, time[:, :-1]], axis=1)[:, :, None]
+    valid = np.triu(np.ones((_BUCKETS, _BUCKETS), dtype=bool)) & (time_from > 0)
+    ratio: Floats = np.where(valid, uses_from / np.where(valid, time_from, 1.0), 0.0).max(axis=2)
+    return ratio

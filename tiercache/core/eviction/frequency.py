@@ -39,6 +39,9 @@ class Lfu(EvictionOrder[V]):
         self._counts[key] = count
         self._buckets.setdefault(count, OrderedDict())[key] = None
 
+    def renew(self, key: ChunkKey) -> None:
+        self._buckets[self._counts[key]].move_to_end(key)
+
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self._place(key, value, self._out.pop(key, 1))
         self._join(key, parent)

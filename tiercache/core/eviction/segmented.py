@@ -45,6 +45,9 @@ class Slru(EvictionOrder[V]):
             demoted, _ = protected.popitem(last=False)
             self._probation[demoted] = None
 
+    def renew(self, key: ChunkKey) -> None:
+        (self._protected if key in self._protected else self._probation).move_to_end(key)
+
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         protected = key in self._out
         self.insert(key, value, parent)
@@ -105,6 +108,9 @@ class S3Fifo(EvictionOrder[V]):
         uses = self._uses[key]
         if uses < self.MOST_USES:
             self._uses[key] = uses + 1
+
+    def renew(self, key: ChunkKey) -> None:
+        (self._small if key in self._small else self._main).move_to_end(key)
 
     def _coldest(self) -> ChunkKey:
         """Moves what deserves to stay on the way."""

@@ -1,0 +1,103 @@
+"""Workflow graphs: step B follows step A, and begins with a prefix that is known."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prediction.base import Prediction
+from tiercache.core.prediction.gaps import Gaps
+
+_LEAST_SEEN = 3
+
+
+@dataclass(slots=True)
+class _Step:
+    prefix: Sequence[ChunkKey] = ()
+    """What all its latest requests began with."""
+    seen: int = 0
+    followed: dict[str, Gaps] = field(default_factory=dict)
+    """By the step that came next: how long after this one had ended."""
+
+
+class Workflows:
+    """Learns, from the steps that runs go through, which step follows which, how soon, and with which shared prefix.
+
+    `limit` bounds the steps (the least recent is forgotten) and the runs that are under way.
+    """
+
+    name = "workflows"
+
+    def __init__(self, limit: int = 10_000, least_probability: float = 0.05) -> None:
+        self.limit = limit
+        self.least_probability = least_probability
+        self._steps: OrderedDict[str, _Step] = OrderedDict()
+        self._runs: OrderedDict[str, tuple[str, float]] = OrderedDict()
+
+    def arrived(self, run: str, step: str, keys: Sequence[ChunkKey], now_s: float) -> None:
+        """A request of `step` begins in `run`."""
+        state = self._step(step)
+        state.prefix = keys if not state.seen else _common(state.prefix, keys)
+        state.seen += 1
+        before = self._runs.pop(run, None)
+        if before is not None:
+            name, ended_s = before
+            gaps = self._step(name).followed.setdefault(step, Gaps(256))
+            gaps.add(max(0.0, now_s - ended_s))
+
+    def finished(self, run: str, step: str, now_s: float) -> list[Prediction]:
+        """`step` ended in `run`: what may follow, the most probable first."""
+        self._runs[run] = step, now_s
+        self._runs.move_to_end(run)
+        if len(self._runs) > self.limit:
+            _, (name, _) = self._runs.popitem(last=False)
+            self._step(name).followed.setdefault("", Gaps(256)).add_lost()
+        followed = self._step(step).followed
+        total = sum(gaps.count for gaps in followed.values())
+        if total < _LEAST_SEEN:
+            return []
+        found = []
+        for next_step, gaps in followed.items():
+            state = self._steps.get(next_step)
+            probability = gaps.count / total
+            if state is None or not state.prefix or probability < self.least_probability:
+                continue
+            earliest_s, expected_s, latest_s = (gaps.quantile(part) for part in (0.05, 0.5, 0.95))
+            found.append(
+                Prediction(
+                    self.name,
+                    f"{run}>{next_step}",
+                    state.prefix,
+                    probability,
+                    now_s + earliest_s,
+                    now_s + expected_s,
+                    now_s + latest_s,
+                )
+            )
+        return sorted(found, key=lambda prediction: -prediction.probability)
+
+    def over(self, run: str) -> None:
+        """The run has ended; what its last step was followed by is: nothing."""
+        last = self._runs.pop(run, None)
+        if last is not None:
+            self._step(last[0]).followed.setdefault("", Gaps(256)).add_lost()
+
+    def _step(self, name: str) -> _Step:
+        state = self._steps.get(name)
+        if state is None:
+            state = self._steps[name] = _Step()
+            if len(self._steps) > self.limit:
+                self._steps.popitem(last=False)
+        else:
+            self._steps.move_to_end(name)
+        return state
+
+
+def _common(one: Sequence[ChunkKey], other: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+    length = min(len(one), len(other))
+    for position in range(length):
+        if one[position] != other[position]:
+            return one[:position]
+    return one[:length]

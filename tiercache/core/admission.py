@@ -96,8 +96,8 @@ def make_admission(name: str, limit: int) -> Admission:
 class Governor:
     """A token bucket in bytes a day.
 
-    Time passed earns bytes; unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left, and
-    no day ever sees more than its rate and one burst. `bytes_per_day` 0 lets everything through.
+    Time passed earns bytes; unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left,
+    and no day ever sees more than its rate and one burst. `bytes_per_day` 0 lets everything through.
     """
 
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:

@@ -48,8 +48,8 @@ def survey(trace: Iterable[Request], *, unique: bool = True) -> Survey:
 def optimal_hits(trace: Iterable[Request], capacities: Iterable[int], measure_from: int) -> dict[int, float]:
     """For each capacity (in blocks): the part of all blocks that an all-knowing cache has when they are asked for.
 
-    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: whatever is used latest, or
-    never, goes or does not come. All blocks count, also behind a gap of the prefix, so it is a bound for what really counts.
+    Belady, "A study of replacement algorithms for a virtual-storage computer" (1966), with bypass: whatever is used
+    latest, or never, goes or does not come. All blocks count, also behind a gap: a bound for what really counts.
     Holds 12 bytes a block of the trace, and 100 bytes a unique block.
     """
     numbers: dict[ChunkKey, int] = {}

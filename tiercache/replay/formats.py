@@ -5,16 +5,17 @@ Three formats, told apart by the keys of their first line; all are JSON Lines, p
 **mooncake** (kvcache-ai/Mooncake, FAST'25): one request a line: `timestamp` (ms), `input_length`, `output_length`, and
 `hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
 
-**agentic** (callanjfox/kv-cache-tester): one session a line, with `id`, `block_size`, `hash_id_scope` and `requests`: `t` (s,
-from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took), `stop`. Ids of scope "local" are
-the session's own: two sessions share no block, even where their system prompts were equal.
+**agentic** (callanjfox/kv-cache-tester): one session a line, with `id`, `block_size`, `hash_id_scope` and `requests`: `t`
+(s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took), `stop`. Ids of scope
+"local" are the session's own: two sessions share no block, even where their system prompts were equal.
 
 **tiercache**: one request a line, in order of time:
 `{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
 "step": "plan", "duration_s": 4.1, "ended": "tool", "lead_s": 3.0}`
-Only `time_s` and `blocks` must be there. A block is a number or a text that stands for the whole prefix up to its end. `session`
-joins the turns of one conversation, `step` names the node of a workflow graph, `duration_s` is how long the answer took, `ended`
-says how it ended ("tool": the caller will be back by itself), `lead_s`: the program announced the request so long before.
+Only `time_s` and `blocks` must be there. A block is a number or a text that stands for the whole prefix up to its end.
+`session` joins the turns of one conversation, `step` names the node of a workflow graph, `duration_s` is how long the answer
+took, `ended` says how it ended ("tool": the caller will be back by itself), `lead_s`: the program announced the request so
+long before.
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ def _opened(path: Path) -> IO[bytes]:
     file = path.open("rb")
     packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
-    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if packed else file  # type: ignore[arg-type]
+    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if packed else file
 
 
 def _format_of(path: Path) -> str:

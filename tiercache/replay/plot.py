@@ -9,8 +9,11 @@ from tiercache.replay.report import Row
 
 
 def plot(sections: dict[str, list[Row]], path: Path) -> None:
-    """One panel a trace. Where several admissions or governors were tried: flash writes against hit rate; else hit rate against
-    the size of the hot cache, a line a policy, with bounds. Raises ImportError without matplotlib."""
+    """One panel a trace. Raises ImportError without matplotlib.
+
+    Where several admissions were tried: flash writes against hit rate; else hit rate against the size of the hot cache, a
+    line a policy, with bounds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

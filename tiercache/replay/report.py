@@ -74,7 +74,7 @@ def row_of(
         figures.hit,
         figures.ram_hit,
         figures.flash_blocks / figures.blocks if with_flash and figures.blocks else None,
-        figures.inserted_blocks,
+        figures.inserted_blocks if setting.ram_blocks else None,
         figures.flash_written_blocks if with_flash else None,
         written_bytes / 2**40 * DAY_S / figures.span_s if with_flash and figures.span_s else None,
         figures.governed_blocks if setting.flash_bytes_per_day else None,

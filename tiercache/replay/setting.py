@@ -46,8 +46,8 @@ class Setting:
     prefetch_share: float = 0.5
     """Of the hot cache, for chunks that were prefetched and not used yet."""
     hint_lead_s: float = 10.0
-    """With `hints`, programs announce the next turn of a session so long before it comes (or when the last one ended, if that
-    was later). A request of our own format says it itself."""
+    """With `hints`, programs announce the next turn of a session so long before it comes, or when the last one ended, if
+    that was later. A request of our own format says it itself."""
     least_probability: float = 0.8
     """That a prefetched chunk is used before it is evicted."""
     hardware: Hardware = Hardware()

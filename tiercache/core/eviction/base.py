@@ -106,7 +106,7 @@ class EvictionOrder(ABC, Generic[V]):
         """As `_remove`, for a victim, of which the policy may keep the name."""
         return self._remove(key)
 
-    def _forget(self, key: ChunkKey) -> None:  # noqa: B027 - only policies that remember names have something to do
+    def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
 
     def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:

@@ -24,15 +24,15 @@ Floats = npt.NDArray[np.float64]
 class CostAware(EvictionOrder[V]):
     """Out goes what saves least per byte and time: reuse probability times (recompute - load), over bytes and waiting.
 
-    Chunks of one layout have one size and nearly one saving, so what is left to know is when a chunk will be used again, if
-    at all. That is learnt. Residents are divided into classes by how often they were used and by how often the prefix that
-    they continued had been continued before (a first turn, a second one, ...). Each class is a queue, the least recent first,
-    and has a histogram of the ages at which its members were used again, kept complete by remembering the names of evicted
-    chunks. From it follows an index for each age: the best ratio, over all horizons, of expected uses to expected time in
-    the cache (Gittins). The head of the queue with the lowest index goes. Time is counted in insertions.
+    Chunks of one layout have one size and nearly one saving, so what is left to know is when a chunk will be used again,
+    if at all. That is learnt. Residents are divided into classes by how often they were used and by how often the prefix
+    that they continue was continued before (a first turn, a second one, ...). Each class is a queue, the least recent
+    first, and has a histogram of the ages at which its members were used again, kept complete by remembering the names of
+    evicted chunks. From it follows an index for each age: the best ratio, over all horizons, of expected uses to expected
+    time in the cache (Gittins). The head of the queue with the lowest index goes. Time is counted in insertions.
 
-    After Beckmann, Chen and Cidon, "LHD: Improving cache hit rate by maximizing hit density" (NSDI 2018), with queues in place
-    of sampling and Gittins' horizon in place of a whole life.
+    After Beckmann, Chen and Cidon, "LHD: Improving cache hit rate by maximizing hit density" (NSDI 2018), with queues in
+    place of sampling and Gittins' horizon in place of a whole life.
     """
 
     REMEMBERED = 4

@@ -76,9 +76,9 @@ class Slru(EvictionOrder[V]):
 class S3Fifo(EvictionOrder[V]):
     """Three queues: a small one for newcomers, the main one, and the names of what the small one threw out.
 
-    After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): newcomers that were used again when they
-    reach the end of the small queue (`SMALL` of all residents) move to the main one, others go; who comes back while its
-    name is remembered enters the main one; the main queue gives a chunk one more round for each use, up to `MOST_USES`.
+    After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): newcomers that were used again when
+    they reach the end of the small queue (`SMALL` of all residents) move to the main one, others go; who comes back while
+    its name is remembered enters the main one; there a chunk gets one more round for each use, up to `MOST_USES`.
     """
 
     SMALL = 0.1

@@ -33,9 +33,9 @@ class Sessions:
     """Gaps from the end of a turn to the beginning of the next one, by how the turn ended ("tool": a program will be back;
     an answer to a person may wait for days).
 
-    Whether it comes at all is the population's to say, and a session that stays away longer than nine in ten counts as lost until
-    it is back. When it comes, its own gaps have a say in: `own_weight` of them weigh as much as all others' together. The least
-    recent session is forgotten beyond `limit`.
+    Whether it comes at all is the population's to say, and a session that stays away longer than nine in ten counts as
+    lost until it is back. When it comes, its own gaps have a say in: `own_weight` of them weigh as much as all others'
+    together. The least recent session is forgotten beyond `limit`.
     """
 
     limit: int = 10_000

@@ -176,6 +176,10 @@ class CpuTier(Tier):
             if entry is not None and not entry.parked:
                 self._order.touch(key)
 
+    def follow(self, keys: Sequence[ChunkKey]) -> None:
+        """Learn that `keys` follow one another in a prefix: the order evicts none of them before those behind it."""
+        self._order.follow(keys)
+
     # Slots
 
     @property

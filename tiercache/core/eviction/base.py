@@ -41,6 +41,16 @@ class EvictionOrder(ABC, Generic[V]):
     def touch(self, key: ChunkKey) -> None:
         """Note a use of a resident key."""
 
+    def follow(self, keys: Sequence[ChunkKey]) -> None:
+        """Learn that `keys` follow one another in a prefix, as far as they are resident."""
+        entries, family = self.entries, self._family
+        parent = None
+        for key in keys:
+            if key in entries:
+                if parent is not None and family.parent(key) is None and parent != key:
+                    self._adopt(key, parent)
+                parent = key
+
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of all that are resident of `keys`, which follow one another from the first chunk of a prefix.
 
@@ -109,6 +119,10 @@ class EvictionOrder(ABC, Generic[V]):
     def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
 
+    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
+        """Learn the parent of a resident; both are resident."""
+        self._family.add(key, parent)
+
     def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         if parent is not None and parent in self.entries and parent != key:
             self._family.add(key, parent)
@@ -122,4 +136,9 @@ class EvictionOrder(ABC, Generic[V]):
             path.append(key)
         while (child := self._family.child(path[-1])) is not None:
             path.append(child)
+            if len(path) > len(self.entries):
+                # Somebody said that a chunk follows itself. Chained keys cannot, others may; forget who follows whom.
+                self._family = Family()
+                path.clear()
+                return key
         return path.pop()

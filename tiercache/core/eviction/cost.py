@@ -73,6 +73,14 @@ class CostAware(EvictionOrder[V]):
         self._queues[0][key] = self._clock - (1 << 40)
         self._queues[0].move_to_end(key, last=False)
 
+    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
+        super()._adopt(key, parent)
+        if not self._classes[key]:
+            # It came without its parent; until it is used its class is that of what it continues.
+            class_ = self._newcomer(parent)
+            self._classes[key] = class_
+            self._queues[class_][key] = self._queues[0].pop(key)
+
     def touch(self, key: ChunkKey) -> None:
         class_ = self._classes[key]
         since = self._queues[class_].pop(key)

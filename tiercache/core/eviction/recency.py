@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from tiercache.core.eviction.base import EvictionOrder, V
 from tiercache.core.keys import ChunkKey
@@ -46,6 +47,9 @@ class Fifo(Lru[V]):
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self.entries[key] = value
+
+    def follow(self, keys: Sequence[ChunkKey]) -> None:
+        pass
 
     def touch(self, key: ChunkKey) -> None:
         pass

@@ -150,8 +150,16 @@ def disk_settings(config: Config, layout: Layout) -> DiskSettings:
         threads=config.disk_io_threads,
         direct=config.use_odirect,
         durable=config.disk_durability == "fdatasync",
-        policy=config.cache_policy,
+        policy=policy_below(config),
+        admission=config.flash_admission,
+        bytes_per_day=config.flash_bytes_per_day,
     )
+
+
+def policy_below(config: Config) -> str:
+    """What the tiers below the hot cache evict by. COST learns from names of evicted chunks, several for each resident: fine
+    for the thousands of a hot cache, too much for the millions of a disk, which hardly differ by policy."""
+    return "LRU" if config.cache_policy == "COST" else config.cache_policy
 
 
 def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> GdsSettings:
@@ -162,7 +170,7 @@ def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) 
         threads=config.disk_io_threads,
         direct=True if config.use_direct_io else None,
         durable=config.disk_durability == "fdatasync",
-        policy=config.cache_policy,
+        policy=policy_below(config),
         way="auto" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
     )
@@ -175,7 +183,7 @@ def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...])
         cap_bytes=config.gds_bytes,
         threads=max(_WEKA_THREADS, config.disk_io_threads),
         durable=config.disk_durability == "fdatasync",
-        policy=config.cache_policy,
+        policy=policy_below(config),
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
     )
@@ -189,7 +197,7 @@ def hf3fs_settings(config: Config, layout: Layout, remote: Remote) -> Hf3fsSetti
         threads=max(_HF3FS_THREADS, config.disk_io_threads),
         direct=False,
         durable=config.disk_durability == "fdatasync",
-        policy=config.cache_policy,
+        policy=policy_below(config),
         mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
         iov_bytes=config.hf3fs_iov_size,
         chunk_bytes=layout.chunk_bytes,

@@ -152,11 +152,12 @@ class TierCache:
             self._device_path = DevicePath(
                 self._device, self.cpu, staging, self._reader, self._device_reader, self._fan_out
             )
+        hot_bytes = pool.count * self.layout.chunk_bytes
         share_bytes = int(self.config.prefetch_share * pool.count) * self.layout.chunk_bytes
         self.ahead = Ahead(
             self.cpu,
             self._reader,
-            PrefetchSettings(share_bytes=share_bytes, bytes_per_s=self.config.prefetch_bytes_per_s),
+            PrefetchSettings(hot_bytes, share_bytes, bytes_per_s=self.config.prefetch_bytes_per_s),
             self.layout.chunk_bytes,
             reading.deadline_s,
         )
@@ -227,13 +228,15 @@ class TierCache:
         *,
         after: Event | None = None,
         deadline_s: float | None = None,
+        prefix: bool = False,
     ) -> int:
         """`put` for many chunks at once; returns how many are in the cache now.
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
         event `after` (by default: after what the calling thread's current stream has been given), and are read until this
         returns. With `local_cpu: false` and only device tiers they never come to the host; they count as stored once they
-        are on their way to those. Raises LayoutError for device memory that is not laid out as it must be.
+        are on their way to those. `prefix` says that the chunks follow one another, which eviction wants to know. Raises
+        LayoutError for device memory that is not laid out as it must be.
         """
         self._check_open()
         if len(keys) != len(payloads):
@@ -251,29 +254,38 @@ class TierCache:
             deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
             with self._operation(), self._caller_event(after) as event:
                 stored += await self._device_path.put(chunks, event, deadline)
+        if prefix:
+            self.cpu.follow(keys)
         return stored
 
     async def put_from(
-        self, items: Sequence[tuple[ChunkKey, int, Source]], *, deadline_s: float | None = None
+        self,
+        items: Sequence[tuple[ChunkKey, int, Source]],
+        *,
+        deadline_s: float | None = None,
+        prefix: bool = False,
     ) -> int:
         """Store chunks that are filled in by callables: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
-        many of the chunks are hot now. Cancellation and deadline as for `put`. A source that raises fails the batch
-        with its exception; none of the batch is stored then.
+        many of the chunks are hot now. `prefix` as for `put_many`, cancellation and deadline as for `put`. A source that raises
+        fails the batch with its exception; none of the batch is stored then.
         """
         self._check_open()
         for _, length, _ in items:
             self._check_length(length)
         with self._operation():
-            return await self._host_path.put(items, self._wait_s(deadline_s))
+            stored = await self._host_path.put(items, self._wait_s(deadline_s))
+        if prefix:
+            self.cpu.follow([key for key, _, _ in items])
+        return stored
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """`put` for the chunks of `tokens`, in order; returns how many are hot now."""
         keys = self.keys(tokens)
         if len(payloads) != len(keys):
             raise ValueError(f"payloads: expected {len(keys)} (one a chunk), found {len(payloads)}")
-        return await self.put_many(keys, payloads)
+        return await self.put_many(keys, payloads, prefix=True)
 
     # Reading
 
@@ -310,7 +322,9 @@ class TierCache:
             if len(there) == len(chunks):
                 deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
                 with self._operation(), self._caller_event(after) as event:
-                    return await self._device_path.get(keys, there, event, deadline)
+                    delivered = await self._device_path.get(keys, there, event, deadline)
+                self._fan_out.used(keys[:delivered], self._host_path.lease_for)
+                return delivered
             if there:
                 raise ValueError("buffers: expected all in host memory or all in device memory, found both")
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s)
@@ -320,7 +334,10 @@ class TierCache:
         self._check_open()
         if len(keys) != len(sinks):
             raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(sinks)} buffers")
-        return await self._reader.deliver(keys, sinks, asyncio.get_running_loop().time() + self._wait_s(deadline_s))
+        deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
+        delivered = await self._reader.deliver(keys, sinks, deadline)
+        self._fan_out.used(keys[:delivered], self._host_path.lease_for)
+        return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:
         """`get_into` for the first chunks of `tokens`, as many as there are buffers. Returns tokens delivered."""

@@ -97,6 +97,68 @@ def bench(
     raise typer.Exit(bench_command(json_file, directory, pairs, only, quick, peer, peer_python))
 
 
+@app.command()
+def replay(
+    traces: Annotated[list[Path], typer.Argument(help="Traces: Mooncake's, agentic, or our own JSON Lines; .gz too.")],
+    sweep: Annotated[
+        str, typer.Option("--sweep", "--ram", help="Sizes of the hot cache: 2%,10% (of unique blocks), 64GB, 5000, all.")
+    ] = "10%",
+    flash: Annotated[str, typer.Option(help="Sizes of the flash tier, as for the hot cache; 0: none.")] = "0",
+    policy: Annotated[str, typer.Option(help="Eviction from RAM: LRU,SLRU,LFU,FIFO,MRU,S3FIFO,COST.")] = "LRU",
+    flash_policy: Annotated[str, typer.Option(help="Eviction from flash.")] = "LRU",
+    admission: Annotated[str, typer.Option(help="What flash takes: all,second_touch,live_session.")] = "all",
+    gib_per_day: Annotated[str, typer.Option(help="The governor of flash writes; 0: none.")] = "0",
+    prefetch: Annotated[str, typer.Option(help="none, or hints,sessions,workflows; + joins them.")] = "none",
+    hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
+    bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,
+    measure_from: Annotated[float, typer.Option(help="Part of the requests that only warms up.")] = 0.5,
+    bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of a token; 131072: Llama-3.1-8B, bf16.")] = 131072,
+    prefill_tokens_per_s: Annotated[float, typer.Option(min=1, help="How fast an engine computes KV.")] = 20000.0,
+    ram_gb_per_s: Annotated[float, typer.Option(min=0.001, help="From the hot cache to the GPU.")] = 50.0,
+    flash_gb_per_s: Annotated[float, typer.Option(min=0.001, help="Reads of the flash tier.")] = 7.0,
+    engines: Annotated[int, typer.Option(min=0, help="Each prefills one request at a time; 0: no queue.")] = 0,
+    session_interval_s: Annotated[float, typer.Option(min=0, help="Agentic sessions begin so far apart.")] = 0.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Play it so often, each time with blocks of its own.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line instead of skipping it.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
+) -> None:
+    """Simulate tiers and policies over traces: how much RAM and flash, and what it buys. Lists: all combinations."""
+    from tiercache.replay.command import Options, hardware_of, replay_command
+    from tiercache.replay.setting import Setting
+
+    hardware = hardware_of(bytes_per_token, prefill_tokens_per_s, ram_gb_per_s, flash_gb_per_s, engines)
+    try:
+        daily = [float(part) for part in _list(gib_per_day)]
+    except ValueError:
+        raise typer.BadParameter(f"--gib-per-day: expected numbers, found {gib_per_day!r}") from None
+    options = Options(
+        traces,
+        ram=_list(sweep),
+        flash=_list(flash),
+        policies=_list(policy),
+        flash_policy=flash_policy,
+        admissions=_list(admission),
+        gib_per_day=daily,
+        prefetch=_list(prefetch),
+        bounds=bounds,
+        measure_from=measure_from,
+        strict=strict,
+        limit=limit,
+        repeat=repeat,
+        session_interval_s=session_interval_s,
+        json_file=json_file,
+        plot_file=plot_file,
+        base=Setting(0, hint_lead_s=hint_lead_s, hardware=hardware),
+    )
+    raise typer.Exit(replay_command(options))
+
+
+def _list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def main() -> None:
     try:
         app()

@@ -83,7 +83,7 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
         "source": "environment",
         "name": "LMCACHE_LOCAL_CPU",
     }
-    assert values["cache_policy"] == {"value": "LRU", "effective": True, "source": "default"}
+    assert values["cache_policy"] == {"value": "COST", "effective": True, "source": "default"}
 
 
 def test_people_see_tiers_values_sources_and_warnings(load_text) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import Bench
+from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction import Hints
@@ -26,7 +26,7 @@ class Prefetching:
     def __init__(self, bench: Bench, share: int = 16, **settings: float) -> None:
         self.bench = bench
         self.reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
-        self.plan = PrefetchPlan(PrefetchSettings(share_bytes=share * CHUNK_BYTES, **settings), CHUNK_BYTES)
+        self.plan = PrefetchPlan(PrefetchSettings(SLOTS * CHUNK_BYTES, share * CHUNK_BYTES, **settings), CHUNK_BYTES)
         self.prefetcher = Prefetcher(self.reader, self.plan)
         self.hints = Hints()
 

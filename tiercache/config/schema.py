@@ -129,7 +129,12 @@ class Config:
     numa_mode: str | None = _key(
         Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
     )
-    cache_policy: str = _key(Choice(("LRU", "LFU", "FIFO", "MRU")), "LRU", "what is evicted first", tier="cpu")
+    cache_policy: str = _key(
+        Choice(("LRU", "LFU", "FIFO", "MRU", "SLRU", "S3FIFO", "COST")),
+        "COST",
+        "what is evicted first; COST: what saves least for its room, in RAM (LRU in the tiers below); see docs/policies.md",
+        tier="cpu",
+    )
 
     prefetch_share: float = _key(
         Number(high=1.0), 0.5, "of the hot cache: the most that prefetched and pinned chunks may take", tier="cpu", ours=True
@@ -159,6 +164,17 @@ class Config:
     disk_durability: str = _key(
         Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
     )
+    flash_admission: str = _key(
+        Choice(("all", "second_touch", "live_session")),
+        "all",
+        "which chunks the disk tier writes: all, those that two requests needed, or those of sessions that came back",
+        tier="disk",
+        ours=True,
+    )
+    flash_bytes_per_day: float = _key(
+        Number(unit="bytes"), 0.0, "the most that the disk tier writes a day, in each process; 0: no limit", tier="disk",
+        ours=True,
+    )  # fmt: skip
     write_queue_bytes: int = _key(
         Whole(0, unit="bytes"), 0, "chunks waiting to be written, per tier; 0: half the arena", tier="disk", ours=True
     )

@@ -34,8 +34,10 @@ class CappedIndex:
                 return position
         return len(keys)
 
-    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
-        """Make `key` resident, or correct its size when it is."""
+    def add(
+        self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None
+    ) -> None:
+        """Make `key` resident, or correct its size when it is. `parent` as for `EvictionOrder.insert`."""
         occupied_bytes = self._sizes.setdefault(occupied_bytes, occupied_bytes)
         entries = self.order.entries
         before = entries.get(key)
@@ -48,7 +50,7 @@ class CappedIndex:
         if cold:
             self.order.insert_cold(key, occupied_bytes)
         else:
-            self.order.insert(key, occupied_bytes)
+            self.order.insert(key, occupied_bytes, parent)
         self.used_bytes += occupied_bytes
         if len(self._sizes) > 4096:
             self._sizes.clear()

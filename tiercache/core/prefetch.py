@@ -7,8 +7,9 @@ settings allow and nothing else: it displaces nothing that is expected sooner, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import exp
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
@@ -16,6 +17,8 @@ from tiercache.core.prediction.base import Prediction
 _RUN = 32
 """Chunks that are fetched for one prediction before others are looked at again."""
 _SWEEP_S = 1.0
+_TURNOVER_S = 60.0
+"""Over which evictions are averaged (exponentially)."""
 _NEAR_S = 0.05
 """Rates are not told apart below so short a time."""
 
@@ -24,15 +27,18 @@ _NEAR_S = 0.05
 class PrefetchSettings:
     """`bytes_per_s` 0: no limit but the tier's own speed."""
 
+    hot_bytes: int
+    """The size of the hot cache."""
     share_bytes: int
-    """Of the hot cache: the most that chunks may take which were prefetched and not used yet."""
+    """Of these: the most that chunks may take which were prefetched and not used yet."""
     bytes_per_s: float = 0.0
     transfer_bytes_per_s: float = 1e9
     """What the tier gives; how long before it is needed a transfer has to begin follows from it."""
-    margin_s: float = 1.0
+    margin_s: float = 3.0
     """Begin so much earlier than the transfer's length asks for."""
-    least_probability: float = 0.5
-    """Predictions below it are not worth a transfer."""
+    least_probability: float = 0.8
+    """That a chunk is used before it is evicted, as the hot cache turns over now: below it, no transfer. What is wasted of
+    the bytes that are prefetched is at most the rest, as far as the predictions are right."""
     advantage: float = 2.0
     """How many times likelier per second than its victim a chunk must be."""
     burst_s: float = 0.25
@@ -80,19 +86,24 @@ class Fetch:
 class _Entry:
     """A prediction that is acted on. `cursor`: every key before it is resident, on its way, or cannot be had."""
 
-    __slots__ = ("active", "cursor", "prediction")
+    __slots__ = ("active", "cursor", "paused_until_s", "prediction")
 
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
         self.cursor = 0
         self.active = True
+        self.paused_until_s = float("-inf")
+
+    @property
+    def expires_s(self) -> float:
+        return self.prediction.latest_s + self.prediction.grace_s
 
     def rate(self, now_s: float) -> float:
-        """Half of the probability lies before `expected_s`, the other half between that and `latest_s`."""
+        """Expected uses per second: of the half of the probability that lies before `expected_s`, or of the other half."""
         prediction = self.prediction
-        if now_s > prediction.latest_s:
-            return 0.0
         end_s = prediction.expected_s if now_s < prediction.expected_s else prediction.latest_s
+        if now_s > end_s:
+            end_s = self.expires_s
         return prediction.probability / 2 / max(_NEAR_S, end_s - now_s)
 
 
@@ -116,6 +127,8 @@ class PrefetchPlan:
         self._current_left = 0
         self._tokens_bytes = settings.bytes_per_s * settings.burst_s
         self._tokens_at_s: float | None = None
+        self._turnover_bytes = 0.0
+        self._turnover_at_s = 0.0
 
     # What is predicted
 
@@ -125,7 +138,7 @@ class PrefetchPlan:
         old = self._entries.get(name)
         if old is not None:
             self._drop(name, old)
-        if now_s > prediction.latest_s or not prediction.keys:
+        if now_s > prediction.latest_s + prediction.grace_s or not prediction.keys:
             return
         entry = self._entries[name] = _Entry(prediction)
         owners = self._owners
@@ -179,8 +192,8 @@ class PrefetchPlan:
         """When to ask `next` again, if nothing is reported before; None: only then."""
         if not self._has_tokens(now_s):
             return now_s + max(1e-6, (self.chunk_bytes - self._tokens_bytes) / self.settings.bytes_per_s)
-        starts = [self._start_s(entry) for entry in self._entries.values() if self._open(entry)]
-        return min((start_s for start_s in starts if start_s > now_s), default=None)
+        starts = [max(now_s + _SWEEP_S, self._start_s(entry)) for entry in self._entries.values() if self._open(entry)]
+        return min(starts, default=None)
 
     def yields_to(self, victim: ChunkKey, fetch: Fetch, now_s: float) -> bool:
         """Whether `victim` may be evicted for `fetch`: it is not expected, or much later."""
@@ -208,12 +221,14 @@ class PrefetchPlan:
             account.fetched_bytes -= self.chunk_bytes
             account.cancelled_bytes += self.chunk_bytes
 
-    def no_room(self, fetch: Fetch) -> None:
-        """As `failed`, and the prediction waits until something changes: it has to do without, or be offered again."""
+    def no_room(self, fetch: Fetch, now_s: float) -> None:
+        """As `failed`: everything in the hot cache is expected sooner, or is leased. It is tried again a little later."""
         self.failed(fetch.key)
         owner = self._owners.get(fetch.key)
         if owner is not None:
-            owner[0].cursor = len(owner[0].prediction.keys)
+            entry, position = owner
+            entry.cursor = min(entry.cursor, position)
+            entry.paused_until_s = now_s + _SWEEP_S
         self._current = None
 
     def asked(self, keys: Iterable[ChunkKey]) -> None:
@@ -228,8 +243,10 @@ class PrefetchPlan:
             elif key in in_flight:
                 self._account(in_flight.pop(key)).late_bytes += self.chunk_bytes
 
-    def evicted(self, keys: Iterable[ChunkKey]) -> None:
+    def evicted(self, keys: Sequence[ChunkKey], now_s: float) -> None:
         """They left the hot cache."""
+        self._turnover_bytes = self._turnover(now_s) + len(keys) * self.chunk_bytes
+        self._turnover_at_s = now_s
         for key in keys:
             predictor = self._ready.pop(key, None)
             if predictor is not None:
@@ -250,6 +267,14 @@ class PrefetchPlan:
             self._account(predictor).wasted_bytes += self.chunk_bytes
         self._ready.clear()
         self._in_flight.clear()
+
+    def lifetime_s(self, now_s: float) -> float:
+        """How long a chunk that is not used should stay in the hot cache, if that goes on turning over as it did lately."""
+        turnover = self._turnover(now_s) / _TURNOVER_S
+        return self.settings.hot_bytes / turnover if turnover > 0 else float("inf")
+
+    def _turnover(self, now_s: float) -> float:
+        return self._turnover_bytes * exp(-max(0.0, now_s - self._turnover_at_s) / _TURNOVER_S)
 
     @property
     def waiting_bytes(self) -> int:
@@ -272,8 +297,12 @@ class PrefetchPlan:
             return self._current
         self._expire(now_s)
         best, rank = None, (0, 0.0)
+        until_s = now_s + self.lifetime_s(now_s)
+        least = self.settings.least_probability
         for entry in self._entries.values():
-            if self._open(entry) and self._start_s(entry) <= now_s:
+            if not self._open(entry) or self._start_s(entry) > now_s:
+                continue
+            if entry.prediction.chance(now_s, until_s) >= least:
                 own = -entry.prediction.priority, entry.rate(now_s)
                 if best is None or own > rank:
                     best, rank = entry, own
@@ -282,9 +311,7 @@ class PrefetchPlan:
 
     def _open(self, entry: _Entry) -> bool:
         prediction = entry.prediction
-        return (
-            entry.cursor < len(prediction.keys) and prediction.probability >= self.settings.least_probability
-        )
+        return entry.cursor < len(prediction.keys) and prediction.probability >= self.settings.least_probability
 
     def _start_s(self, entry: _Entry) -> float:
         prediction = entry.prediction
@@ -292,7 +319,8 @@ class PrefetchPlan:
         if self.settings.bytes_per_s:
             speed = min(speed, self.settings.bytes_per_s)
         missing = len(prediction.keys) - entry.cursor
-        return prediction.earliest_s - missing * self.chunk_bytes / speed - self.settings.margin_s
+        start_s = prediction.earliest_s - missing * self.chunk_bytes / speed - self.settings.margin_s
+        return max(start_s, entry.paused_until_s)
 
     def _expire(self, now_s: float) -> None:
         """Once a second: end predictions whose time is over, and give up what was fetched and nobody expects any more."""
@@ -300,7 +328,7 @@ class PrefetchPlan:
             return
         self._swept_s = now_s
         for name, entry in list(self._entries.items()):
-            if now_s > entry.prediction.latest_s:
+            if now_s > entry.expires_s:
                 self.withdraw(*name)
         for key in [key for key in self._ready if key not in self._owners]:
             self._account(self._ready.pop(key)).wasted_bytes += self.chunk_bytes

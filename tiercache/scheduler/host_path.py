@@ -77,7 +77,7 @@ class HostPath:
                 self._filling.pop(key, None)
             filled.set_result(None)
         stored = len(leases)
-        await self._fan_out.offer(leases, self._lease_for)
+        await self._fan_out.offer(leases, self.lease_for)
         for key, other in elsewhere:
             # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
             await asyncio.wait([other], timeout=wait_s)
@@ -95,7 +95,8 @@ class HostPath:
             return None
         return slot
 
-    def _lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
+    def lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
+        """A writer's hold on a hot chunk; None when it is not hot any more."""
         return self.cpu.lease(key, writes=True)
 
     @property

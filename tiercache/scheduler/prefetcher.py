@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
@@ -129,6 +129,7 @@ class Prefetcher:
         self._closed = False
         reader.cpu.on_use = self.asked
         reader.flights.on_demand = self.asked
+        reader.cpu.on_evict = self._evicted
 
     @property
     def held(self) -> int:
@@ -206,18 +207,7 @@ class Prefetcher:
         handle._found = found
         handle._give_up(prediction.keys[found:], cancelled=False)
         if found and not handle.done:
-            self.offer(
-                Prediction(
-                    prediction.predictor,
-                    prediction.subject,
-                    prediction.keys[:found],
-                    prediction.probability,
-                    prediction.earliest_s,
-                    prediction.expected_s,
-                    prediction.latest_s,
-                    prediction.priority,
-                )
-            )
+            self.offer(replace(prediction, keys=prediction.keys[:found]))
 
     def _pump_soon(self) -> None:
         """Once for all that happens in this turn of the loop."""
@@ -272,6 +262,9 @@ class Prefetcher:
                 self._keep(key, hold)
         self._tell(key, promoted=True)
         return True
+
+    def _evicted(self, key: ChunkKey) -> None:
+        self.plan.evicted([key], self._loop.time())
 
     def _keep(self, key: ChunkKey, hold: Lease) -> None:
         old = self._holds.pop(key, None)

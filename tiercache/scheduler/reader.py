@@ -107,6 +107,7 @@ class Reader:
             # A part that was cancelled before its first step never came to its own clean-up.
             for lease in hot.values():
                 lease.release()
+        self.cpu.follow(keys)
         return prefix_of(delivered)
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiercache.core.breaker import Breaker, BreakerSettings
@@ -312,6 +312,14 @@ class FanOut:
         finally:
             for lease in leases:
                 lease.release()
+
+    def used(self, keys: Sequence[ChunkKey], another: LeaseMaker) -> None:
+        """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put."""
+        for writer in self.writers:
+            for key in writer.tier.used(keys):
+                own = another(key, writer.tier)
+                if own is not None and not writer.enqueue_nowait(own):
+                    own.release()
 
     async def flush(self, timeout_s: float) -> FlushReport:
         """Drain all queues, each for up to `timeout_s`, side by side."""

@@ -108,6 +108,10 @@ class Tier(ABC):
         to evict, TierUnavailable or OSError when the tier failed; nothing half-written is ever visible.
         """
 
+    def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        """A request was served with `keys` from somewhere; returns those that the tier lacks and has reason to want now."""
+        return ()
+
     @abstractmethod
     async def remove(self, key: ChunkKey) -> bool:
         """Forget a chunk; whether it was there."""

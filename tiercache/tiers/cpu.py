@@ -142,6 +142,8 @@ class CpuTier(Tier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_use: Callable[[ChunkKey], None] | None = None
         """Called when a chunk is read that is held for somebody to come."""
+        self.on_evict: Callable[[ChunkKey], None] | None = None
+        """Called when a chunk was evicted, and not when somebody removed it."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -202,6 +204,10 @@ class CpuTier(Tier):
             entry = self._entries.get(key)
             if entry is not None and not entry.parked:
                 self._order.touch(key)
+
+    def follow(self, keys: Sequence[ChunkKey]) -> None:
+        """Learn that `keys` follow one another in a prefix: the order evicts none of them before those behind it."""
+        self._order.follow(keys)
 
     # Slots
 
@@ -393,6 +399,8 @@ class CpuTier(Tier):
             del self._entries[key]
             self._evictable -= 1
             self._statistics.evicted += 1
+            if self.on_evict is not None:
+                self.on_evict(key)
             return entry.slot
 
     # Waiting for slots

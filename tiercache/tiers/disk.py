@@ -18,6 +18,7 @@ import aiofiles
 import numpy as np
 import xxhash
 
+from tiercache.core.admission import Governor, make_admission
 from tiercache.core.eviction import make_order
 from tiercache.core.header import file_bytes
 from tiercache.core.index import CappedIndex
@@ -39,6 +40,7 @@ _ATTEMPTS = 4
 _AGING_STEP = 2048
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
+_ADMISSION_REMEMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class DiskSettings:
     cut can lose the newest chunks but never show half of one. Without, all that was written lately may be lost, and what is
     torn is found by verification. Neither matters for kill -9."""
     policy: str = "LRU"
+    admission: str = "all"
+    """Which chunks are worth writing, see tiercache.core.admission."""
+    bytes_per_day: float = 0.0
+    """The most that is written a day; 0: no limit."""
 
 
 class Shelf:
@@ -86,6 +92,8 @@ class DiskTier(Tier):
         self._shelves: list[Shelf] = []
         self._scans: set[asyncio.Task[None]] = set()
         self._refused: dict[ChunkKey, None] = {}
+        self.admission = make_admission(settings.admission, _ADMISSION_REMEMBERS)
+        self.governor = Governor(settings.bytes_per_day)
         self._statistics = TierStatistics()
         self._closed = False
 
@@ -194,9 +202,14 @@ class DiskTier(Tier):
         if not shelf.scanned and not shelf.volume.ledger.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
             return False
+        self.admission.used(key)
+        now_s = asyncio.get_running_loop().time()
+        if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
+            return False
         try:
             occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
         except BaseException:
+            self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
             raise
         self._refused.pop(key, None)
@@ -204,6 +217,16 @@ class DiskTier(Tier):
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True
+
+    def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        if self.settings.admission == "all":
+            return ()
+        wanted = []
+        for key in keys:
+            self.admission.used(key)
+            if self.admission.admits(key) and not self.contains(key):
+                wanted.append(key)
+        return wanted
 
     async def remove(self, key: ChunkKey) -> bool:
         shelf = self._shelf(key)

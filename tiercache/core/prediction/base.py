@@ -24,6 +24,24 @@ class Prediction:
     expected_s: float
     """When half of the probability has passed: the deadline to aim at."""
     latest_s: float
-    """Not worth keeping after."""
+    """When all of it has passed."""
     priority: int = 0
     """Smaller goes first, whatever the value."""
+    grace_s: float = 0.0
+    """How long after `latest_s` the chunks are still worth keeping."""
+
+    def chance(self, from_s: float, to_s: float) -> float:
+        """That they are needed between two times, if they were not before: half of `probability` lies evenly on either side
+        of `expected_s`."""
+        passed = self._passed(from_s)
+        return (self._passed(to_s) - passed) / max(1e-9, 1 - passed)
+
+    def _passed(self, time_s: float) -> float:
+        if time_s >= self.latest_s:
+            return self.probability
+        if time_s >= self.expected_s:
+            part = (time_s - self.expected_s) / (self.latest_s - self.expected_s)
+            return self.probability * (1 + part) / 2
+        if time_s <= self.earliest_s:
+            return 0.0
+        return self.probability / 2 * (time_s - self.earliest_s) / (self.expected_s - self.earliest_s)

@@ -34,12 +34,22 @@ class Gaps:
         self.count += weight
         self._fade()
 
+    def forget_lost(self) -> None:
+        """One that was taken for lost came back."""
+        taken = min(1.0, self._lost)
+        self._lost -= taken
+        self.count -= taken
+
     def probability(self, idle_s: float, from_s: float, to_s: float) -> float:
         """That a gap which has lasted `idle_s` ends between `from_s` and `to_s` (measured from its beginning)."""
         alive = self._after(idle_s) + self._lost
         if alive <= 0:
             return 0.0
         return max(0.0, self._after(max(idle_s, from_s)) - self._after(max(idle_s, to_s))) / alive
+
+    def ends_after(self, idle_s: float) -> bool:
+        """Whether any gap longer than `idle_s` is known."""
+        return self._after(idle_s) > 0
 
     def quantile(self, part: float, idle_s: float = 0.0) -> float:
         """When `part` (0..1) of the gaps that outlast `idle_s` and end at all have ended; `idle_s` when none is known."""

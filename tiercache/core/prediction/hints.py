@@ -8,6 +8,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
 
 _TTL_S = 60.0
+_SLACK_S = 1.0
+"""Of what is announced, most comes within so short a time after it was due."""
 
 
 class Hints:
@@ -34,4 +36,7 @@ class Hints:
             self._anonymous += 1
             subject = f"#{self._anonymous}"
         due_s = now_s + max(0.0, due_in_s)
-        return Prediction(self.name, subject, keys, self.probability, now_s, due_s, due_s + ttl_s, priority)
+        latest_s = due_s + min(ttl_s, _SLACK_S)
+        return Prediction(
+            self.name, subject, keys, self.probability, due_s, due_s, latest_s, priority, grace_s=due_s + ttl_s - latest_s
+        )

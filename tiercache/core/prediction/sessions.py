@@ -13,6 +13,7 @@ from tiercache.core.prediction.gaps import Gaps
 _OWN_LIMIT = 32
 _LEAST_KNOWN = 8.0
 """Gaps that must have been seen before anything is said."""
+_LONG = 0.9
 _HORIZON = 0.95
 """A prediction ends when so much of its probability has passed."""
 
@@ -24,7 +25,7 @@ class _Session:
     kind: str = ""
     answered: bool = False
     own: Gaps | None = None
-    turns: int = 0
+    presumed_lost: bool = False
 
 
 @dataclass
@@ -32,8 +33,9 @@ class Sessions:
     """Gaps from the end of a turn to the beginning of the next one, by how the turn ended ("tool": a program will be back;
     an answer to a person may wait for days).
 
-    What is known of a session's own gaps counts as `own_weight` of its gaps would in the population of those that ended alike.
-    The least recent session is forgotten beyond `limit`, and counts as one that never came back.
+    Whether it comes at all is the population's to say, and a session that stays away longer than nine in ten counts as
+    lost until it is back. When it comes, its own gaps have a say in: `own_weight` of them weigh as much as all others'
+    together. The least recent session is forgotten beyond `limit`.
     """
 
     limit: int = 10_000
@@ -54,13 +56,15 @@ class Sessions:
         else:
             self._sessions.move_to_end(session)
             if state.answered:
+                if state.presumed_lost:
+                    self._of(state.kind).forget_lost()
+                    state.presumed_lost = False
                 gap_s = max(0.0, now_s - state.ended_s)
                 self._of(state.kind).add(gap_s)
                 if state.own is None:
                     state.own = Gaps(_OWN_LIMIT)
                 state.own.add(gap_s)
         state.answered = False
-        state.turns += 1
 
     def finished(
         self, session: str, keys: Sequence[ChunkKey], now_s: float, kind: str | None = None
@@ -79,24 +83,25 @@ class Sessions:
         if gaps.count < _LEAST_KNOWN:
             return None
         idle_s = max(0.0, now_s - state.ended_s)
+        if not state.presumed_lost and idle_s > gaps.quantile(_LONG):
+            # Who is gone never says so. Without those who stay away, only returns would be counted.
+            state.presumed_lost = True
+            gaps.add_lost()
         earliest_s = gaps.quantile(0.05, idle_s)
         expected_s = gaps.quantile(0.5, idle_s)
         latest_s = gaps.quantile(_HORIZON, idle_s)
         probability = gaps.probability(idle_s, idle_s, latest_s)
-        own = state.own
-        if own is not None:
-            share = own.count / (own.count + self.own_weight)
-            expected_s += share * (own.quantile(0.5, idle_s) - expected_s)
-            mine = own.probability(idle_s, idle_s, latest_s)
-            probability += share * (mine - probability) if mine > 0 else 0.0
+        if state.own is not None and state.own.ends_after(idle_s):
+            share = state.own.count / (state.own.count + self.own_weight)
+            expected_s += share * (state.own.quantile(0.5, idle_s) - expected_s)
         since_s = state.ended_s
         return Prediction(
             self.name,
             session,
             state.keys,
-            min(1.0, probability),
+            probability,
             since_s + earliest_s,
-            since_s + max(earliest_s, expected_s),
+            since_s + min(max(earliest_s, expected_s), latest_s),
             since_s + latest_s,
         )
 
@@ -108,7 +113,7 @@ class Sessions:
         return len(self._sessions)
 
     def _lose(self, session: str, state: _Session) -> None:
-        if state.answered:
+        if state.answered and not state.presumed_lost:
             self._of(state.kind).add_lost()
 
     def _of(self, kind: str) -> Gaps:

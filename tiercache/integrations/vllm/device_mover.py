@@ -151,7 +151,7 @@ class DeviceMover(Mover):
     ) -> Move:
         move = _DeviceMove(self.kv.driver, thread, len(transfers))
         chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
-        move.begin(lambda: thread.cache.put_many(keys, chunks, after=move.after, deadline_s=deadline_s))
+        move.begin(lambda: thread.cache.put_many(keys, chunks, after=move.after, deadline_s=deadline_s, prefix=True))
         return move
 
     def get(

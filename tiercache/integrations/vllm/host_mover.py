@@ -77,7 +77,7 @@ class HostMover(Mover):
             (key, transfer.chunk_blocks * self.kv.bytes_per_block, move.source(self.kv, transfer))
             for key, transfer in zip(keys, transfers, strict=True)
         ]
-        move.follow(thread.submit(thread.cache.put_from(items, deadline_s=deadline_s)))
+        move.follow(thread.submit(thread.cache.put_from(items, deadline_s=deadline_s, prefix=True)))
         return move
 
     def get(

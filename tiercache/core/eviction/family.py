@@ -1,0 +1,54 @@
+"""Who follows whom: the chunks of prefixes as a forest, as far as they are resident."""
+
+from __future__ import annotations
+
+from tiercache.core.keys import ChunkKey
+
+
+class Family:
+    """Parents and children among residents. Costs nothing for chunks whose parent is not known.
+
+    Nearly every chunk has one child, which is kept as its bare key; a set is made for the second one.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[ChunkKey, ChunkKey] = {}
+        self._children: dict[ChunkKey, ChunkKey | set[ChunkKey]] = {}
+
+    def add(self, key: ChunkKey, parent: ChunkKey) -> None:
+        """`key` follows `parent`; both are resident. A chunk cannot follow itself or one that follows it."""
+        self._parents[key] = parent
+        there = self._children.get(parent)
+        if there is None:
+            self._children[parent] = key
+        elif isinstance(there, set):
+            there.add(key)
+        else:
+            self._children[parent] = {there, key}
+
+    def remove(self, key: ChunkKey) -> None:
+        """`key` is resident no more. Its children have no parent then."""
+        parent = self._parents.pop(key, None)
+        if parent is not None:
+            siblings = self._children[parent]
+            if isinstance(siblings, set) and len(siblings) > 1:
+                siblings.discard(key)
+            else:
+                del self._children[parent]
+        orphans = self._children.pop(key, None)
+        if isinstance(orphans, set):
+            for orphan in orphans:
+                del self._parents[orphan]
+        elif orphans is not None:
+            del self._parents[orphans]
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        return self._parents.get(key)
+
+    def child(self, key: ChunkKey) -> ChunkKey | None:
+        """One of the chunks that follow `key`; None when it is the last of its prefix."""
+        children = self._children.get(key)
+        return next(iter(children)) if isinstance(children, set) else children
+
+    def __len__(self) -> int:
+        return len(self._parents)

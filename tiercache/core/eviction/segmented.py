@@ -1,0 +1,147 @@
+"""Orders that keep newcomers apart from what has proved itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tiercache.core.eviction.base import EvictionOrder, V
+from tiercache.core.keys import ChunkKey
+
+
+class Slru(EvictionOrder[V]):
+    """Segmented LRU: what was used again is protected, up to `PROTECTED` of all residents; the others go first.
+
+    After Karedla, Love and Wherry, "Caching strategies to improve disk system performance" (1994). What leaves the
+    protected segment is the newest of the others.
+    """
+
+    PROTECTED = 0.8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[ChunkKey, V] = {}
+        self._probation: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._protected: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._out: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+        self._out.pop(key, None)
+        self.entries[key] = value
+        self._probation[key] = None
+        self._join(key, parent)
+
+    def insert_cold(self, key: ChunkKey, value: V) -> None:
+        self.insert(key, value)
+        self._probation.move_to_end(key, last=False)
+
+    def touch(self, key: ChunkKey) -> None:
+        protected = self._protected
+        if key in protected:
+            protected.move_to_end(key)
+            return
+        del self._probation[key]
+        protected[key] = None
+        while len(protected) > max(1, int(self.PROTECTED * len(self.entries))):
+            demoted, _ = protected.popitem(last=False)
+            self._probation[demoted] = None
+
+    def renew(self, key: ChunkKey) -> None:
+        (self._protected if key in self._protected else self._probation).move_to_end(key)
+
+    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+        protected = key in self._out
+        self.insert(key, value, parent)
+        if protected:
+            self.touch(key)
+
+    def _coldest(self) -> ChunkKey:
+        return next(iter(self._probation or self._protected))
+
+    def _remove(self, key: ChunkKey) -> V:
+        self._probation.pop(key, None)
+        self._protected.pop(key, None)
+        return self.entries.pop(key)
+
+    def _evict(self, key: ChunkKey) -> V:
+        if key in self._protected:
+            self._out[key] = None
+            if len(self._out) > max(64, len(self.entries)):
+                self._out.popitem(last=False)
+        return self._remove(key)
+
+    def _forget(self, key: ChunkKey) -> None:
+        self._out.pop(key, None)
+
+
+class S3Fifo(EvictionOrder[V]):
+    """Three queues: a small one for newcomers, the main one, and the names of what the small one threw out.
+
+    After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): newcomers that were used again when
+    they reach the end of the small queue (`SMALL` of all residents) move to the main one, others go; who comes back while
+    its name is remembered enters the main one; there a chunk gets one more round for each use, up to `MOST_USES`.
+    """
+
+    SMALL = 0.1
+    MOST_USES = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[ChunkKey, V] = {}
+        self._uses: dict[ChunkKey, int] = {}
+        self._small: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._main: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+        self.entries[key] = value
+        self._uses[key] = 0
+        known = self._ghosts.pop(key, False) is None
+        (self._main if known else self._small)[key] = None
+        self._join(key, parent)
+
+    def insert_cold(self, key: ChunkKey, value: V) -> None:
+        self._ghosts.pop(key, None)
+        self.insert(key, value)
+        self._small.move_to_end(key, last=False)
+
+    def touch(self, key: ChunkKey) -> None:
+        uses = self._uses[key]
+        if uses < self.MOST_USES:
+            self._uses[key] = uses + 1
+
+    def renew(self, key: ChunkKey) -> None:
+        (self._small if key in self._small else self._main).move_to_end(key)
+
+    def _coldest(self) -> ChunkKey:
+        """Moves what deserves to stay on the way."""
+        small, main, uses = self._small, self._main, self._uses
+        while True:
+            if small and (len(small) >= self.SMALL * len(self.entries) or not main):
+                key = next(iter(small))
+                if not uses[key]:
+                    return key
+                del small[key]
+                main[key] = None
+                uses[key] = 0
+            else:
+                key = next(iter(main))
+                if not uses[key]:
+                    return key
+                uses[key] -= 1
+                main.move_to_end(key)
+
+    def _remove(self, key: ChunkKey) -> V:
+        self._small.pop(key, None)
+        self._main.pop(key, None)
+        del self._uses[key]
+        return self.entries.pop(key)
+
+    def _evict(self, key: ChunkKey) -> V:
+        if key in self._small:
+            self._ghosts[key] = None
+            if len(self._ghosts) > max(64, len(self.entries)):
+                self._ghosts.popitem(last=False)
+        return self._remove(key)
+
+    def _forget(self, key: ChunkKey) -> None:
+        self._ghosts.pop(key, None)

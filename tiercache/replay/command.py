@@ -1,0 +1,196 @@
+"""`tiercache replay`: simulations side by side, beside what bounds them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tiercache.core.admission import ADMISSIONS
+from tiercache.core.eviction import ORDERS
+from tiercache.errors import TierCacheError
+from tiercache.replay.bounds import Survey, optimal_hits, survey
+from tiercache.replay.formats import Trace
+from tiercache.replay.report import Row, row_of, table, title
+from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
+from tiercache.replay.simulator import Simulator
+
+PREDICTORS = ("hints", "sessions", "workflows")
+_UNBOUNDED = 1 << 40
+
+
+@dataclass
+class Options:
+    """What was asked for. Lists are tried in all combinations."""
+
+    traces: list[Path]
+    ram: list[str] = field(default_factory=lambda: ["10%"])
+    flash: list[str] = field(default_factory=lambda: ["0"])
+    policies: list[str] = field(default_factory=lambda: ["LRU"])
+    flash_policy: str = "LRU"
+    admissions: list[str] = field(default_factory=lambda: ["all"])
+    gib_per_day: list[float] = field(default_factory=lambda: [0.0])
+    prefetch: list[str] = field(default_factory=lambda: ["none"])
+    bounds: bool = True
+    measure_from: float = 0.5
+    strict: bool = False
+    limit: int | None = None
+    repeat: int = 1
+    session_interval_s: float = 0.0
+    json_file: Path | None = None
+    plot_file: Path | None = None
+    base: Setting = field(default_factory=lambda: Setting(0))
+    """Speeds, and what else is the same in all simulations."""
+
+
+def replay_command(options: Options) -> int:
+    """Exit status 2 for a wrong argument or a trace that cannot be replayed, 1 when lines of one were skipped."""
+    sections: dict[str, list[Row]] = {}
+    found: list[dict[str, Any]] = []
+    skipped = 0
+    output = Console() if sys.stdout.isatty() else Console(width=160)
+    try:
+        _check(options)
+        for path in options.traces:
+            trace = Trace(path, options.strict, options.session_interval_s, options.repeat, options.limit)
+            looked = survey(trace, unique=options.bounds or _needs_unique(options))
+            measure_from = int(looked.requests * options.measure_from)
+            for problem in trace.problems:
+                print(f"skipped: {problem}", file=sys.stderr)
+            if trace.skipped > len(trace.problems):
+                print(f"skipped: {trace.skipped - len(trace.problems)} more lines of {path}", file=sys.stderr)
+            skipped += trace.skipped
+            rows = list(_rows(options, trace, looked, measure_from))
+            sections[path.name] = rows
+            output.print(table(title(path.name, looked, measure_from), rows))
+            found.append({
+                "trace": path.name, "format": trace.format, "requests": looked.requests, "blocks": looked.blocks,
+                "unique_blocks": looked.unique_blocks, "block_tokens": looked.block_tokens, "span_s": looked.span_s,
+                "measure_from": measure_from, "skipped_lines": trace.skipped,
+                "bytes_per_token": options.base.hardware.bytes_per_token, "rows": [row.to_dict() for row in rows],
+            })  # fmt: skip
+    except TierCacheError as error:
+        return _complain(str(error))
+    except OSError as error:
+        return _complain(f"{error.filename or 'the trace'}: {error.strerror or error}")
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if options.plot_file is not None:
+        try:
+            from tiercache.replay.plot import plot
+
+            plot(sections, options.plot_file)
+        except ImportError:
+            return _complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
+    return 1 if skipped else 0
+
+
+def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> Iterator[Row]:
+    block_bytes = looked.block_tokens * options.base.hardware.bytes_per_token
+    sizes: dict[int, str] = {}
+    combined: dict[tuple[int, int], None] = {}
+    settings = []
+    for ram in options.ram:
+        ram_blocks = parse_size(ram, block_bytes, looked.unique_blocks)
+        ram_blocks = _UNBOUNDED if ram_blocks is None else ram_blocks
+        for flash in options.flash:
+            flash_blocks = parse_size(flash, block_bytes, looked.unique_blocks)
+            total = _UNBOUNDED if flash_blocks is None else ram_blocks + flash_blocks
+            sizes[total] = ram if not flash_blocks else f"{ram}+{flash}"
+            combined[ram_blocks, total] = None
+            for setting in _variants(options, ram_blocks, flash_blocks):
+                settings.append((ram, flash, setting))
+    if options.bounds:
+        yield _simulated("no cache", options.base, trace, looked, measure_from)
+    for ram, flash, setting in settings:
+        yield _simulated(_name(options, setting), setting, trace, looked, measure_from, ram, flash)
+    if options.bounds:
+        bounded = {total for total in sizes if total < _UNBOUNDED}
+        for total, hit in sorted(optimal_hits(trace, bounded, measure_from).items()):
+            yield Row("optimal", sizes[total], ram_blocks=total, ram_gib=total * block_bytes / 2**30, hit=hit)
+        unbounded = replace(options.base, ram_blocks=_UNBOUNDED)
+        yield _simulated("infinite", unbounded, trace, looked, measure_from)
+
+
+def _variants(options: Options, ram_blocks: int, flash_blocks: int | None) -> Iterator[Setting]:
+    """Admission and prefetch say nothing where there is no flash."""
+    with_flash = flash_blocks != 0
+    for policy in options.policies:
+        for admission in options.admissions if with_flash else ["all"]:
+            for gib_per_day in options.gib_per_day if with_flash else [0.0]:
+                for prefetch in options.prefetch if with_flash else ["none"]:
+                    yield replace(
+                        options.base,
+                        ram_blocks=ram_blocks,
+                        flash_blocks=flash_blocks,
+                        policy=policy.upper(),
+                        flash_policy=options.flash_policy.upper(),
+                        admission=admission,
+                        flash_bytes_per_day=gib_per_day * 2**30,
+                        prefetch=() if prefetch == "none" else tuple(prefetch.split("+")),
+                    )
+
+
+def _simulated(
+    name: str, setting: Setting, trace: Trace, looked: Survey, measure_from: int, ram: str = "", flash: str = ""
+) -> Row:
+    simulator = Simulator(setting, looked.block_tokens)
+    began = time.perf_counter()
+    figures = simulator.run(trace, measure_from)
+    return row_of(name, figures, setting, simulator.block_bytes, time.perf_counter() - began, ram, flash)
+
+
+def _name(options: Options, setting: Setting) -> str:
+    parts = [setting.policy]
+    if setting.flash_blocks != 0:
+        if len(options.admissions) > 1 or setting.admission != "all":
+            parts.append(setting.admission)
+        if setting.flash_bytes_per_day:
+            parts.append(f"{setting.flash_bytes_per_day / 2**30:g} GiB/day")
+        if setting.prefetch:
+            parts.append("+".join(setting.prefetch))
+    return ", ".join(parts)
+
+
+def _needs_unique(options: Options) -> bool:
+    return any("%" in size for size in (*options.ram, *options.flash))
+
+
+def _check(options: Options) -> None:
+    for option, found, known in (
+        ("--policy", [name.upper() for name in options.policies], tuple(ORDERS)),
+        ("--flash-policy", [options.flash_policy.upper()], tuple(ORDERS)),
+        ("--admission", options.admissions, ADMISSIONS),
+        ("--prefetch", [part for name in options.prefetch for part in name.split("+")], ("none", *PREDICTORS)),
+    ):
+        for name in found:
+            if name not in known:
+                raise SettingError(f"{option}: expected one or more of {', '.join(known)}, found {name!r}")
+    if not 0 <= options.measure_from < 1:
+        raise SettingError(f"--measure-from: expected a part from 0 to below 1, found {options.measure_from:g}")
+    for file in (options.json_file, options.plot_file):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise SettingError(f"{file.parent} is not a directory")
+
+
+def hardware_of(
+    bytes_per_token: int, prefill_tokens_per_s: float, ram_gb_per_s: float, flash_gb_per_s: float, engines: int
+) -> Hardware:
+    return Hardware(
+        bytes_per_token=bytes_per_token,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        ram_bytes_per_s=ram_gb_per_s * 1e9,
+        flash_read_bytes_per_s=flash_gb_per_s * 1e9,
+        engines=engines,
+    )
+
+
+def _complain(problem: str) -> int:
+    print(f"error: {problem}", file=sys.stderr)
+    return 2

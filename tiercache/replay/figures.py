@@ -1,0 +1,79 @@
+"""What a simulation counts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tiercache.core.prefetch import Account
+
+_STEP = 1.005
+
+
+class Quantiles:
+    """A histogram of non-negative times in steps of half a per cent: any number of values in bounded memory."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self._buckets: Counter[int] = Counter()
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self._buckets[round(math.log(value, _STEP)) if value > 1e-9 else -(10**6)] += 1
+
+    def at(self, part: float) -> float:
+        """The value that `part` (0..1) of all do not exceed; 0 when there is none."""
+        seen = 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= part * self.count:
+                return 0.0 if bucket == -(10**6) else _STEP**bucket
+        return 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass
+class Figures:
+    """Of the measured requests (by default the second half), but for what is said to be of the whole run."""
+
+    requests: int = 0
+    blocks: int = 0
+    ram_blocks: int = 0
+    """Hit in RAM, in the contiguous prefix."""
+    flash_blocks: int = 0
+    """Read from flash by a request that waited, in the contiguous prefix."""
+    wanted_blocks: int = 0
+    """In the contiguous prefix of RAM and flash when the request came: what a prefetch could have made ready."""
+    saved_s: float = 0.0
+    """Prefill that hits made unnecessary, less the time to load them."""
+    ttft: Quantiles = field(default_factory=Quantiles)
+    inserted_blocks: int = 0
+    """Of the whole run: what came into RAM because a request needed it. Alone, a cache of this size would write so much."""
+    flash_written_blocks: int = 0
+    """Of the whole run."""
+    governed_blocks: int = 0
+    """Of the whole run: admitted, and refused by the governor."""
+    accounts: dict[str, Account] = field(default_factory=dict)
+    """Prefetched bytes by predictor."""
+    all_requests: int = 0
+    span_s: float = 0.0
+
+    @property
+    def hit(self) -> float:
+        """Part of the blocks of the contiguous prefixes that came from RAM or flash."""
+        return (self.ram_blocks + self.flash_blocks) / self.blocks if self.blocks else 0.0
+
+    @property
+    def ram_hit(self) -> float:
+        return self.ram_blocks / self.blocks if self.blocks else 0.0
+
+    @property
+    def ready(self) -> float:
+        """Part of what the caches held for a request that was in RAM when it came."""
+        return self.ram_blocks / self.wanted_blocks if self.wanted_blocks else 0.0

@@ -1,0 +1,311 @@
+"""Traces: which requests came when, and which blocks each needs.
+
+Three formats, told apart by the keys of their first line; all are JSON Lines, plain or gzipped.
+
+**mooncake** (kvcache-ai/Mooncake, FAST'25): one request a line: `timestamp` (ms), `input_length`, `output_length`, and
+`hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
+
+**agentic** (callanjfox/kv-cache-tester): one session a line, with `id`, `block_size`, `hash_id_scope` and `requests`: `t`
+(s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took), `stop`. Ids of scope
+"local" are the session's own: two sessions share no block, even where their system prompts were equal.
+
+**tiercache**: one request a line, in order of time:
+`{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
+"step": "plan", "duration_s": 4.1, "ended": "tool", "lead_s": 3.0}`
+Only `time_s` and `blocks` must be there. A block is a number or a text that stands for the whole prefix up to its end.
+`session` joins the turns of one conversation, `step` names the node of a workflow graph, `duration_s` is how long the answer
+took, `ended` says how it ended ("tool": the caller will be back by itself), `lead_s`: the program announced the request so
+long before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import io
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierCacheError
+
+MOONCAKE_BLOCK_TOKENS = 512
+DEFAULT_BLOCK_TOKENS = 256
+_KEPT_PROBLEMS = 20
+
+
+class TraceError(TierCacheError):
+    """A trace that cannot be replayed; the message names file, line and what is wrong."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One arrival. `keys` are its blocks from the first on, of `block_tokens` tokens each (the last may be partial)."""
+
+    time_s: float
+    keys: list[ChunkKey]
+    block_tokens: int
+    input_tokens: int
+    output_tokens: int = 0
+    session: str | None = None
+    step: str | None = None
+    duration_s: float | None = None
+    ended: str | None = None
+    lead_s: float | None = None
+
+
+@dataclass
+class Trace:
+    """A file (or several) to be iterated any number of times; each pass reads it anew and holds little of it.
+
+    A request stays in memory while it is handled; agentic sessions stay while they may overlap, as packed numbers.
+    `strict` raises TraceError for a bad line; otherwise it is skipped, and `problems` (of the last pass) says which.
+    """
+
+    path: Path
+    strict: bool = False
+    session_interval_s: float = 0.0
+    """Agentic sessions all begin at 0 in their file; here each begins so long after the one before it."""
+    repeat: int = 1
+    """Play it so many times one after the other, each time with blocks and sessions of its own."""
+    limit: int | None = None
+    """At most so many requests."""
+    format: str = field(init=False)
+    problems: list[str] = field(default_factory=list)
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.format = _format_of(self.path)
+
+    def __iter__(self) -> Iterator[Request]:
+        self.problems, self.skipped = [], 0
+        return itertools.islice(self._repeated(), self.limit)
+
+    def _repeated(self) -> Iterator[Request]:
+        offset_s = latest_s = 0.0
+        for round_ in range(self.repeat):
+            for request in self._once(f"{round_}:".encode() if round_ else b""):
+                request.time_s += offset_s
+                latest_s = request.time_s
+                yield request
+            offset_s = latest_s
+
+    def _once(self, scope: bytes) -> Iterator[Request]:
+        with _opened(self.path) as file:
+            if self.format == "agentic":
+                yield from self._sessions(file, scope)
+                return
+            parse = _mooncake if self.format == "mooncake" else _own
+            latest_s = float("-inf")
+            for number, line in enumerate(file, 1):
+                request = self._parsed(number, line, lambda line: parse(line, scope))
+                if request is None:
+                    continue
+                if request.time_s < latest_s:
+                    self._bad(number, f"time: {request.time_s:g} s is before {latest_s:g} s, of the line before it")
+                    continue
+                latest_s = request.time_s
+                yield request
+
+    def _sessions(self, file: IO[bytes], scope: bytes) -> Iterator[Request]:
+        """All sessions side by side. One is read when the clock has come to its beginning."""
+        lines = enumerate(file, 1)
+        going: list[tuple[float, int, int, _Session]] = []
+        started = 0
+        while True:
+            start_s = started * self.session_interval_s
+            while not going or going[0][0] >= start_s:
+                session = None
+                for number, line in lines:
+                    if line.strip() and (session := self._parsed(number, line, _session)) is not None:
+                        break
+                if session is None:
+                    start_s = float("inf")
+                    break
+                session.prepare(start_s, scope, started)
+                heapq.heappush(going, (session.time_s(0), started, 0, session))
+                started += 1
+                start_s = started * self.session_interval_s
+            if not going:
+                return
+            _, number, turn, session = heapq.heappop(going)
+            yield session.request(turn)
+            if turn + 1 < len(session.requests):
+                heapq.heappush(going, (session.time_s(turn + 1), number, turn + 1, session))
+
+    def _parsed(self, number: int, line: bytes, parse: Callable[[bytes], Any]) -> Any:
+        if not line.strip():
+            return None
+        try:
+            return parse(line)
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            self._bad(number, str(error))
+            return None
+
+    def _bad(self, number: int, problem: str) -> None:
+        text = f"{self.path}: line {number}: {problem}"
+        if self.strict:
+            raise TraceError(text)
+        self.skipped += 1
+        if len(self.problems) < _KEPT_PROBLEMS:
+            self.problems.append(text)
+
+
+class _MooncakeLine(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class _OwnLine(msgspec.Struct):
+    time_s: float
+    blocks: list[int | str]
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+    input_tokens: int | None = None
+    output_tokens: int = 0
+    session: str | None = None
+    step: str | None = None
+    duration_s: float | None = None
+    ended: str | None = None
+    lead_s: float | None = None
+
+
+class _Turn(msgspec.Struct):
+    t: float
+    hash_ids: list[int]
+    in_: int = msgspec.field(name="in")
+    out: int = 0
+    api_time: float | None = None
+    stop: str | None = None
+
+
+class _Session(msgspec.Struct):
+    id: str
+    requests: list[_Turn]
+    block_size: int = 64
+    hash_id_scope: str = "local"
+    start_s: float = 0.0
+    scope: bytes = b""
+
+    def prepare(self, start_s: float, scope: bytes, number: int) -> None:
+        self.start_s = start_s
+        if self.hash_id_scope == "local":
+            scope += b"%d:" % number
+        self.scope = scope
+        self.id = f"{scope.decode()}{self.id}"
+
+    def time_s(self, turn: int) -> float:
+        return self.start_s + self.requests[turn].t
+
+    def request(self, turn: int) -> Request:
+        entry = self.requests[turn]
+        stop = entry.stop or None
+        return Request(
+            self.time_s(turn),
+            _keys(entry.hash_ids, self.scope),
+            self.block_size,
+            entry.in_,
+            entry.out,
+            session=self.id,
+            duration_s=entry.api_time,
+            ended="tool" if stop == "tool_use" else stop,
+        )
+
+
+_decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
+_decode_own = msgspec.json.Decoder(_OwnLine).decode
+_decode_session = msgspec.json.Decoder(_Session).decode
+
+
+def _mooncake(line: bytes, scope: bytes) -> Request:
+    found = _decode_mooncake(line)
+    _check(found.timestamp, found.input_length, found.output_length)
+    keys = _keys(found.hash_ids, scope)
+    return Request(found.timestamp / 1000, keys, MOONCAKE_BLOCK_TOKENS, found.input_length, found.output_length)
+
+
+def _own(line: bytes, scope: bytes) -> Request:
+    found = _decode_own(line)
+    if found.block_tokens < 1:
+        raise ValueError(f"block_tokens: expected at least 1, found {found.block_tokens}")
+    tokens = len(found.blocks) * found.block_tokens if found.input_tokens is None else found.input_tokens
+    _check(found.time_s, tokens, found.output_tokens)
+    session = found.session if found.session is None or not scope else scope.decode() + found.session
+    return Request(
+        found.time_s,
+        [_key_of_text(block, scope) if isinstance(block, str) else _keys((block,), scope)[0] for block in found.blocks],
+        found.block_tokens,
+        tokens,
+        found.output_tokens,
+        session,
+        found.step,
+        found.duration_s,
+        found.ended,
+        found.lead_s,
+    )
+
+
+def _session(line: bytes) -> _Session:
+    session = _decode_session(line)
+    if session.block_size < 1:
+        raise ValueError(f"block_size: expected at least 1, found {session.block_size}")
+    if not session.requests:
+        raise ValueError("requests: expected at least one, found none")
+    latest_s = float("-inf")
+    for turn, entry in enumerate(session.requests):
+        _check(entry.t, entry.in_, entry.out)
+        if entry.t < latest_s:
+            raise ValueError(f"requests[{turn}].t: {entry.t:g} s is before {latest_s:g} s, of the one before it")
+        if entry.hash_ids and min(entry.hash_ids) < 0:
+            raise ValueError(f"requests[{turn}].hash_ids: expected numbers from 0 on, found {min(entry.hash_ids)}")
+        latest_s = entry.t
+    return session
+
+
+def _check(time: float, input_tokens: int, output_tokens: int) -> None:
+    if not 0 <= time < float("inf"):
+        raise ValueError(f"time: expected a number from 0 on, found {time}")
+    if input_tokens < 0 or output_tokens < 0:
+        raise ValueError(f"lengths: expected 0 or more tokens, found {min(input_tokens, output_tokens)}")
+
+
+def _keys(ids: list[int] | tuple[int, ...], scope: bytes) -> list[ChunkKey]:
+    if not scope:
+        return [number.to_bytes(8, "big") for number in ids]
+    return [scope + number.to_bytes(8, "big") for number in ids]
+
+
+def _key_of_text(text: str, scope: bytes) -> ChunkKey:
+    return scope + blake2b(text.encode(), digest_size=16).digest()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    file = path.open("rb")
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if packed else file
+
+
+def _format_of(path: Path) -> str:
+    """By the keys of the first line that is JSON. Raises TraceError."""
+    try:
+        with _opened(path) as file:
+            for line in itertools.islice(file, 100):
+                try:
+                    found = msgspec.json.decode(line)
+                except msgspec.DecodeError:
+                    continue
+                if isinstance(found, dict):
+                    for name, key in (("mooncake", "timestamp"), ("agentic", "requests"), ("tiercache", "time_s")):
+                        if key in found:
+                            return name
+    except (OSError, EOFError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+    raise TraceError(f"{path}: expected mooncake, agentic or tiercache JSON Lines; no such line among the first 100")

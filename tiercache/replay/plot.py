@@ -1,0 +1,62 @@
+"""Pictures of a replay; needs matplotlib."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from tiercache.replay.report import Row
+
+
+def plot(sections: dict[str, list[Row]], path: Path) -> None:
+    """One panel a trace. Raises ImportError without matplotlib.
+
+    Where several admissions were tried: flash writes against hit rate; else hit rate against the size of the hot cache, a
+    line a policy, with bounds.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(sections), figsize=(5.2 * len(sections), 4), squeeze=False)
+    for panel, (name, rows) in zip(axes[0], sections.items(), strict=True):
+        simulated = [row for row in rows if row.policy]
+        if len({row.admission for row in simulated}) > 1:
+            _writes(panel, simulated)
+        else:
+            _sizes(panel, rows)
+        panel.set_title(name, fontsize=10)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _sizes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.ram_gib is not None and row.hit is not None and row.ram_blocks:
+            lines[row.name].append((row.ram_gib, 100 * row.hit))
+        elif row.name == "infinite" and row.hit is not None:
+            panel.axhline(100 * row.hit, color="grey", linestyle=":", label="infinite")
+    for name, points in lines.items():
+        points.sort()
+        style = {"linestyle": "--", "color": "black"} if name == "optimal" else {"marker": "o", "markersize": 3}
+        panel.plot(*zip(*points, strict=True), label=name, **style)
+    panel.set_xscale("log")
+    panel.set_xlabel("hot cache, GiB")
+    panel.set_ylabel("contiguous-prefix hit, %")
+
+
+def _writes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row.flash_written_blocks and row.hit is not None:
+            lines[row.admission].append((row.flash_written_blocks / 1000, 100 * row.hit))
+    for name, points in lines.items():
+        points.sort()
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linestyle="", label=name)
+    panel.set_xlabel("written to flash, thousand blocks")
+    panel.set_ylabel("contiguous-prefix hit, %")

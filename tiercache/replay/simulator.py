@@ -1,0 +1,240 @@
+"""A discrete-event simulation of the cache: real policies and indexes, simulated bytes and time.
+
+What is in a tier changes at the moment that a request comes, in the order of the trace, so that hit rates are those of the
+policy and do not depend on speeds. Time enters where it matters: when a demand read or a prefetch is done, what a
+request waits for, and when a turn has ended. Demand reads go before prefetches, block by block.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from tiercache.core.admission import Governor, LiveSession, make_admission
+from tiercache.core.eviction import make_order
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prefetch import Fetch, PrefetchPlan
+from tiercache.replay.figures import Figures
+from tiercache.replay.foresight import Foresight
+from tiercache.replay.formats import Request
+from tiercache.replay.setting import Setting
+
+_REMEMBERED = 4
+_LOOKED_AT = 256
+"""Residents that a prefetch may find expected sooner before it gives up."""
+
+
+class Simulator:
+    """One setting. `run` once."""
+
+    def __init__(self, setting: Setting, block_tokens: int) -> None:
+        self.setting = setting
+        hardware = setting.hardware
+        self.block_bytes = block_tokens * hardware.bytes_per_token
+        self.figures = Figures()
+        self.ram: CappedIndex = CappedIndex(make_order(setting.policy))
+        self.flash: CappedIndex | None = None
+        if setting.flash_blocks is None or setting.flash_blocks > 0:
+            self.flash = CappedIndex(make_order(setting.flash_policy))
+        limit = _REMEMBERED * max(setting.ram_blocks, setting.flash_blocks or 1 << 40)
+        self.admission = make_admission(setting.admission, limit)
+        self.governor = Governor(setting.flash_bytes_per_day)
+        self._ram_cap_bytes = setting.ram_blocks * self.block_bytes
+        self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
+        self._flash_free_s = 0.0
+        self._engines = [0.0] * hardware.engines
+        self._measuring = False
+        self._prefetched_s = 0.0
+        self._coming: tuple[Fetch, float] | None = None
+        self.foresight: Foresight | None = None
+        if setting.prefetch and self.flash is not None:
+            self.foresight = Foresight(setting, self.block_bytes, self._renew)
+
+    def run(self, requests: Iterable[Request], measure_from: int = 0) -> Figures:
+        """Replay; requests count from the `measure_from`th on."""
+        figures, foresight = self.figures, self.foresight
+        if foresight is not None:
+            requests = foresight.looking_ahead(requests)
+        for number, request in enumerate(requests):
+            if not self._measuring and number >= measure_from:
+                self._measuring = True
+                if foresight is not None:
+                    foresight.plan.accounts.clear()
+            if foresight is not None:
+                self._until(foresight, request.time_s)
+            self._arrive(request)
+            figures.all_requests += 1
+            figures.span_s = request.time_s
+        if foresight is not None:
+            foresight.plan.finish()
+            figures.accounts = foresight.plan.accounts
+        return figures
+
+    def _until(self, foresight: Foresight, time_s: float) -> None:
+        """Everything that happens before `time_s`."""
+        while foresight.next_s <= time_s:
+            self._prefetch(foresight.plan, foresight.next_s)
+            foresight.fire()
+        self._prefetch(foresight.plan, time_s)
+
+    def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
+        """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
+        assert self.flash is not None
+        ram, flash = self.ram.order.entries, self.flash.order.entries
+        block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
+        now_s = max(self._prefetched_s, self._flash_free_s)
+        while now_s < until_s:
+            if self._coming is not None:
+                fetch, done_s = self._coming
+                if done_s > until_s:
+                    break
+                now_s = done_s
+                self._coming = None
+                self._promote(plan, fetch, now_s)
+                continue
+            found = plan.next(now_s, lambda key: key in ram or key not in flash)
+            if found is not None:
+                self._coming = found, now_s + block_s
+                continue
+            wake_s = plan.wake_s(now_s)
+            now_s = until_s if wake_s is None else min(until_s, max(wake_s, now_s + block_s))
+        self._prefetched_s = now_s
+
+    def _promote(self, plan: PrefetchPlan, fetch: Fetch, now_s: float) -> None:
+        """A block has been read: it takes the place of one that is expected later, or is dropped."""
+        ram = self.ram
+        if fetch.key in ram:
+            plan.fetched(fetch.key)
+            return
+        if ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
+            for _ in range(_LOOKED_AT):
+                victim = ram.order.coldest()
+                if victim is None or plan.yields_to(victim, fetch, now_s):
+                    break
+                ram.order.renew(victim)
+            else:
+                plan.no_room(fetch, now_s)
+                return
+            self._evict_ram(self.block_bytes, now_s)
+        ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
+        plan.fetched(fetch.key)
+
+    def _evict_ram(self, needed_bytes: int, now_s: float) -> None:
+        victims = self.ram.evict(needed_bytes)
+        if self.foresight is not None:
+            self.foresight.plan.evicted([key for key, _ in victims], now_s)
+
+    def _renew(self, keys: Sequence[ChunkKey]) -> None:
+        entries, renew = self.ram.order.entries, self.ram.order.renew
+        for key in reversed(keys):
+            if key in entries:
+                renew(key)
+
+    def _arrive(self, request: Request) -> None:
+        keys = request.keys
+        hot = self.ram.prefix(keys)
+        found = self._found(keys, hot)
+        loaded = self._on_flash(keys, hot, found)
+        ready_s = self._serve(request, hot, found, loaded)
+        self._count(request, hot, found, loaded, ready_s - request.time_s)
+        if self.foresight is not None:
+            self.foresight.plan.asked(keys)
+            self.foresight.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
+        self._note_uses(request, found)
+        self._keep(request, keys, hot)
+
+    def _found(self, keys: list[ChunkKey], hot: int) -> int:
+        """How far the contiguous prefix reaches in both tiers together."""
+        if self.flash is None:
+            return hot
+        ram, flash = self.ram.order.entries, self.flash.order.entries
+        position = hot
+        while position < len(keys) and (keys[position] in flash or keys[position] in ram):
+            position += 1
+        return position
+
+    def _on_flash(self, keys: list[ChunkKey], hot: int, found: int) -> int:
+        """How many of the blocks found have to be read."""
+        ram = self.ram.order.entries
+        return sum(key not in ram for key in keys[hot:found])
+
+    def _serve(self, request: Request, hot: int, found: int, loaded: int) -> float:
+        """When the first token is there."""
+        hardware = self.setting.hardware
+        begun_s = request.time_s
+        if self._engines:
+            begun_s = max(begun_s, heapq.heappop(self._engines))
+        at_s = begun_s
+        if loaded:
+            at_s = max(at_s, self._flash_free_s) + hardware.flash_latency_s
+            at_s += loaded * self.block_bytes / hardware.flash_read_bytes_per_s
+            self._flash_free_s = at_s
+        at_s += found * self.block_bytes / hardware.ram_bytes_per_s
+        at_s += self._tokens(request, found) / hardware.prefill_tokens_per_s
+        if self._engines:
+            heapq.heappush(self._engines, at_s)
+        return at_s
+
+    @staticmethod
+    def _tokens(request: Request, found: int) -> int:
+        """Tokens to compute when `found` blocks are loaded; the last one always is."""
+        return max(1, request.input_tokens - found * request.block_tokens)
+
+    def _count(self, request: Request, hot: int, found: int, loaded: int, waited_s: float) -> None:
+        if not self._measuring:
+            return
+        figures = self.figures
+        figures.requests += 1
+        figures.blocks += len(request.keys)
+        figures.ram_blocks += found - loaded
+        figures.flash_blocks += loaded
+        figures.wanted_blocks += found
+        figures.ttft.add(waited_s)
+        computed_s = self._tokens(request, 0) / self.setting.hardware.prefill_tokens_per_s
+        figures.saved_s += computed_s - waited_s
+
+    def _note_uses(self, request: Request, found: int) -> None:
+        if self.flash is None or self.setting.admission == "all":
+            return
+        admission = self.admission
+        if isinstance(admission, LiveSession) and found > 1:
+            for key in request.keys:
+                admission.continued(key)
+            return
+        for key in request.keys:
+            admission.used(key)
+
+    def _keep(self, request: Request, keys: list[ChunkKey], hot: int) -> None:
+        """Everything that the request needed is in RAM now, and on flash what deserves it."""
+        ram, block_bytes = self.ram, self.block_bytes
+        entries, add = ram.order.entries, ram.add
+        ram.order.touch_prefix(keys)
+        inserted = 0
+        parent = None
+        for key in keys:
+            if key not in entries:
+                add(key, block_bytes, parent=parent)
+                inserted += 1
+            parent = key
+        if ram.used_bytes > self._ram_cap_bytes:
+            self._evict_ram(ram.used_bytes - self._ram_cap_bytes, request.time_s)
+        self.figures.inserted_blocks += inserted
+        if self.flash is not None:
+            self._write(request, self.flash)
+
+    def _write(self, request: Request, flash: CappedIndex) -> None:
+        """Offer to flash what it lacks of the request's blocks."""
+        entries, touch, block_bytes = flash.order.entries, flash.order.touch, self.block_bytes
+        admits = self.admission.admits
+        for key in reversed(request.keys):
+            if key in entries:
+                touch(key)
+            elif admits(key):
+                if self.governor.allows(block_bytes, request.time_s):
+                    flash.add(key, block_bytes)
+                    self.figures.flash_written_blocks += 1
+                else:
+                    self.figures.governed_blocks += 1
+        if self._flash_cap_bytes is not None and flash.used_bytes > self._flash_cap_bytes:
+            flash.evict(flash.used_bytes - self._flash_cap_bytes)

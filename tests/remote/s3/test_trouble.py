@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,31 @@ async def test_without_any_credentials_the_tier_does_not_start() -> None:
         assert "no credentials" in await refusal(endpoint, **none)
 
 
-async def test_a_certificate_file_that_is_not_there_is_said() -> None:
+async def test_a_certificate_file_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     assert "s3.test.tls_ca_file: /nowhere cannot be read" in await refusal("http://127.0.0.1:1", tls_ca_file="/nowhere")
+    place = tmp_path / "ca.pem"
+    for text in ("junk", "-----BEGIN CERTIFICATE-----\nhunter2\n-----END CERTIFICATE-----\n"):
+        place.write_text(text)
+        said = await refusal("http://127.0.0.1:1", tls_ca_file=str(place))
+        assert "s3.test.tls_ca_file: the client does not take it" in said
+
+
+@pytest.mark.parametrize(("virtual_hosted", "name"), [(True, "/deep/"), (False, "/chunks/deep/")])
+async def test_the_bucket_is_in_the_path_or_in_the_name_of_the_host(virtual_hosted: bool, name: str) -> None:
+    asked: list[str] = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await _whole_request(reader)).split(b" ")[1].decode())
+        writer.write(MISSING)
+        await writer.drain()
+
+    async with server(note) as endpoint:
+        tier = S3Tier(settings_for(endpoint, prefix="deep"))
+        # As if the name of the host had the bucket in it, which no resolver here would know.
+        tier.place = replace(tier.place, virtual_hosted=virtual_hosted)
+        await tier.open()
+        await tier.close()
+    assert asked[0].startswith(name)
 
 
 # A store that is away

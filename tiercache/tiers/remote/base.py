@@ -49,8 +49,13 @@ class RemoteSettings:
     concurrency: int = 4
     """Transfers at a time in each direction, at most."""
 
+    url_key: str = ""
+    """The configuration's key that `url` came from."""
+
     def key(self, option: str) -> str:
         """The configuration's key for `option`, for error messages."""
+        if option == "url" and self.url_key:
+            return self.url_key
         return f"remote_storage_plugin.{self.name}.{option}"
 
     def error(self, option: str, problem: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """What all remote tiers have in common: verification, what is known of the server, counting. One server, one tier.
 
-A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3.py` for one whose
-client is asynchronous.
+A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3/` for one whose client
+is asynchronous.
 """
 
 from __future__ import annotations

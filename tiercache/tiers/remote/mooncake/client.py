@@ -88,9 +88,11 @@ class Client:
         try:
             with self.use() as session:
                 guard = ReadGuard(session)
-                yield guard
-                if guard.suspect:
-                    self._retire(session, "a read was given up: a new client is being set up")
+                try:
+                    yield guard
+                finally:
+                    if guard.suspect:
+                        self._retire(session, "a read was given up: a new client is being set up")
         finally:
             if guard is not None and guard.suspect:
                 guard.session.left.wait()

@@ -14,7 +14,7 @@ from tiercache.tiers.remote.mooncake.place import Place, read_place
 
 
 def place(url: str = "", **options: Any) -> Place:
-    return read_place(make_tier(url, local_hostname="localhost", **options).settings)
+    return read_place(make_tier(url, **{"local_hostname": "localhost"} | options).settings)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_mooncakes_variable_names_the_file(file: Path, monkeypatch: pytest.Monke
 
 def test_what_the_configuration_says_wins_over_the_file(file: Path) -> None:
     found = place(config_file=str(file), local_hostname="h", device_name="mlx5_7")
-    assert found.device_name == "mlx5_7" and found.protocol == "rdma"
+    assert (found.local_hostname, found.device_name, found.protocol) == ("h", "mlx5_7", "rdma")
 
 
 @pytest.mark.parametrize(

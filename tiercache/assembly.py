@@ -129,6 +129,7 @@ def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
             fingerprint=layout.fingerprint,
             chunk_bytes=layout.chunk_bytes,
             url=remote.place,
+            url_key=remote.key,
             options=options,
             timeout_s=options["timeout_s"],
             concurrency=options["concurrency"],

@@ -18,6 +18,7 @@ from tiercache.bench.figures import Figures
 from tiercache.bench.hf3fs_figures import measure_hf3fs
 from tiercache.bench.loop_figures import measure_loop
 from tiercache.bench.machine import machine
+from tiercache.bench.mooncake_figures import measure_mooncake
 from tiercache.bench.prefetch_figures import measure_prefetch
 from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
@@ -26,8 +27,9 @@ from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.errors import TierCacheError
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
-PARTS = (*DEFAULT_PARTS, "hf3fs", "redis", "s3")
-"""3FS, Redis and S3 are measured when asked for: they want an emulator or a server, and a machine that does nothing else."""
+PARTS = (*DEFAULT_PARTS, "hf3fs", "mooncake", "redis", "s3")
+"""All but the default ones are measured when asked for: they want an emulator or a server, and a machine that does nothing
+else."""
 
 
 def bench_command(
@@ -102,6 +104,8 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
             runner.run(measure_loop(figures, plan, "loop.uvloop"))
     elif part == "restart":
         asyncio.run(measure_restart(figures, plan))
+    elif part == "mooncake":
+        asyncio.run(measure_mooncake(figures, plan))
     elif part == "redis":
         asyncio.run(measure_redis(figures, plan))
     elif part == "s3":

@@ -40,7 +40,7 @@ _FOREIGN = """
     valkey_num_workers max_offload_tokens discard_partial_chunks ec
     save_chunk_meta save_only_first_rank force_store_wait
     fs_connector_read_ahead_size fs_connector_relative_tmp_dir
-    transfer_timeout storage_root_dir mooncake_prefer_local_alloc resp_num_threads
+    transfer_timeout storage_root_dir resp_num_threads
     valkey_enable_ttl
     valkey_sync_num_workers
     s3_num_io_threads s3_prefer_http2

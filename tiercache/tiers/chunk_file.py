@@ -25,6 +25,7 @@ from tiercache.core.header import (
     payload_checksum,
 )
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.allocation import reserve
 
 _thread = threading.local()
 
@@ -40,12 +41,7 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
         path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644
     )
     try:
-        # Reserving first makes the extents contiguous, and a full device fails here instead of half-way.
-        try:
-            os.posix_fallocate(descriptor, 0, total_bytes)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+        reserve(descriptor, total_bytes)
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
         written = os.pwritev(descriptor, buffers, 0)
         while written < total_bytes:

@@ -19,6 +19,7 @@ from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderErro
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.allocation import reserve
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
 
 _OPEN_FILES = 128
@@ -81,11 +82,7 @@ class CuFileFiles(DeviceFiles):
         self._streams.synchronize()
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                os.posix_fallocate(descriptor, 0, total_bytes)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
+            reserve(descriptor, total_bytes)
             with contextlib.closing(self._cufile(path, "r+")) as file:
                 written = file.pwrite(self._driver.array(slot), total_bytes, 0, _TASK_BYTES).get()
             if written != total_bytes:

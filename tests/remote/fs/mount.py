@@ -71,7 +71,7 @@ class Loopback(mfusepy.Operations):
     def unlink(self, path):
         os.unlink(ROOT + path)
 
-mfusepy.FUSE(Loopback(), sys.argv[2], foreground=True, nothreads=False, use_ino=True)
+mfusepy.FUSE(Loopback(), sys.argv[2], foreground=True, nothreads=False)
 """
 
 
@@ -117,6 +117,7 @@ class FragileMount:
             if self._process.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError("the mount did not come up")
             time.sleep(0.01)
+        os.listdir(self.path)  # answered: a process that is stopped before it has greeted the kernel is another matter
 
     def _send(self, number: signal.Signals) -> None:
         assert self._process is not None

@@ -17,6 +17,7 @@ import pytest
 from tests.remote.fs.mount import FragileMount, why_no_fuse
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
+from tiercache import Config, Layout, TierCache
 from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
@@ -172,7 +173,7 @@ from tests.remote.fs.test_fs import opened, store
 
 async def main():
     async with opened(Path(sys.argv[1]), max_size=float(sys.argv[2])) as tier:
-        for line in sys.stdin:
+        while line := await asyncio.to_thread(sys.stdin.readline):  # it also evicts for the other one meanwhile
             first, end = line.split()
             await store(tier, range(int(first), int(end)))
             print("done", flush=True)
@@ -258,6 +259,34 @@ async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMo
     await asyncio.wait_for(asyncio.shield(tier._coming), 20)
     await store(tier, range(1, 2))
     await tier.close()
+
+
+async def test_a_mount_that_hangs_costs_the_cache_its_patience_and_then_nothing(
+    mount: FragileMount, tmp_path: Path
+) -> None:
+    layout = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+    (tmp_path / "lmcache.yaml").write_text(
+        f"chunk_size: 16\nmax_local_cpu_size: 0.004\nremote_url: fs://host:1{mount.path}\n"
+        "extra_config: {fs_connector_use_odirect: false, request_timeout: 0.3}\n"
+    )
+    config = Config.load(tmp_path / "lmcache.yaml", environ={})
+    loop = asyncio.get_running_loop()
+    async with TierCache.open(config, layout) as cache:
+        assert [tier.name for tier in cache.tiers] == ["fs"]
+        key, payload = chunk(1, layout.chunk_bytes)
+        assert await cache.put(key, payload)
+        assert (await cache.flush()).complete
+        await cache.forget([key])
+        mount.hang()
+        waited_s = []
+        for number in range(2, 8):
+            began_s = loop.time()
+            async with cache.get(chunk(number)[0]) as lease:
+                assert lease is None
+            waited_s.append(loop.time() - began_s)
+        assert max(waited_s) < 1.0
+        assert waited_s[-1] < 0.1, "its breaker is open"
+        mount.go_on()
 
 
 async def test_close_does_not_wait_for_a_mount_that_hangs(mount: FragileMount) -> None:

@@ -1,45 +1,21 @@
-"""Servers that tests share, and tiers on them."""
+"""Servers that tests share. Imported when used: where they are missing tests are skipped, and a conftest cannot be."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.remote.redis.servers import Cluster, Server, free_port, make_certificates, running, tls_options
-from tiercache.config.remote_options import options_of
-from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.redis import RedisTier
-
-CHUNK_BYTES = 64 * 1024
-FINGERPRINT = bytes(range(16))
-
-
-def make_tier(
-    url: str, *, timeout_s: float = 5.0, concurrency: int = 4, name: str = "redis", **options: Any
-) -> RedisTier:
-    """As the assembly makes it."""
-    values = {option.name: option.default for option in options_of("redis").values()}
-    unknown = set(options) - set(values)
-    assert not unknown, unknown
-    return RedisTier(
-        RemoteSettings(
-            name=name,
-            type="redis",
-            fingerprint=FINGERPRINT,
-            chunk_bytes=options.pop("chunk_bytes", CHUNK_BYTES),
-            url=url,
-            options=values | options,
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-        )
-    )
+if TYPE_CHECKING:
+    from tests.remote.redis.servers import Cluster, Server
 
 
 @pytest.fixture(scope="package")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    from tests.remote.redis.servers import running
+
     with running(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
@@ -54,11 +30,15 @@ def server(shared_server: Server) -> Server:
 
 @pytest.fixture(scope="package")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.remote.redis.servers import make_certificates
+
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="package")
 def tls_server(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[Server]:
+    from tests.remote.redis.servers import free_port, running, tls_options
+
     port = free_port()
     with running(tmp_path_factory.mktemp("tls"), *tls_options(port, certificates), port=port) as server:
         yield server
@@ -66,6 +46,8 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> 
 
 @pytest.fixture(scope="package")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    from tests.remote.redis.servers import Cluster
+
     cluster = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         yield cluster.start()

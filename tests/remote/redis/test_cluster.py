@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.remote.redis.conftest import make_tier
 from tests.remote.redis.servers import Cluster, Server, until
 from tests.remote.redis.test_failures import eventually
+from tests.remote.redis.tiers import make_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.redis.conftest import make_tier
 from tests.remote.redis.servers import Cluster, Server
+from tests.remote.redis.tiers import make_tier
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.redis.conftest import make_tier
 from tests.remote.redis.servers import Server, free_port, running
+from tests.remote.redis.tiers import make_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier

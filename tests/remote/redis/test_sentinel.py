@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.redis.conftest import make_tier
 from tests.remote.redis.servers import Server, until
 from tests.remote.redis.test_failures import eventually
+from tests.remote.redis.tiers import make_tier
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract

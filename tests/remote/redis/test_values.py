@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.redis.conftest import FINGERPRINT, make_tier
 from tests.remote.redis.servers import Server, running, until
+from tests.remote.redis.tiers import FINGERPRINT, make_tier
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.base import NotOurs

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
-import obstore
 import pytest
 
 from tiercache.core.header import PACKED_BYTES
@@ -19,6 +18,8 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.s3 import S3Tier
+
+obstore = pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 MakeTier = Callable[..., S3Tier]
 LARGE_BYTES = 9 << 20

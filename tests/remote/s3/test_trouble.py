@@ -8,9 +8,9 @@ import re
 import shutil
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.s3 import KEY, SECRET, STRANGER, STRANGERS_SECRET, S3Server
 from tiercache.tiers.remote.s3 import S3Tier
 
-REPOSITORY = Path(__file__).parents[3]
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 SECRETS = (SECRET, STRANGERS_SECRET, "hunter2")
 
@@ -202,8 +201,31 @@ async def test_without_any_credentials_the_tier_does_not_start() -> None:
         assert "no credentials" in await refusal(endpoint, **none)
 
 
-async def test_a_certificate_file_that_is_not_there_is_said() -> None:
+async def test_a_certificate_file_that_cannot_be_used_is_said(tmp_path: Path) -> None:
     assert "s3.test.tls_ca_file: /nowhere cannot be read" in await refusal("http://127.0.0.1:1", tls_ca_file="/nowhere")
+    place = tmp_path / "ca.pem"
+    for text in ("junk", "-----BEGIN CERTIFICATE-----\nhunter2\n-----END CERTIFICATE-----\n"):
+        place.write_text(text)
+        said = await refusal("http://127.0.0.1:1", tls_ca_file=str(place))
+        assert "s3.test.tls_ca_file: the client does not take it" in said
+
+
+@pytest.mark.parametrize(("virtual_hosted", "name"), [(True, "/deep/"), (False, "/chunks/deep/")])
+async def test_the_bucket_is_in_the_path_or_in_the_name_of_the_host(virtual_hosted: bool, name: str) -> None:
+    asked: list[str] = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await _whole_request(reader)).split(b" ")[1].decode())
+        writer.write(MISSING)
+        await writer.drain()
+
+    async with server(note) as endpoint:
+        tier = S3Tier(settings_for(endpoint, prefix="deep"))
+        # As if the name of the host had the bucket in it, which no resolver here would know.
+        tier.place = replace(tier.place, virtual_hosted=virtual_hosted)
+        await tier.open()
+        await tier.close()
+    assert asked[0].startswith(name)
 
 
 # A store that is away
@@ -365,40 +387,3 @@ async def test_a_closed_tier_is_unavailable() -> None:
         for operation in operations(tier):
             with pytest.raises(TierUnavailable, match="closed"):
                 await operation()
-
-
-LEAVING = """
-import asyncio, sys
-from tests.remote.s3.conftest import settings_for
-from tiercache.testing import chunk, page_aligned
-from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.remote.s3 import S3Tier
-
-async def main(endpoint, closes):
-    tier = S3Tier(settings_for(endpoint, prefix=sys.argv[3], skip_signature=True))
-    await tier.open()
-    await asyncio.gather(*(tier.write(*chunk(number), CHUNK_BYTES) for number in range(1, 9)))
-    if closes:
-        await tier.close()
-        return
-    for number in range(1, 9):
-        asyncio.ensure_future(tier.read(chunk(number)[0], page_aligned(CHUNK_BYTES)))
-    await asyncio.sleep(0)
-    sys.exit(0)
-
-asyncio.run(main(sys.argv[1], sys.argv[2] == "closes"))
-"""
-
-
-@pytest.mark.parametrize("leaving", ["closes", "just goes"])
-async def test_a_process_ends_well_right_after_its_requests(s3_server: S3Server, leaving: str, tmp_path: Path) -> None:
-    """The client's threads must not come back to an interpreter that ends: that is SIGABRT, now and then."""
-
-    async def run(number: int) -> int | None:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", LEAVING, s3_server.endpoint, leaving, f"{tmp_path.name}{number}"),
-            cwd=REPOSITORY, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
-        return await process.wait()
-
-    assert await asyncio.gather(*(run(number) for number in range(4))) == [0] * 4

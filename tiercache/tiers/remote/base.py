@@ -1,7 +1,7 @@
 """What all remote tiers have in common: verification, what is known of the server, counting. One server, one tier.
 
-A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3.py` for one whose
-client is asynchronous.
+A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3/` for one whose client
+is asynchronous.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ class RemoteSettings:
     concurrency: int = 4
     """Transfers at a time in each direction, at most."""
 
+    url_key: str = ""
+    """The configuration's key that `url` came from."""
+
     def key(self, option: str) -> str:
         """The configuration's key for `option`, for error messages."""
+        if option == "url" and self.url_key:
+            return self.url_key
         return f"remote_storage_plugin.{self.name}.{option}"
 
     def error(self, option: str, problem: str) -> ConfigError:

@@ -57,7 +57,9 @@ def _load(where: str, place: str) -> Factory:
     try:
         found: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{where}: {place} cannot be imported: {error}") from error
+        ours = next((name for name, built_in in _BUILT_IN.items() if built_in == place), None)
+        hint = f"; pip install 'tiercache[{ours}]'" if ours and isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{where}: {place} cannot be imported: {error}{hint}") from error
     if not callable(found):
         raise ConfigError(f"{where}: {place} is nothing that makes a tier")
     return found  # type: ignore[no-any-return]

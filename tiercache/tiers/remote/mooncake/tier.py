@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _CONTROL_THREADS = 2
 _UNANSWERED = 8
-_TAKE_DOWN_S = 3.0
+_LEAVE_S = 3.0
 
 
 class MooncakeTier(RemoteTier):
@@ -65,15 +65,15 @@ class MooncakeTier(RemoteTier):
                 f"{self.name}: Mooncake cannot be imported ({error}): pip install 'tiercache[mooncake]', and the system's "
                 "libibverbs1, also without RDMA"
             ) from error
-        memory = WiredMemory(
+        self._memory = WiredMemory(
             None if self._arena is None else self._arena.memory,
             settings.chunk_bytes,
             cells=2 * settings.concurrency,
             wait_s=settings.timeout_s,
         )
-        self._client = Client(self.name, self._place, memory)
+        self._client = Client(self.name, self._place, self._memory)
         prefix = str(settings.options.get("prefix") or "")
-        self._chunks = Chunks(self._client, memory, prefix, self.packed_header, self.verified)
+        self._chunks = Chunks(self._client, self._memory, prefix, self.packed_header, self.verified)
         self._client.start()
         problem = await self._control.submit(self._client.wait_for_first_try, settings.timeout_s)
         if problem is not None:
@@ -84,8 +84,7 @@ class MooncakeTier(RemoteTier):
         for workers in (self._readers, self._writers, self._control):
             workers.close()
         if self._client is not None:
-            self._client.close()
-            await asyncio.wait([self._last.submit(self._client.take_down)], timeout=_TAKE_DOWN_S)
+            await asyncio.wait([self._last.submit(self._client.leave)], timeout=_LEAVE_S)
         self._last.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:

@@ -23,7 +23,7 @@ Register = Callable[[int, int], int]
 
 
 class WiredMemory:
-    """Thread-safe. Everything stays registered until `release`, and mapped for as long as this object lives."""
+    """Thread-safe, but for `wire` and `release`, which come in turns. Stays mapped for as long as this object lives."""
 
     def __init__(self, arena: np.ndarray | None, chunk_bytes: int, cells: int, wait_s: float) -> None:
         self._arena = arena
@@ -32,28 +32,27 @@ class WiredMemory:
         self._free: SimpleQueue[int] = SimpleQueue()
         for number in range(cells):
             self._free.put(number * _CELL_BYTES)
-        self._chunk_bytes = chunk_bytes
-        self._detour: np.ndarray | None = None
+        self._detour = np.frombuffer(mmap.mmap(-1, aligned(chunk_bytes)), dtype=np.uint8)
         self._detour_lock = threading.Lock()
         self._wait_s = wait_s
-        self._register: Register | None = None
         self._registered: list[int] = []
 
     def wire(self, register: Register) -> int:
-        """Register arena and headers. Returns 0, or Mooncake's code when not even the headers could be."""
-        self._register = register
-        code = self._wire(self._headers)
-        if code == 0 and self._arena is not None and self._arena.nbytes:
-            refused = self._wire(self._arena)
-            self._arena_wired = refused == 0
-            if refused:
+        """Register everything. Returns 0, also when all but the arena could be, else Mooncake's code."""
+        for memory in (self._headers, self._detour):
+            if code := self._wire(memory, register):
+                return code
+        if self._arena is not None and self._arena.nbytes:
+            code = self._wire(self._arena, register)
+            self._arena_wired = code == 0
+            if code:
                 logger.warning(
                     "the arena (%d bytes) cannot be registered with Mooncake (code %d): each chunk is copied once more; "
                     "with RDMA see ulimit -l",
                     self._arena.nbytes,
-                    refused,
+                    code,
                 )
-        return code
+        return 0
 
     def release(self, unregister: Callable[[int], int]) -> None:
         """Nothing may be in flight."""
@@ -84,22 +83,12 @@ class WiredMemory:
         if not self._detour_lock.acquire(timeout=self._wait_s):
             raise TierUnavailable("Mooncake's detour for memory outside of the arena stays taken")
         try:
-            yield self._make_detour()[: payload.nbytes]
+            yield self._detour[: payload.nbytes]
         finally:
             self._detour_lock.release()
 
-    def _make_detour(self) -> np.ndarray:
-        if self._detour is None:
-            detour = np.frombuffer(mmap.mmap(-1, aligned(self._chunk_bytes)), dtype=np.uint8)
-            code = self._wire(detour)
-            if code:
-                raise TierUnavailable(f"Mooncake registers no memory for a detour: code {code}")
-            self._detour = detour
-        return self._detour
-
-    def _wire(self, memory: np.ndarray) -> int:
-        assert self._register is not None
-        code = self._register(int(memory.ctypes.data), memory.nbytes)
+    def _wire(self, memory: np.ndarray, register: Register) -> int:
+        code = register(int(memory.ctypes.data), memory.nbytes)
         if code == 0:
             self._registered.append(int(memory.ctypes.data))
         return code

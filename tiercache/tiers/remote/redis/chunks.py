@@ -56,7 +56,7 @@ class Chunks:
         self._servers = servers
         self._prefix = str(options.get("prefix") or "")
         self._timeout_s = tier.settings.timeout_s
-        self._segment_bytes = max(SMALLEST_SEGMENT_BYTES, int(options.get("segment_bytes") or 4 << 20))
+        self._segment_bytes = max(SMALLEST_SEGMENT_BYTES, int(options.get("segment_bytes") or 2 << 20))
         ttl_s = options.get("ttl_s")
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
 

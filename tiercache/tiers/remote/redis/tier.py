@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -66,7 +65,7 @@ class RedisTier(RemoteTier):
         # First the threads are told to end, then those that wait for a server are woken.
         for workers in (self._readers, self._writers, self._control):
             workers.close()
-        await asyncio.to_thread(self._servers.close)
+        self._servers.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._in_thread(self._readers, self._chunks.get, key, into)
@@ -81,6 +80,7 @@ class RedisTier(RemoteTier):
         return await self._in_thread(self._control, self._chunks.remove, key)
 
     async def _in_thread(self, workers: Workers, call: Callable[..., T], *arguments: object) -> T:
+        self._check_open()
         try:
             return await workers.submit(call, *arguments)
         finally:

@@ -50,6 +50,7 @@ class Client:
         except ImportError as error:
             raise settings.error("url", f"the s3 tier needs obstore: pip install 'tiercache[s3]' ({error})") from None
         self.name = settings.name
+        self.settings = settings
         self.place = place
         self.identity = identity_of(settings)
         self._obstore = obstore
@@ -61,28 +62,19 @@ class Client:
         self._idle = asyncio.Event()
         self._idle.set()
         options = self._options(settings, place, self.identity)
-        self.reads = S3Store(
-            place.bucket, **options, **_patience(settings, settings.timeout_s, part_bytes, bool(place.endpoint))
-        )
+        self.reads = self._store(S3Store, options, settings.timeout_s, part_bytes)
         # An answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
-        self.writes = S3Store(
-            place.bucket,
-            **options,
-            **_patience(
-                settings,
-                settings.timeout_s + settings.chunk_bytes / _SLOWEST_BYTES_PER_S,
-                settings.chunk_bytes,
-                bool(place.endpoint),
-            ),
-        )
+        sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
+        self.writes = self._store(S3Store, options, settings.timeout_s + sending_s, settings.chunk_bytes)
         _open_clients.add(self)
 
     @staticmethod
     def _options(settings: RemoteSettings, place: Place, identity: Identity) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "disable_bulk_delete": True,  # not every store has it, and chunks are deleted one by one
-            "s3_express": bool(settings.options.get("express")),
+            "disable_bulk_delete": True  # not every store has it, and chunks are deleted one by one
         }
+        if settings.options.get("express"):
+            options["s3_express"] = True
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             # The payload has a checksum of its own; SHA-256 over it costs more than all the rest of a put.
             options["unsigned_payload"] = True
@@ -99,6 +91,15 @@ class Client:
         elif identity.provider is not None:
             options["credential_provider"] = identity.provider
         return options
+
+    def _store(self, make: Any, options: dict[str, Any], silence_s: float, length_bytes: int) -> Any:
+        try:
+            return make(self.place.bucket, **options, **_patience(self.settings, silence_s, length_bytes))
+        except OSError as error:
+            raise self.settings.error("tls_ca_file", f"{error.filename} cannot be read: {error.strerror}") from None
+        except Exception as error:
+            option = "tls_ca_file" if self.settings.options.get("tls_ca_file") else "url"
+            raise self.settings.error(option, f"the client does not take it ({type(error).__name__})") from None
 
     async def get(self, path: str, start: int, end: int) -> Any | None:
         """A buffer with what the object has of these bytes; None when there is no such object."""
@@ -168,7 +169,7 @@ class _Taken(Exception):
     """There is an object of this name already."""
 
 
-def _patience(settings: RemoteSettings, silence_s: float, length_bytes: int, custom: bool) -> dict[str, Any]:
+def _patience(settings: RemoteSettings, silence_s: float, length_bytes: int) -> dict[str, Any]:
     """How long requests are waited for: so long for the next byte, and for all of it."""
     options = settings.options
     client: dict[str, Any] = {
@@ -179,10 +180,7 @@ def _patience(settings: RemoteSettings, silence_s: float, length_bytes: int, cus
     if options.get("allow_http"):
         client["allow_http"] = True
     if ca_file := options.get("tls_ca_file"):
-        try:
-            client["root_certificate"] = Path(ca_file).read_bytes()
-        except OSError as error:
-            raise settings.error("tls_ca_file", f"{ca_file} cannot be read: {error.strerror}") from None
+        client["root_certificate"] = Path(ca_file).read_bytes()
     retry = {
         "max_retries": 2,
         "retry_timeout": timedelta(seconds=settings.timeout_s / 2),

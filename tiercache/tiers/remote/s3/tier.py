@@ -33,7 +33,7 @@ logger = logging.getLogger("tiercache.s3")
 
 PART_BYTES = 4 << 20
 _REQUESTS = 32
-"""In flight at a time; as many look-ups beside them."""
+"""In flight at a time, each with up to two parts of the client's memory; as many look-ups beside them."""
 _COPYING_THREADS = 2
 _CLOSE_S = 1.0
 

@@ -1,4 +1,4 @@
-"""A real mooncake_master and processes that give memory to it, on the loopback, started and killed by tests."""
+"""A real mooncake_master and processes that give memory to it, on the loopback: for tests, and to measure with."""
 
 from __future__ import annotations
 
@@ -14,19 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-try:
-    from mooncake.store import MooncakeDistributedStore
-except ImportError as error:
-    pytest.skip(f"Mooncake cannot be imported: {error}", allow_module_level=True)
-
 START_S = 20.0
-_PACKAGE = importlib.util.find_spec("mooncake")
-assert _PACKAGE is not None and _PACKAGE.submodule_search_locations
-MASTER = Path(_PACKAGE.submodule_search_locations[0]) / "mooncake_master"
-
-os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")  # clients listen, too
 
 _HOLDER = """
 import sys
@@ -37,10 +25,25 @@ sys.stdin.read()
 """
 
 
+def missing() -> str | None:
+    """Why there can be no store on this machine; None when there can."""
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        return f"no Mooncake ({error}): pip install mooncake-transfer-engine-non-cuda; apt install libibverbs1"
+    return None
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _package() -> Path:
+    found = importlib.util.find_spec("mooncake")
+    assert found is not None and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0])
 
 
 def until(condition: Callable[[], Any], *, seconds: float = START_S, why: Callable[[], str] = lambda: "") -> Any:
@@ -81,7 +84,7 @@ class Process:
 
 
 class Master(Process):
-    """Forgets a process that gave memory 2 s after it last heard of it."""
+    """Forgets a process that gave memory 2 s after it last heard of it. What it says goes to a file in `place`."""
 
     def __init__(self, place: Path, *, lease_ms: int = 10_000, port: int | None = None) -> None:
         self.port = port or free_port()
@@ -100,7 +103,7 @@ class Master(Process):
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    str(MASTER),
+                    str(_package() / "mooncake_master"),
                     *("--rpc_address=127.0.0.1", f"--rpc_port={self.port}"),
                     *("--metrics_host=127.0.0.1", f"--metrics_port={free_port()}", "--client_ttl=2"),
                     f"--default_kv_lease_ttl={self._lease_ms}",
@@ -108,8 +111,12 @@ class Master(Process):
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        until(lambda: socket.create_connection(("127.0.0.1", self.port), 1.0).close() is None, why=self._log.read_text)
+        until(self._listens, why=self._log.read_text)
         return self
+
+    def _listens(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return True
 
 
 class Holder(Process):
@@ -126,6 +133,7 @@ class Holder(Process):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env=os.environ | {"MC_TCP_BIND_ADDRESS": "127.0.0.1"},
             )
         assert self.process.stdout is not None
         answer = self.process.stdout.readline()
@@ -151,6 +159,8 @@ def running(place: Path, *, size_bytes: int = 256 << 20, **options: Any) -> Iter
 @contextlib.contextmanager
 def plain_client(master: Master) -> Iterator[Any]:
     """Mooncake's own client, for what a test does behind the tier's back."""
+    from mooncake.store import MooncakeDistributedStore
+
     store = MooncakeDistributedStore()
     assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master.address) == 0
     try:

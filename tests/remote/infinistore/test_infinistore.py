@@ -1,0 +1,257 @@
+"""The InfiniStore tier, on a fake of the client's API (`fake.py`): it has not met a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.remote.infinistore import fake
+from tiercache.config.remote_options import options_of
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.testing import TierContract
+from tiercache.testing.contract import CHUNK_BYTES, chunk, page_aligned
+from tiercache.tiers.base import Tier
+from tiercache.tiers.remote.base import NotOurs, RemoteSettings
+from tiercache.tiers.remote.infinistore import InfiniStoreTier
+
+KEY, PAYLOAD = chunk(1)
+NAME = f"tiercache:{KEY.hex()}"
+RDMA_DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+
+
+def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0, **options: Any) -> InfiniStoreTier:
+    values = {option.name: option.default for option in options_of("infinistore").values()}
+    return InfiniStoreTier(
+        RemoteSettings(
+            *("infinistore", "infinistore", bytes(range(16)), CHUNK_BYTES, url, values | options), timeout_s=timeout_s
+        )
+    )
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> fake.Server:
+    monkeypatch.setattr(fake, "server", fake.Server())
+    monkeypatch.setitem(sys.modules, "infinistore", fake)  # type: ignore[arg-type]
+    return fake.server
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(ArenaSettings(size_bytes=4 << 20))
+    yield arena
+    arena.close()
+
+
+class TestOverRdma(TierContract):
+    @pytest.fixture(autouse=True)
+    def use(self, server: fake.Server) -> None:
+        self.server = server
+
+    async def make_tier(self, place: Path) -> Tier:
+        return make_tier()
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        value = bytearray(self.server.values[f"tiercache:{key.hex()}:payload"])
+        value[17] ^= 1
+        self.server.values[f"tiercache:{key.hex()}:payload"] = bytes(value)
+        return True
+
+    async def test_prefix_ends_at_the_first_gap(self, tier: Tier) -> None:
+        """Of a batch with a gap the server may find only what lies before it: the test of the contract, less that."""
+        keys = [chunk(number)[0] for number in range(1, 6)]
+        for number in (1, 2):
+            await tier.write(*chunk(number), CHUNK_BYTES)
+        assert tier.prefix(keys) == 2
+        assert await tier.probe(keys) == 2
+        assert await tier.probe(keys[2:]) == 0
+
+
+class TestOverTcp(TestOverRdma):
+    async def make_tier(self, place: Path) -> Tier:
+        return make_tier(connection_type="TCP")
+
+
+async def test_slots_of_the_arena_are_registered_and_used_themselves(server: fake.Server, arena: Arena) -> None:
+    tier = make_tier()
+    tier.use_arena(arena)
+    await tier.open()
+    try:
+        arena.memory[: PAYLOAD.nbytes] = PAYLOAD
+        async with tier._detour_lock:  # somebody else has the detour
+            assert await tier.write(KEY, arena.memory[:CHUNK_BYTES], CHUNK_BYTES)
+            into = arena.memory[CHUNK_BYTES : 2 * CHUNK_BYTES]
+            assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
+        assert (arena.address, arena.memory.nbytes) in server.connections[0].regions
+        assert len(server.values[NAME]) == 88 and len(server.values[f"{NAME}:payload"]) == CHUNK_BYTES
+    finally:
+        await tier.close()
+
+
+async def test_a_header_without_its_payload_is_a_miss(server: fake.Server) -> None:
+    tier = make_tier()
+    await tier.open()
+    assert await tier.write(KEY, PAYLOAD, 5000)
+    del server.values[f"{NAME}:payload"]
+    assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) is None
+    await tier.close()
+
+
+async def test_another_chunks_header_does_not_pass(server: fake.Server) -> None:
+    tier = make_tier()
+    await tier.open()
+    assert await tier.write(KEY, PAYLOAD, 5000)
+    stranger, payload = chunk(2)
+    assert await tier.write(stranger, payload, 5000)
+    server.values[NAME] = server.values[f"tiercache:{stranger.hex()}"]
+    with pytest.raises(CorruptChunk):
+        await tier.read(KEY, page_aligned(CHUNK_BYTES))
+    assert NAME not in server.values and f"{NAME}:payload" not in server.values
+    await tier.close()
+
+
+async def test_the_value_of_another_program_is_left_alone(server: fake.Server) -> None:
+    tier = make_tier()
+    await tier.open()
+    server.values[NAME] = b"x" * 88
+    with pytest.raises(NotOurs):
+        await tier.read(KEY, page_aligned(CHUNK_BYTES))
+    assert server.values[NAME] == b"x" * 88
+    await tier.close()
+
+
+async def test_a_full_server_is_a_full_tier(server: fake.Server) -> None:
+    tier = make_tier()
+    await tier.open()
+    server.codes.append(507)
+    with pytest.raises(TierFull):
+        await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    await tier.close()
+
+
+async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made(server: fake.Server) -> None:
+    tier = make_tier(timeout_s=0.2)
+    await tier.open()
+    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    server.hang = True
+    began = time.monotonic()
+    outcomes = await asyncio.gather(
+        *(tier.read(KEY, page_aligned(CHUNK_BYTES)) for _ in range(3)), return_exceptions=True
+    )
+    assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes) and time.monotonic() - began < 3.0
+    assert not server.connections[0].connected
+    server.hang = False
+    await _until_read(tier)
+    assert len(server.connections) == 2
+    await tier.close()
+
+
+async def test_a_server_that_is_down_at_the_start_is_used_when_it_comes(
+    server: fake.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.tiers.remote.infinistore._AGAIN_S", 0.01)
+    server.down = True
+    tier = make_tier(timeout_s=0.1)
+    await tier.open()
+    for call in (tier.read(KEY, page_aligned(CHUNK_BYTES)), tier.write(KEY, PAYLOAD, 10), tier.probe([KEY])):
+        with pytest.raises(TierUnavailable):
+            await call
+    server.down = False
+    async with asyncio.timeout(10):
+        while tier._connection is None:
+            await asyncio.sleep(0.005)
+    assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
+    server.down = True
+    tier.known.clear()
+    with pytest.raises(TierUnavailable):
+        await tier.probe([KEY])
+    server.down = False
+    await _until_read(tier)
+    await tier.close()
+
+
+async def _until_read(tier: InfiniStoreTier) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == CHUNK_BYTES
+                return
+            except TierUnavailable:
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("url", ["", "redis://h:1", "infinistore://", "infinistore://a:1,b:2", "infinistore://h:x"])
+def test_a_wrong_url_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="url"):
+        make_tier(url)
+
+
+def test_the_url_may_name_the_device() -> None:
+    assert make_tier("infinistore://h:1/?device=mlx5_3")._device == "mlx5_3"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *("connect", "close", "register_mr", "rdma_write_cache_async", "rdma_read_cache_async", "tcp_read_cache"),
+        *("tcp_write_cache", "check_exist", "get_match_last_index", "delete_keys"),
+    ],
+)
+def test_the_fake_has_the_signatures_of_the_real_module(method: str) -> None:
+    real = pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
+    theirs = inspect.getattr_static(real.InfinityConnection, method)
+    theirs = getattr(theirs, "func", theirs)  # register_mr is a singledispatchmethod
+    ours = getattr(fake.InfinityConnection, method)
+    assert [(p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()] == [
+        (p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()
+    ]
+    assert inspect.iscoroutinefunction(theirs) is inspect.iscoroutinefunction(ours)
+
+
+def test_the_fake_has_the_constants_of_the_real_module() -> None:
+    real = pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
+    for name in ("TYPE_RDMA", "TYPE_TCP", "LINK_ETHERNET", "LINK_IB"):
+        assert getattr(real, name) == getattr(fake, name)
+    assert issubclass(real.InfiniStoreKeyNotFound, real.InfiniStoreException)
+    config = real.ClientConfig(
+        host_addr="h", service_port=1, connection_type="RDMA", ib_port=1, link_type="Ethernet", dev_name="d"
+    )
+    config.verify()
+
+
+@pytest.mark.skipif(not RDMA_DEVICES, reason="no RDMA device: an InfiniStore server does not start without one")
+async def test_on_a_real_server(tmp_path: Path, arena: Arena) -> None:
+    pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
+    with (tmp_path / "log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "infinistore.server", "--service-port", "22345", "--manage-port", "22346"),
+            *("--prealloc-size", "1", "--dev-name", RDMA_DEVICES[0], "--link-type", "Ethernet", "--host", "127.0.0.1"),
+            stdout=log,
+            stderr=log,
+        )
+    tier = make_tier(device_name=RDMA_DEVICES[0])
+    tier.use_arena(arena)
+    try:
+        await tier.open()
+        async with asyncio.timeout(60):
+            while tier._connection is None:
+                await asyncio.sleep(0.05)
+        arena.memory[:CHUNK_BYTES] = PAYLOAD
+        assert await tier.write(KEY, arena.memory[:CHUNK_BYTES], CHUNK_BYTES)
+        into = arena.memory[CHUNK_BYTES : 2 * CHUNK_BYTES]
+        assert await tier.read(KEY, into) == CHUNK_BYTES and np.array_equal(into, PAYLOAD)
+        assert await tier.remove(KEY)
+    finally:
+        await tier.close()
+        process.kill()
+        await process.wait()

@@ -1,0 +1,168 @@
+"""What lies in the store, and what of it the tier takes for a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.remote.mooncake.conftest import make_tier
+from tiercache.core.header import PACKED_BYTES, aligned
+from tiercache.errors import CorruptChunk, TierUnavailable
+from tiercache.memory.arena import Arena
+from tiercache.testing.contract import chunk, page_aligned
+from tiercache.testing.mooncake import Master, plain_client
+from tiercache.tiers.remote.base import NotOurs
+from tiercache.tiers.remote.mooncake import MooncakeTier
+
+LARGEST = 5 << 20
+KEY, PAYLOAD = chunk(1)
+LENGTH = PAYLOAD.nbytes
+NAME = f"tiercache:{KEY.hex()}"
+
+
+@pytest.fixture
+async def tier(master: Master, arena: Arena) -> AsyncIterator[MooncakeTier]:
+    tier = make_tier(master.url, chunk_bytes=LARGEST, timeout_s=10.0)
+    tier.use_arena(arena)
+    await tier.open()
+    yield tier
+    await tier.close()
+
+
+@pytest.fixture
+async def other(master: Master) -> AsyncIterator[MooncakeTier]:
+    """Another client of the same store, without an arena."""
+    tier = make_tier(master.url, chunk_bytes=LARGEST)
+    await tier.open()
+    yield tier
+    await tier.close()
+
+
+@pytest.mark.parametrize("length", [1, 7, 88, 4095, 4097, 70_000, (1 << 20) + 13, LARGEST - 1, LARGEST])
+@pytest.mark.parametrize("where", ["arena", "elsewhere"])
+async def test_every_length_comes_back_and_padding_is_left_alone(
+    tier: MooncakeTier, other: MooncakeTier, arena: Arena, length: int, where: str
+) -> None:
+    key, payload = chunk(length, length)
+    padded = aligned(length)
+    if where == "arena":
+        arena.memory[:padded] = payload
+        payload = arena.memory[:padded]
+    assert await tier.write(key, payload, length)
+    into = arena.memory[LARGEST << 1 :][: padded + 4096] if where == "arena" else page_aligned(padded + 4096)
+    reader = tier if where == "arena" else other
+    into[:] = 0xEE
+    assert await reader.read(key, into) == length
+    assert np.array_equal(into[:length], payload[:length])
+    assert (into[length:] == 0xEE).all()
+
+
+async def test_the_value_is_the_payload_and_its_header(tier: MooncakeTier, client: Any) -> None:
+    assert await tier.write(KEY, PAYLOAD, 1000)
+    value = client.get(NAME)
+    assert len(value) == 1000 + PACKED_BYTES
+    assert value[:1000] == PAYLOAD[:1000].tobytes() and value[1000:1008] == b"TIERKV\r\n"
+
+
+async def test_the_arena_is_read_and_written_without_the_detour(tier: MooncakeTier, arena: Arena) -> None:
+    arena.memory[:LENGTH] = PAYLOAD
+    tier._memory._wait_s = 0.05
+    with tier._memory.reachable(PAYLOAD):  # somebody else has the detour
+        assert await tier.write(KEY, arena.memory[:LENGTH], LENGTH)
+        into = arena.memory[LENGTH : 2 * LENGTH]
+        assert await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
+        with pytest.raises(TierUnavailable, match="detour"):
+            await tier.read(KEY, page_aligned(LENGTH))
+
+
+async def test_two_clients_share_their_chunks(tier: MooncakeTier, other: MooncakeTier) -> None:
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    assert await other.probe([KEY]) == 1
+    assert await other.write(KEY, PAYLOAD, LENGTH), "already there"
+    assert await other.remove(KEY) is True
+    assert await tier.read(KEY, page_aligned(LENGTH)) is None
+    assert not tier.contains(KEY)
+
+
+async def test_existence_of_a_batch_goes_behind_gaps(tier: MooncakeTier, other: MooncakeTier) -> None:
+    chunks = [chunk(number, 5000) for number in range(1, 7)]
+    for key, payload in chunks[:2] + chunks[3:5]:
+        assert await tier.write(key, payload, 5000)
+    assert await other.probe([key for key, _ in chunks]) == 2
+    assert [other.contains(key) for key, _ in chunks] == [True, True, False, True, True, False]
+
+
+async def test_a_value_that_is_still_being_written_is_not_there(tier: MooncakeTier, client: Any) -> None:
+    assert client.batch_put_session_start([NAME], [LENGTH]) == [0]
+    assert await tier.probe([KEY]) == 0
+    assert await tier.read(KEY, page_aligned(LENGTH)) is None
+    assert client.batch_put_session_revoke([NAME]) == [0]
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
+
+
+async def test_a_chunk_can_be_removed_right_after_it_was_read(tier: MooncakeTier) -> None:
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
+    assert await tier.remove(KEY) is True
+    assert await tier.read(KEY, page_aligned(LENGTH)) is None
+    assert await tier.remove(KEY) is False
+
+
+@pytest.mark.parametrize("length", [1, 87, 88, 89, 40_000, LARGEST + 1000])
+async def test_the_value_of_another_program_is_left_alone(tier: MooncakeTier, client: Any, length: int) -> None:
+    value = b"x" * length
+    assert client.put(NAME, value) == 0
+    into = page_aligned(LARGEST)
+    with pytest.raises(NotOurs):
+        await tier.read(KEY, into)
+    assert client.get(NAME) == value
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "bit of the payload", "bit of the header", "another chunk's"])
+async def test_a_chunk_that_is_not_what_it_says_is_removed(tier: MooncakeTier, client: Any, change: str) -> None:
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    value = bytearray(client.get(NAME))
+    if change == "cut":
+        del value[100:200]
+    elif change == "longer":
+        value[:0] = bytes(LARGEST)
+    elif change == "bit of the payload":
+        value[0] ^= 0x80
+    elif change == "bit of the header":
+        value[-PACKED_BYTES + 30] ^= 1
+    else:
+        stranger, payload = chunk(2)
+        assert await tier.write(stranger, payload, LENGTH)
+        value = bytearray(client.get(f"tiercache:{stranger.hex()}"))
+    assert client.remove(NAME, True) == 0 and client.put(NAME, bytes(value)) == 0
+    with pytest.raises(CorruptChunk) as problem:
+        await tier.read(KEY, page_aligned(LARGEST))
+    assert not isinstance(problem.value, NotOurs)
+    assert client.is_exist(NAME) == 0
+    assert tier.statistics().corrupt == 1
+
+
+async def test_a_chunk_of_another_layout_is_not_taken(tier: MooncakeTier, master: Master) -> None:
+    other = make_tier(master.url)
+    other = MooncakeTier(replace(other.settings, fingerprint=bytes(16)))
+    await other.open()
+    try:
+        assert await other.write(KEY, PAYLOAD, LENGTH)
+    finally:
+        await other.close()
+    with pytest.raises(CorruptChunk, match="layout"):
+        await tier.read(KEY, page_aligned(LENGTH))
+
+
+async def test_chunks_outlive_the_client_that_wrote_them(master: Master) -> None:
+    first = make_tier(master.url)
+    await first.open()
+    assert await first.write(KEY, PAYLOAD, LENGTH)
+    await first.close()
+    with plain_client(master) as client:
+        assert client.is_exist(NAME) == 1

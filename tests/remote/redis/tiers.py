@@ -1,0 +1,34 @@
+"""Tiers as the assembly makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missing, before the tier needs it
+from tiercache.config.remote_options import options_of
+from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.redis import RedisTier
+
+CHUNK_BYTES = 64 * 1024
+FINGERPRINT = bytes(range(16))
+
+
+def make_tier(
+    url: str, *, timeout_s: float = 5.0, concurrency: int = 4, name: str = "redis", **options: Any
+) -> RedisTier:
+    """As the assembly makes it."""
+    values = {option.name: option.default for option in options_of("redis").values()}
+    unknown = set(options) - set(values)
+    assert not unknown, unknown
+    return RedisTier(
+        RemoteSettings(
+            name=name,
+            type="redis",
+            fingerprint=FINGERPRINT,
+            chunk_bytes=options.pop("chunk_bytes", CHUNK_BYTES),
+            url=url,
+            options=values | options,
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+        )
+    )

@@ -1,0 +1,45 @@
+"""Room for a file, and file systems that have no call for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tiercache.tiers.allocation import reserve
+
+
+def test_blocks_are_there_before_anything_is_written(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    try:
+        reserve(descriptor, 1 << 20)
+        status = os.fstat(descriptor)
+        assert status.st_size == 1 << 20
+        assert status.st_blocks * 512 >= 1 << 20
+    finally:
+        os.close(descriptor)
+
+
+def test_more_than_the_device_has_fails_at_once() -> None:
+    descriptor = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE)
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            reserve(descriptor, 1 << 50)
+    finally:
+        os.close(descriptor)
+
+
+def test_file_without_the_call_is_left_as_it_is(tmp_path: Path) -> None:
+    """What /proc answers is what a file system without fallocate answers."""
+    descriptor = os.open("/proc/self/comm", os.O_RDWR)
+    try:
+        reserve(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+def test_other_errors_are_errors() -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        reserve(-1, 4096)

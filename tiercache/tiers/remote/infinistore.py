@@ -1,0 +1,349 @@
+"""The InfiniStore tier: chunks in the memory of an InfiniStore server, read and written by RDMA (or TCP).
+
+It is written against the published Python API of infinistore 0.2.35 and tested with a fake that follows that API.
+**It has not met a real server**: one needs RDMA hardware.
+
+An InfiniStore value is one run of memory, and a slot of the arena has no room for a header. So a chunk is two values: its
+payload under `prefix:key:payload`, straight from and into the slot, and then its 88 bytes of header under `prefix:key`. A
+chunk is there when its header is; a header and a payload that do not belong together do not pass verification. The server
+does not say how long a value is: the header does, and a payload is read with exactly that length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+
+from tiercache.core.header import PACKED_BYTES, aligned
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
+from tiercache.memory.arena import Arena
+from tiercache.memory.workers import Workers
+from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
+
+logger = logging.getLogger("tiercache.infinistore")
+
+T = TypeVar("T")
+
+_PORT = 12345
+_CELL_BYTES = 128
+_AGAIN_S = 1.0
+_UNANSWERED = 8
+_OUT_OF_MEMORY = 507
+
+
+class InfiniStoreTier(RemoteTier):
+    """One connection. RDMA is asynchronous; what blocks (existence, removal, everything over TCP) takes turns in a thread.
+
+    What does not end in `timeout_s` closes the connection, so that nothing arrives later in memory that has become somebody
+    else's; a new connection is made in the background.
+    """
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        super().__init__(settings)
+        self._host, self._port, self._device = _read_url(settings)
+        self._rdma = settings.options.get("connection_type", "RDMA") == "RDMA"
+        prefix = str(settings.options.get("prefix") or "")
+        self._prefix = f"{prefix}:" if prefix else ""
+        self._arena: Arena | None = None
+        self._api: Any = None
+        self._connection: Any = None
+        self._problem = "it is being connected"
+        self._connecting: asyncio.Task[None] | None = None
+        self._closed: asyncio.Future[None]
+        """Of the connection that was broken last; there is no other before it has ended."""
+        # A header for each transfer, and one payload that lies outside of the arena.
+        transfers = 2 * settings.concurrency + 4
+        self._headers = np.frombuffer(mmap.mmap(-1, aligned(transfers * _CELL_BYTES)), dtype=np.uint8)
+        self._detour = np.frombuffer(mmap.mmap(-1, aligned(settings.chunk_bytes)), dtype=np.uint8)
+        self._detour_lock = asyncio.Lock()
+        self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for number in range(transfers):
+            self._free.put_nowait(number * _CELL_BYTES)
+        self._hashers = Workers(f"{self.name}-hash", settings.concurrency)
+        self._blocking = Workers(f"{self.name}-calls", 1)
+        self._connector = Workers(f"{self.name}-connect", 1)
+
+    def use_arena(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def describe(self) -> str:
+        return f"{self.name} ({self._host}:{self._port}, {'RDMA' if self._rdma else 'TCP'})"
+
+    # Connecting
+
+    async def _connect(self) -> None:
+        """A server that is not there is no reason not to start: operations fail until it is."""
+        try:
+            self._api = await self._blocking.submit(_import_infinistore)
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.name}: InfiniStore cannot be imported ({error}): pip install 'tiercache[infinistore]', and the "
+                "system's libibverbs1"
+            ) from error
+        self._connecting = asyncio.create_task(self._keep_trying())
+        await asyncio.wait([self._connecting], timeout=self.settings.timeout_s)
+        if self._connection is None:
+            logger.warning("%s: starting without it: %s", self.name, self._problem)
+
+    async def _disconnect(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            self._closed = self._connector.submit(connection.close)
+            await asyncio.wait([self._closed], timeout=self.settings.timeout_s)
+        for workers in (self._hashers, self._blocking, self._connector):
+            workers.close()
+
+    async def _keep_trying(self) -> None:
+        while True:
+            try:
+                self._connection = await self._connector.submit(self._connect_once)
+                return
+            except Exception as error:  # the API raises plain Exception
+                if str(error) != self._problem:
+                    self._problem = str(error)
+                    logger.warning("%s: not there yet: %s", self.name, error)
+            await asyncio.sleep(_AGAIN_S)
+
+    def _connect_once(self) -> Any:
+        api = self._api
+        kind = api.TYPE_RDMA if self._rdma else api.TYPE_TCP
+        link = getattr(api, str(self.settings.options.get("link_type", "LINK_ETHERNET")))
+        config = api.ClientConfig(
+            host_addr=self._host,
+            service_port=self._port,
+            log_level="warning",
+            connection_type=kind,
+            ib_port=1,
+            link_type=link,
+            dev_name=self._device,
+        )
+        connection = api.InfinityConnection(config)
+        connection.connect()
+        if self._rdma:
+            places = [self._headers, self._detour, *([self._arena.memory] if self._arena is not None else [])]
+            try:
+                for place in places:
+                    connection.register_mr(int(place.ctypes.data), place.nbytes)
+            except Exception:
+                connection.close()
+                raise
+        return connection
+
+    def _connected(self) -> Any:
+        if self._connection is None:
+            raise TierUnavailable(f"{self.name}: {self._host}:{self._port}: {self._problem}")
+        return self._connection
+
+    def _break(self, connection: Any, problem: str) -> asyncio.Future[None]:
+        """Close `connection`, however many ask for it, and make another one. Done when nothing travels over it any more."""
+        if self._connection is connection:
+            self._connection, self._problem = None, problem
+            self.known.clear()
+            self._closed = self._connector.submit(connection.close)
+            # One thread closes and connects: the new connection comes after the end of the old one.
+            self._connecting = asyncio.create_task(self._keep_trying())
+        return self._closed
+
+    # Moving
+
+    async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        name = self._name(key)
+        cell = await self._free.get()
+        try:
+            header = self._headers[cell : cell + PACKED_BYTES]
+            header[:] = 0
+            if not await self._read(name, header):
+                return None
+            raw = header.tobytes()
+            payload_bytes = self._announced(key, raw, into)
+            target = into[:payload_bytes]
+            if self._wired(target):
+                if not await self._read(f"{name}:payload", target):
+                    return None
+                return await self._hashers.submit(self.verified, key, raw, target, payload_bytes)
+            async with self._detour_lock:
+                place = self._detour[:payload_bytes]
+                if not await self._read(f"{name}:payload", place):
+                    return None
+                length = await self._hashers.submit(self.verified, key, raw, place, payload_bytes)
+                await self._hashers.submit(np.copyto, target, place)
+                return length
+        finally:
+            self._free.put_nowait(cell)
+
+    async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
+        name = self._name(key)
+        packed = await self._hashers.submit(self.packed_header, key, payload)
+        cell = await self._free.get()
+        try:
+            header = self._headers[cell : cell + PACKED_BYTES]
+            header[:] = np.frombuffer(packed, dtype=np.uint8)
+            if self._wired(payload):
+                await self._write(f"{name}:payload", payload)
+            else:
+                async with self._detour_lock:
+                    place = self._detour[: payload.nbytes]
+                    await self._hashers.submit(np.copyto, place, payload)
+                    await self._write(f"{name}:payload", place)
+            await self._write(name, header)
+            return True
+        finally:
+            self._free.put_nowait(cell)
+
+    async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        """One request. The server bisects: what lies before the last key that it finds is taken for granted."""
+        connection = self._connected()
+        names = [self._name(key) for key in keys]
+
+        def ask() -> int:
+            try:
+                return int(connection.get_match_last_index(names))
+            except Exception:  # "can't find a match", or no answer at all: the next call tells
+                return 0 if connection.check_exist(names[0]) else -1
+
+        last = await self._ask(ask)
+        return [position <= last for position in range(len(names))]
+
+    async def _delete(self, key: ChunkKey) -> bool:
+        connection = self._connected()
+        name = self._name(key)
+
+        def remove() -> bool:
+            if not connection.check_exist(name):
+                return False
+            connection.delete_keys([name])
+            if connection.check_exist(f"{name}:payload"):
+                connection.delete_keys([f"{name}:payload"])
+            return True
+
+        return await self._ask(remove)
+
+    # One value
+
+    async def _read(self, name: str, place: np.ndarray) -> bool:
+        """False: the server has none."""
+        connection = self._connected()
+        address = int(place.ctypes.data)
+        try:
+            if self._rdma:
+                await self._transfer(connection, connection.rdma_read_cache_async([(name, 0)], place.nbytes, address))
+            else:
+                return await self._answer(connection, self._blocking.submit(_read_tcp, connection, name, place))
+        except self._api.InfiniStoreKeyNotFound:
+            return False
+        return True
+
+    async def _write(self, name: str, place: np.ndarray) -> None:
+        connection = self._connected()
+        address = int(place.ctypes.data)
+        if self._rdma:
+            await self._transfer(connection, connection.rdma_write_cache_async([(name, 0)], place.nbytes, address))
+        else:
+            work = self._blocking.submit(connection.tcp_write_cache, name, address, place.nbytes)
+            await self._answer(connection, work)
+
+    async def _transfer(self, connection: Any, call: Awaitable[Any]) -> None:
+        """Raises InfiniStoreKeyNotFound, TierFull, TierUnavailable; returns or raises when nothing touches the memory."""
+        # Not cancelled when it takes too long: the API's callback would find a cancelled future.
+        work = asyncio.ensure_future(call)
+        await asyncio.wait([work], timeout=self.settings.timeout_s)
+        if not work.done():
+            work.add_done_callback(lambda late: late.cancelled() or late.exception())
+            await asyncio.shield(self._break(connection, f"a transfer did not end in {self.settings.timeout_s:g} s"))
+            raise TierUnavailable(f"{self.name}: {self._problem}")
+        error = work.exception()
+        if error is None or isinstance(error, self._api.InfiniStoreKeyNotFound):
+            work.result()
+            return
+        code = _code(error)
+        if code == _OUT_OF_MEMORY:
+            raise TierFull(f"{self.name}: {error}")
+        if code is None or code < 0:
+            await asyncio.shield(self._break(connection, str(error)))
+        raise TierUnavailable(f"{self.name}: {error}")
+
+    async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
+        """A blocking call that touches no memory of ours, in its turn: left alone when it takes too long."""
+        connection = self._connected()
+        if self._blocking.unfinished >= _UNANSWERED + 2 * self.settings.concurrency:
+            raise TierUnavailable(f"{self.name}: the server answers none of {self._blocking.unfinished} requests")
+        work = self._blocking.submit(call, *arguments)
+        await asyncio.wait([work], timeout=self.settings.timeout_s)
+        if not work.done():
+            self._break(connection, f"no answer in {self.settings.timeout_s:g} s")
+            raise TierUnavailable(f"{self.name}: {self._problem}")
+        return await self._answer(connection, work)
+
+    async def _answer(self, connection: Any, work: asyncio.Future[T]) -> T:
+        try:
+            return await work
+        except Exception as error:  # the API raises plain Exception
+            self._break(connection, str(error))
+            raise TierUnavailable(f"{self.name}: {error}") from error
+
+    def _announced(self, key: ChunkKey, raw: bytes, into: np.ndarray) -> int:
+        """The length that a header gives. Raises CorruptChunk when it is none of ours or longer than a chunk."""
+        payload_bytes = int.from_bytes(raw[64:72], "little")
+        if raw[:8] != b"TIERKV\r\n":
+            self.verified(key, raw, into[:0], 0)
+        if not 0 < payload_bytes <= into.nbytes:
+            raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
+        return payload_bytes
+
+    def _wired(self, payload: np.ndarray) -> bool:
+        if not self._rdma:
+            return True
+        if self._arena is None:
+            return False
+        offset = int(payload.ctypes.data) - self._arena.address
+        return 0 <= offset <= self._arena.memory.nbytes - payload.nbytes
+
+    def _name(self, key: ChunkKey) -> str:
+        return self._prefix + key.hex()
+
+
+def _read_tcp(connection: Any, name: str, place: np.ndarray) -> bool:
+    if not connection.check_exist(name):
+        return False
+    found = connection.tcp_read_cache(name)
+    if found.nbytes != place.nbytes:
+        raise TierUnavailable(f"{name}: expected {place.nbytes} bytes, found {found.nbytes}")
+    np.copyto(place, found)
+    return True
+
+
+def _import_infinistore() -> Any:
+    import infinistore
+
+    return infinistore
+
+
+def _code(error: BaseException) -> int | None:
+    """The API says it in the text only: `Failed to write to infinistore, ret = 507`."""
+    found = re.search(r"ret = (-?\d+)", str(error))
+    return int(found[1]) if found else None
+
+
+def _read_url(settings: RemoteSettings) -> tuple[str, int, str]:
+    """Host, port, device of `infinistore://host:port/?device=mlx5_0`. Raises ConfigError."""
+    if "," in settings.url:
+        raise settings.error("url", "expected one server")
+    try:
+        parts = urlsplit(settings.url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or parts.scheme != "infinistore":
+        raise settings.error("url", "expected infinistore://host:port")
+    given = parse_qs(parts.query).get("device", [""])[0]
+    return host, port or _PORT, given or str(settings.options.get("device_name") or "mlx5_0")

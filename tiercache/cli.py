@@ -87,7 +87,10 @@ def bench(
     directory: Annotated[Path, typer.Option(help="Where the disk is measured.")] = Path("bench-data"),
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of ceiling and ours.")] = 5,
     only: Annotated[
-        str, typer.Option(help="Comma list of: core, cpu, disk, prefetch, loop, restart; only when named: hf3fs, redis, mooncake, s3.")
+        str,
+        typer.Option(
+            help="Comma list of: core, cpu, disk, prefetch, loop, restart; only when named: hf3fs, redis, mooncake, s3."
+        ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
     peer: Annotated[str, typer.Option(help="Also measure this peer (lmcache).")] = "",

@@ -255,8 +255,8 @@ class TierCache:
         """Store chunks that are filled in by callables: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
-        many of the chunks are hot now. `prefix` as for `put_many`, cancellation and deadline as for `put`. A source that raises fails the batch
-        with its exception; none of the batch is stored then.
+        many of the chunks are hot now. `prefix` as for `put_many`, cancellation and deadline as for `put`. A source that
+        raises fails the batch with its exception; none of the batch is stored then.
         """
         self._check_open()
         for _, length, _ in items:

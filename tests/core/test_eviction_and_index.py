@@ -111,8 +111,8 @@ def test_victim_that_may_not_go_comes_back_where_the_policy_wants_it(policy: str
     order.readmit(key, value)
     assert order.entries[key] == value
     assert len(order) == 3
-    expected = {"LRU": bytes([1]), "MRU": bytes([2]), "FIFO": bytes([0]), "LFU": bytes([1])}
-    assert order.pop_victim()[0] == expected[policy]
+    expected = {"MRU": bytes([2]), "FIFO": bytes([0])}
+    assert order.pop_victim()[0] == expected.get(policy, bytes([1]))
 
 
 def test_reading_keeps_the_hottest_chunk_under_lru() -> None:

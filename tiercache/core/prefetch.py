@@ -302,7 +302,8 @@ class PrefetchPlan:
         for entry in self._entries.values():
             if not self._open(entry) or self._start_s(entry) > now_s:
                 continue
-            if entry.prediction.chance(now_s, until_s) >= least:
+            # What is overdue is believed for its time of grace: whoever predicts may say something else by now.
+            if entry.prediction.chance(min(now_s, entry.prediction.expected_s), until_s) >= least:
                 own = -entry.prediction.priority, entry.rate(now_s)
                 if best is None or own > rank:
                     best, rank = entry, own

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import gzip
 import heapq
-import io
 import itertools
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -97,6 +97,12 @@ class Trace:
             offset_s = latest_s
 
     def _once(self, scope: bytes) -> Iterator[Request]:
+        try:
+            yield from self._read(scope)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"{self.path}: cannot be read to its end: {error}") from error
+
+    def _read(self, scope: bytes) -> Iterator[Request]:
         with _opened(self.path) as file:
             if self.format == "agentic":
                 yield from self._sessions(file, scope)
@@ -287,10 +293,9 @@ def _key_of_text(text: str, scope: bytes) -> ChunkKey:
 
 
 def _opened(path: Path) -> IO[bytes]:
-    file = path.open("rb")
-    packed = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    return io.BufferedReader(gzip.GzipFile(fileobj=file)) if packed else file
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else path.open("rb")
 
 
 def _format_of(path: Path) -> str:
@@ -306,6 +311,6 @@ def _format_of(path: Path) -> str:
                     for name, key in (("mooncake", "timestamp"), ("agentic", "requests"), ("tiercache", "time_s")):
                         if key in found:
                             return name
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     raise TraceError(f"{path}: expected mooncake, agentic or tiercache JSON Lines; no such line among the first 100")

@@ -163,7 +163,7 @@ class Simulator:
         """When the first token is there."""
         hardware = self.setting.hardware
         begun_s = request.time_s
-        if self._engines:
+        if hardware.engines:
             begun_s = max(begun_s, heapq.heappop(self._engines))
         at_s = begun_s
         if loaded:
@@ -172,7 +172,7 @@ class Simulator:
             self._flash_free_s = at_s
         at_s += found * self.block_bytes / hardware.ram_bytes_per_s
         at_s += self._tokens(request, found) / hardware.prefill_tokens_per_s
-        if self._engines:
+        if hardware.engines:
             heapq.heappush(self._engines, at_s)
         return at_s
 

@@ -109,6 +109,10 @@ class S3Fifo(EvictionOrder[V]):
         if uses < self.MOST_USES:
             self._uses[key] = uses + 1
 
+    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+        self._ghosts.pop(key, None)
+        self.insert(key, value, parent)
+
     def renew(self, key: ChunkKey) -> None:
         (self._small if key in self._small else self._main).move_to_end(key)
 

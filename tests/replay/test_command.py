@@ -1,0 +1,88 @@
+"""`tiercache replay` as it is typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tiercache.cli import app
+
+EXCERPT = Path(__file__).parent / "excerpts" / "mooncake_conversation.jsonl"
+runner = CliRunner()
+
+
+def test_a_sweep_beside_its_bounds(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = runner.invoke(app, ["replay", str(EXCERPT), "--sweep", "5%,20%", "--policy", "LRU,cost", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "400 requests" in result.output
+    (found,) = json.loads(file.read_text())
+    names = [row["name"] for row in found["rows"]]
+    assert names == ["no cache", "LRU", "COST", "LRU", "COST", "optimal", "optimal", "infinite"]
+    assert found["rows"][0]["hit"] == 0
+    hits = [row["hit"] for row in found["rows"] if row["name"] == "LRU"]
+    assert hits == sorted(hits)
+
+
+def test_flash_with_admissions_and_announcements(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--sweep", "5%", "--flash", "all", "--admission", "all,second_touch", "--prefetch", "none,hints", "--no-bounds"]
+    result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    rows = {row["name"]: row for row in json.loads(file.read_text())[0]["rows"]}
+    assert set(rows) == {"LRU, all", "LRU, all, hints", "LRU, second_touch", "LRU, second_touch, hints"}
+    assert rows["LRU, second_touch"]["flash_written_blocks"] < rows["LRU, all"]["flash_written_blocks"]
+    assert rows["LRU, all, hints"]["precision"] > 0.9
+
+
+def test_a_governor_in_gib_a_day(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ["--sweep", "5%", "--flash", "all", "--gib-per-day", "0,100", "--no-bounds", "--json", str(file)]
+    assert runner.invoke(app, ["replay", str(EXCERPT), *options]).exit_code == 0
+    free, governed = json.loads(file.read_text())[0]["rows"]
+    assert governed["flash_written_blocks"] + governed["governed_blocks"] >= free["flash_written_blocks"]
+    assert governed["flash_written_blocks"] < free["flash_written_blocks"]
+
+
+def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(EXCERPT.read_text() + "{oops\n")
+    result = runner.invoke(app, ["replay", str(path), "--no-bounds"])
+    assert result.exit_code == 1
+    assert "line 401" in result.output
+    strict = runner.invoke(app, ["replay", str(path), "--no-bounds", "--strict"])
+    assert strict.exit_code == 2
+    assert "line 401" in strict.output
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--policy", "ARC"], "--policy: expected one or more of LRU, LFU, FIFO, MRU, SLRU, S3FIFO, COST, found 'ARC'"),
+        (["--admission", "some"], "--admission: expected one or more of all, second_touch, live_session, found 'some'"),
+        (["--prefetch", "magic"], "--prefetch: expected one or more of none, hints, sessions, workflows, found 'magic'"),
+        (["--sweep", "lots"], "size: expected 10%, 64GB, a number of blocks or all, found 'lots'"),
+        (["--measure-from", "1"], "--measure-from: expected a part from 0 to below 1, found 1"),
+        (["--json", "/no/such/place/x"], "/no/such/place is not a directory"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(options: list[str], problem: str) -> None:
+    result = runner.invoke(app, ["replay", str(EXCERPT), *options])
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+def test_a_missing_trace_is_one_sentence(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["replay", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "cannot be read" in result.output
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number, options in enumerate((["--sweep", "5%,20%"], ["--flash", "all", "--admission", "all,second_touch"])):
+        file = tmp_path / f"{number}.png"
+        result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--plot", str(file)])
+        assert result.exit_code == 0, result.output
+        assert file.read_bytes().startswith(b"\x89PNG")

@@ -23,6 +23,7 @@ from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm import worker_side
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
+from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import Geometry, Transfer
 from tiercache.integrations.vllm.worker_side import WorkerSide
@@ -77,7 +78,7 @@ class Worker:
             block_tokens=16,
             byte_format=mover.kv.describe(),
         )
-        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex)
+        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex, BlockNames("sha256", 16))
         self.mover = mover
 
     @property

@@ -6,6 +6,11 @@ import ipaddress
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
 
 _TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
 _LEAST_CHARACTERS = 16
@@ -27,8 +32,16 @@ def serve_control_command(
         return _complain(str(error))
     if not is_loopback(host):
         print(f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr)
-    config = uvicorn.Config(
-        make_app(Fleet(sockets), token),
+    uvicorn.Server(server_config(make_app(Fleet(sockets), token), host, port)).run()
+    return 0
+
+
+def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
+    """How the application is served: a bounded number of connections, and no log line for a request."""
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
         host=host,
         port=port,
         log_level="info",
@@ -40,8 +53,6 @@ def serve_control_command(
         timeout_graceful_shutdown=5,
         lifespan="off",
     )
-    uvicorn.Server(config).run()
-    return 0
 
 
 def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None:

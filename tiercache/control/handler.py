@@ -124,6 +124,7 @@ class Handler:
             "chunk_bytes": layout.chunk_bytes,
             "pinned": cache.ahead.pinned,
             "held": cache.ahead.prefetcher.held,
+            "sessions": len(cache.ahead.sessions),
             "statistics": cache.statistics().to_dict(),
         }
 

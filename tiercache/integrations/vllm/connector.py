@@ -195,6 +195,10 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """True: blocks come free within milliseconds, which is cheaper than preempting somebody."""
         return self._scheduler is not None and self._scheduler.holds_blocks
 
+    def has_pending_push_work(self) -> bool:
+        """True: one more step is wanted, since the workers are told with a step what requests said and that all is reset."""
+        return self._scheduler is not None and self._scheduler.has_news
+
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """By tier where the chunks lay when they were found; what was in RAM counts first."""

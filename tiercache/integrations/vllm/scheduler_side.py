@@ -213,6 +213,11 @@ class SchedulerSide:
         """Blocks of finished requests come free as soon as they are copied."""
         return bool(self._finishing)
 
+    @property
+    def has_news(self) -> bool:
+        """The workers have to be told something, even if nothing is to be computed."""
+        return bool(self._work.turns) or self._work.forget_hot
+
     def reset(self) -> None:
         """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
         self._work.generation = self.names.forget_everything()
@@ -272,12 +277,15 @@ class SchedulerSide:
                 self._work.turns.append(Began(tracked.wishes.session, tracked.wishes.step, full))
 
     def _say_end(self, tracked: _Tracked) -> None:
-        if tracked.wishes.at_the_end:
+        if not tracked.wishes.at_the_end:
+            return
+        try:
             names = self._names(tracked)
-            held = [] if tracked.stale else stored_ends(min(tracked.saved_blocks, len(names)), self.geometry)
-            self._work.turns.append(
-                Ended(tracked.request.request_id, tracked.wishes, [names[end - 1] for end in held], tracked.stored)
-            )
+            ends = [] if tracked.stale else stored_ends(min(tracked.saved_blocks, len(names)), self.geometry)
+            held = [names[end - 1] for end in ends]
+            self._work.turns.append(Ended(tracked.request.request_id, tracked.wishes, held, tracked.stored))
+        except Exception:
+            logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
 
     # Looking up
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -79,8 +78,15 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
             found[field] = parsed
         elif field[:64] not in warned and len(warned) < 100:
             warned.add(field[:64])
-            logger.warning("kv_transfer_params: %.80r is ignored: expected %s, found %.80r", name, expected, value)
+            logger.warning("kv_transfer_params: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value))
     return Wishes(**found)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
 
 
 def _name(value: Any) -> str | None:
@@ -90,7 +96,7 @@ def _name(value: Any) -> str | None:
 def _seconds(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) and 0 <= value <= _LONGEST_S else None
+    return float(value) if 0 <= value <= _LONGEST_S else None
 
 
 def _flag(value: Any) -> bool | None:

@@ -231,6 +231,8 @@ async def test_all_ranks_are_told_and_answer_as_one(tmp_path: Path, server: Any)
             ended = (await server.post("/v1/progress", json={"handle": handle, "until_s": 20})).json()
             assert (ended["done"], ended["promoted"], ended["missing"]) == (True, 5, 7)
             assert (one.lookup_hot(one.keys(TOKENS)), other.lookup_hot(other.keys(TOKENS))) == (8, 5)
+            each = (await server.post("/v1/statistics", json={})).json()
+            assert {name: answer["rank"] for name, answer in each.items()} == {"c.sock.0": 0, "c.sock.1": 1}
             metrics = await samples(server)
             assert all(metrics[frozenset(("tiercache_up", f"c.sock.{rank}"))] == 1 for rank in (0, 1))
         with socket.socket(socket.AF_UNIX) as dead:

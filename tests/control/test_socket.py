@@ -258,6 +258,12 @@ async def test_too_many_connections_are_told_so(
     writer.close()
 
 
+async def test_message_that_is_too_large_is_not_sent(cache: TierCache, place: Path) -> None:
+    with pytest.raises(ControlError, match="at most") as caught:
+        await ask(place, Lookup(tokens=[2**31] * (LARGEST_MESSAGE_BYTES // 5 + 1)))
+    assert caught.value.kind == "too_large"
+
+
 async def test_silent_connection_is_closed(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_IDLE_S", 0.05)
     reader, writer = await asyncio.open_unix_connection(str(place))

@@ -89,6 +89,14 @@ class Driver:
             fields = fields | {"tokens": self.llm.get_tokenizer()(prompt)["input_ids"]}
         return asyncio.run(ask(Path(path), COMMANDS[command](**fields)))
 
+    def control_until(self, path: str, expected: dict[str, Any]) -> dict[str, Any]:
+        """The cache's statistics once they show `expected`; what they show after 10 s otherwise."""
+        until_s = time.monotonic() + 10.0
+        while True:
+            found = self.control(path, "statistics", {})
+            if expected.items() <= found.items() or time.monotonic() > until_s:
+                return found
+
     def first_token_s(self, prompt: str) -> float:
         from vllm import SamplingParams
 

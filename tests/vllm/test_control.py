@@ -27,6 +27,8 @@ from tests.vllm.test_end_to_end import (
 __all__ = ["continued", "model", "oracle", "oracles", "prompts"]
 
 ROUNDS = 5
+CHUNKS = 4
+"""Of each prompt: 1,024 of its tokens are whole blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +55,13 @@ def life(
         ("found after salted", control("lookup", first, cache_salt="tenant")),
         ("coming", ["generate_saying", first, {"tiercache.session": "s", "tiercache.next_in_s": 60}]),
         ("idle", ["idle"]),
-        ("held", control("statistics")),
+        ("held", ["control_until", socket, {"held": CHUNKS, "sessions": 1}]),
         ("came", ["generate_saying", first, {"tiercache.session": "s", "tiercache.pin_s": 600}]),
         ("idle", ["idle"]),
-        ("pinned", control("statistics")),
+        ("pinned", ["control_until", socket, {"held": 0, "pinned": CHUNKS}]),
         ("over", ["generate_saying", first, {"tiercache.session": "s", "tiercache.session_over": True}]),
         ("idle", ["idle"]),
-        ("after over", control("statistics")),
+        ("after over", ["control_until", socket, {"sessions": 0}]),
         ("unpin", control("unpin", first)),
         ("cold", ["clear_hot"]),
         ("files", ["cold_files", str(directory)]),
@@ -111,8 +113,8 @@ Life = tuple[dict[str, Any], str]
 
 def test_announced_tokens_get_the_names_that_a_request_gets(life: Life) -> None:
     answers, _ = life
-    whole_blocks = answers["wrong"]["prompt_tokens"] // BLOCK_TOKENS
-    assert answers["found"]["found"] == answers["found"]["asked"] == -(-whole_blocks // 2)
+    assert answers["wrong"]["prompt_tokens"] // BLOCK_TOKENS == 2 * CHUNKS
+    assert answers["found"]["found"] == answers["found"]["asked"] == CHUNKS
     assert answers["found salted"]["found"] == 0
     assert answers["found after salted"]["found"] == answers["found"]["found"]
 
@@ -140,9 +142,8 @@ def test_what_is_wrong_is_said_once_and_fails_no_request(life: Life, oracle: lis
 
 def test_request_says_that_it_comes_again_and_what_to_keep(life: Life) -> None:
     answers, _ = life
-    chunks = answers["found"]["found"]
-    assert (answers["held"]["held"], answers["held"]["sessions"]) == (chunks, 1)
-    assert (answers["pinned"]["held"], answers["pinned"]["pinned"]) == (0, chunks)
+    assert (answers["held"]["held"], answers["held"]["sessions"]) == (CHUNKS, 1)
+    assert (answers["pinned"]["held"], answers["pinned"]["pinned"]) == (0, CHUNKS)
     assert answers["after over"]["sessions"] == 0
 
 

@@ -9,20 +9,23 @@ from typing import Any
 
 import msgspec
 
-from tiercache.control.messages import Command, ControlError, frame, receive
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, frame, receive
 from tiercache.control.server import ANSWER_S
 
 _MARGIN_S = 5.0
 
 
 async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -> dict[str, Any]:
-    """The answer of the cache behind `path`. Raises ControlError: what the cache says, "unreachable", or "late".
+    """The answer of the cache behind `path`. Raises ControlError: what the cache says, "unreachable", "late" or "too_large".
 
     By default it waits as long as the cache may take. Cancelled, it hangs up; what the command began goes on.
     """
+    message = frame(command)
+    if len(message) > LARGEST_MESSAGE_BYTES:
+        raise ControlError("too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}")
     try:
         async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S if timeout_s is None else timeout_s):
-            packed = await _exchange(path, frame(command))
+            packed = await _exchange(path, message)
     except TimeoutError:
         raise ControlError("late", f"{path}: the cache does not answer in time") from None
     except (OSError, asyncio.IncompleteReadError) as error:

@@ -83,7 +83,7 @@ class Handler:
                 return {"chunks": len(keys)}
             case Pin():
                 if cache.lookup_hot(keys) < len(keys):
-                    await _wait(cache.prefetch(keys, ttl=command.until_s), command.until_s)
+                    await _wait(cache.prefetch(keys, ttl=command.ttl_s), command.until_s)
                 return {"asked": len(keys), "pinned": cache.ahead.pin(keys, command.ttl_s)}
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
     server = _Server(fleet, token)
     return Starlette(
         routes=[
-            Route("/v1/statistics", server.statistics, methods=["GET"]),
+            Route("/v1/statistics", server.statistics, methods=["GET", "POST"]),
             Route("/v1/{command}", server.command, methods=["POST"]),
             Route("/metrics", server.metrics, methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
@@ -82,6 +82,7 @@ class _Server:
         return await self._answer(command)
 
     async def statistics(self, request: Request) -> Response:
+        """Of each socket by its name: sums over ranks would hide the one that lags."""
         self._check_token(request)
         answers = await self._fleet.ask_each(Statistics())
         return _json({path.name: _plain(answer) for path, answer in answers.items()})

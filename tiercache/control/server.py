@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.control")
 
 _MOST_CONNECTIONS = 64
+_BUSY_S = 1.0
+"""For a question that will be refused."""
 _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
 _TAKEN_S = 10.0
@@ -79,18 +81,23 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = asyncio.current_task()
         assert line is not None
-        if len(self._lines) >= _MOST_CONNECTIONS:
-            writer.write(frame(_refusal(ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already"))))
+        busy = len(self._lines) >= _MOST_CONNECTIONS
+        if len(self._lines) >= 2 * _MOST_CONNECTIONS:
             writer.close()
             return
         self._lines[line] = writer
         try:
+            if busy:
+                # After the question: whoever is hung up on while he writes does not get to read why.
+                async with asyncio.timeout(_BUSY_S):
+                    await receive(reader)
+                raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
             while True:
                 async with asyncio.timeout(_IDLE_S):
                     packed = await receive(reader)
                 await self._reply(writer, await self._answer(packed))
         except ControlError as error:
-            # Too large: what follows on this connection is not a message.
+            # Busy, or too large: what follows on this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
                 await self._reply(writer, _refusal(error))
         except (asyncio.IncompleteReadError, OSError, TimeoutError):

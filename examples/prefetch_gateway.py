@@ -1,6 +1,6 @@
 """A gateway that knows what is coming: it has a conversation's KV fetched from disk before it forwards the next request.
 
-    python examples/prefetch_gateway.py [--tokens 3000] [--rounds 5] [--json FILE]
+    python examples/prefetch_gateway.py [--tokens 4100] [--rounds 5] [--json FILE]
 
 It starts vLLM on the CPU of this machine with the small model of `make demo`, a disk tier below a CPU tier that is too
 small for everything, and `tiercache serve-control` beside it. Between two requests of one conversation others push it out of
@@ -62,7 +62,7 @@ class Control:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(min=1024, help="Length of the conversation.")] = 3000,
+    tokens: Annotated[int, typer.Option(min=1024, help="Length of the conversation.")] = 4100,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:

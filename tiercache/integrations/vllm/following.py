@@ -44,7 +44,10 @@ class Turns:
             # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
             self._end_turn(turn.wishes, keys)
             if saves:
-                await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
+                # Waiting for them does not end them, and how they end is told elsewhere.
+                ended, _ = await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
+                for save in ended:
+                    _ = save.cancelled() or save.exception()
             await self._see_to(turn, keys)
         except Exception as error:
             if not self._warned:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from tiercache.cache import TierCache
 from tiercache.config import Config
+from tiercache.control.naming import Naming
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed
@@ -22,20 +23,27 @@ T = TypeVar("T")
 
 
 class CacheThread:
-    """Starts the thread, opens the cache, and raises what opening raised. `device` as for `TierCache.open`.
+    """Starts the thread, opens the cache, and raises what opening raised. `device` and `naming` as for `TierCache`.
 
     `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, *, name: str = "tiercache", device: Driver | None = None
+        self,
+        config: Config,
+        layout: Layout,
+        *,
+        name: str = "tiercache",
+        device: Driver | None = None,
+        naming: Naming | None = None,
     ) -> None:
         self._opened: concurrent.futures.Future[TierCache] = concurrent.futures.Future()
         self._finished: concurrent.futures.Future[FlushReport] = concurrent.futures.Future()
         self._stop: asyncio.Event
         self._close_timeout_s = 0.0
         self.loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._run, args=(config, layout, device), name=name, daemon=True)
+        cache = TierCache(config, layout, device=device, naming=naming)
+        self._thread = threading.Thread(target=self._run, args=(cache,), name=name, daemon=True)
         self._thread.start()
         self.cache = self._opened.result()
 
@@ -55,14 +63,13 @@ class CacheThread:
         self._thread.join(5.0)
         return report
 
-    def _run(self, config: Config, layout: Layout, device: Driver | None) -> None:
+    def _run(self, cache: TierCache) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(self._serve(config, layout, device))
+            runner.run(self._serve(cache))
 
-    async def _serve(self, config: Config, layout: Layout, device: Driver | None) -> None:
+    async def _serve(self, cache: TierCache) -> None:
         self.loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
-        cache = TierCache(config, layout, device=device)
         try:
             await cache.start()
         except BaseException as error:

@@ -14,6 +14,8 @@ import numpy as np
 
 from tiercache.ahead import Ahead
 from tiercache.assembly import arena_settings, make_device, make_tiers
+from tiercache.control.naming import Naming, TokenNaming
+from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchSettings
@@ -50,11 +52,18 @@ class TierCache:
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
 
-    def __init__(self, config: Config, layout: Layout, *, device: Driver | None = None) -> None:
-        """Prefer `open`; this is for those who cannot use a context manager: `await start()`, `await close()`."""
+    def __init__(
+        self, config: Config, layout: Layout, *, device: Driver | None = None, naming: Naming | None = None
+    ) -> None:
+        """Prefer `open`; this is for those who cannot use a context manager: `await start()`, `await close()`.
+
+        `naming` says which chunks the control socket means by token ids, where they are named by other than `keys`.
+        """
         self.config = config
         self.layout = layout
         self._driver = device
+        self._naming = naming or TokenNaming()
+        self._control: ControlServer | None = None
         self._device: Device | None = None
         self._device_path: DevicePath | None = None
         self.namespace = layout.namespace(config.tenant_salt)
@@ -162,6 +171,15 @@ class TierCache:
             reading.deadline_s,
         )
         self._running = True
+        if self.config.control_socket is not None:
+            path = socket_path(self.config.control_socket, (self.layout.rank, self.layout.world_size))
+            control = ControlServer(path, self, self._naming)
+            try:
+                await control.start()
+            except BaseException:
+                await self.close(0.0)
+                raise
+            self._control = control
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
         """Write what is queued for up to `timeout_s`, then give everything back. Idempotent.
@@ -171,6 +189,8 @@ class TierCache:
         if not self._running:
             return FlushReport()
         timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
+        if self._control is not None:
+            await self._control.close()
         # A put that is under way has nothing queued yet, and copies of a device go on without their waiters.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -164,6 +164,22 @@ def _list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+@app.command("serve-control")
+def serve_control(
+    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8300,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the bearer token; by default $TIERCACHE_CONTROL_TOKEN has it.")
+    ] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none. On loopback only.")] = False,
+) -> None:
+    """HTTP for gateways, in front of caches' control sockets; and /metrics for Prometheus."""
+    from tiercache.control.command import serve_control_command
+
+    raise typer.Exit(serve_control_command(socket, host, port, token_file, no_token))
+
+
 def main() -> None:
     try:
         app()

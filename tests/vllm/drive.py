@@ -3,9 +3,11 @@
 Reads {"engine": {...}, "steps": [[name, ...], ...]} from standard input; writes one JSON list of answers as its last line.
 """
 
+import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,66 @@ class Driver:
             }
             for answer in answers
         ]
+
+    def generate_saying(
+        self, prompt: str, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
+    ) -> dict[str, Any]:
+        """One request with `kv_transfer_params`, as the OpenAI server would pass them on."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(
+            max_tokens=tokens, temperature=0, logprobs=0, extra_args={"kv_transfer_params": parameters}
+        )
+        given: Any = {"prompt": prompt, **({"cache_salt": cache_salt} if cache_salt else {})}
+        (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
+        return {
+            "tokens": list(answer.outputs[0].token_ids),
+            "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+            "cached": answer.num_cached_tokens,
+            "prompt_tokens": len(answer.prompt_token_ids),
+        }
+
+    def control(self, path: str, command: str, fields: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
+        """Tell the cache something through its control socket, as another program would; `prompt` becomes token ids."""
+        from tiercache.control.client import ask
+        from tiercache.control.messages import COMMANDS
+
+        if prompt is not None:
+            fields = fields | {"tokens": self.llm.get_tokenizer()(prompt)["input_ids"]}
+        return asyncio.run(ask(Path(path), COMMANDS[command](**fields)))
+
+    def control_until(self, path: str, expected: dict[str, Any]) -> dict[str, Any]:
+        """The cache's statistics once they show `expected`; what they show after 10 s otherwise."""
+        until_s = time.monotonic() + 10.0
+        while True:
+            found = self.control(path, "statistics", {})
+            if expected.items() <= found.items() or time.monotonic() > until_s:
+                return found
+
+    def first_token_s(self, prompt: str) -> float:
+        from vllm import SamplingParams
+
+        began_s = time.perf_counter()
+        self.llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+        return time.perf_counter() - began_s
+
+    def cold_files(self, directory: str) -> int:
+        """Nothing of the chunk files stays in the page cache; returns how many there are."""
+        files = [path for path in Path(directory).glob("??/*") if path.is_file()]
+        for path in files:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return len(files)
+
+    def idle(self) -> int:
+        """The steps that a server takes after the last answer, and `LLM.generate` does not."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        steps = 0
+        while core.scheduler.has_requests():
+            core.step_fn()
+            steps += 1
+        return steps
 
     def generate_together(self, prompts: list[str], tokens: int) -> dict[str, Any]:
         """Many requests at once, to their full length; and how often one had to give its blocks away."""

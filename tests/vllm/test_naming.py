@@ -89,3 +89,42 @@ def test_engine_hashes_are_the_same_in_every_process() -> None:
     ]
     (one, other) = [output[output.index("HASH") :] for output in found]
     assert one == other
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
+@pytest.mark.parametrize(
+    ("salt", "lora"), [("", None), ("tenant", None), ("", ("a", "/a")), ("tenant", ("a", "/a"))], ids=str
+)
+async def test_announced_tokens_get_the_names_of_a_real_request(
+    algorithm: str, salt: str, lora: tuple[str, str] | None
+) -> None:
+    """A request of vLLM's own class, hashed as vLLM's scheduler does."""
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    hash_function = get_hash_fn_by_name(algorithm)
+    init_none_hash(hash_function)
+    tokens = [number * 7 % 1000 for number in range(16 * 70 + 5)]
+    real = Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
+        cache_salt=salt or None,
+        block_hasher=get_request_block_hasher(16, hash_function),
+    )
+    names = BlockNames(algorithm, 16)
+    expected = names.extend([], real)
+    assert len(expected) == 70
+    worker = BlockNames(algorithm, 16)
+    assert await worker.of_tokens(tokens, salt, lora) == expected
+    worker.follow(names.forget_everything())
+    assert await worker.of_tokens(tokens, salt, lora) == names.extend([], real) != expected
+
+
+async def test_announced_tokens_that_fill_no_block_have_no_name() -> None:
+    assert await BlockNames("sha256", 16).of_tokens(list(range(15)), "", None) == []

@@ -21,6 +21,7 @@ from tiercache.integrations.vllm.messages import Progress, StepWork
 from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import Geometry, Transfer
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
+from tiercache.integrations.vllm.turns import Began, Ended, Wishes
 
 GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
 NAMES = [bytes([number]) * 32 for number in range(64)]
@@ -258,3 +259,46 @@ def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> No
     engine.side.after_allocation(request, BLOCKS[:3], 64)
     (load,) = engine.steps((request, 36)).loads
     assert load.impossible == (100, 101, 102) and not load.transfers
+
+
+def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine: Engine) -> None:
+    """The prompt's full chunks at the beginning; at the end those that are stored, the generated tokens' too."""
+    says = {"tiercache.session": "s", "tiercache.step": "plan", "tiercache.ended": "tool"}
+    request = engine.arrives(100, kv_transfer_params=says)
+    assert engine.side.has_news
+    engine.admits(request)
+    work = engine.steps((request, 100))
+    assert work.turns == [Began("s", "plan", [NAMES[1], NAMES[3], NAMES[5]])]
+    assert not engine.side.has_news
+    engine.reports(work)
+    engine.side.finished(request, BLOCKS[:7])
+    assert engine.side.has_news
+    wishes = Wishes("s", "plan", "tool")
+    assert engine.steps().turns == [Ended("r", wishes, [NAMES[1], NAMES[3], NAMES[5]], [])]
+
+
+def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:
+    engine.holds(4)
+    request = engine.arrives(132, kv_transfer_params={"tiercache.forget": True})
+    assert engine.admits(request) == (64, False)
+    engine.reports(engine.steps((request, 68)))
+    engine.reports(engine.steps((request, 1)))
+    engine.side.finished(request, BLOCKS[:9])
+    (ended,) = engine.steps().turns
+    assert isinstance(ended, Ended) and ended.stored == [NAMES[5], NAMES[7]]
+    assert ended.names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7]]
+
+
+def test_request_that_says_nothing_makes_no_news(engine: Engine) -> None:
+    request = engine.arrives(100, kv_transfer_params={"do_remote_prefill": False})
+    engine.admits(request)
+    engine.reports(engine.steps((request, 100)))
+    engine.side.finished(request, BLOCKS[:7])
+    assert not engine.side.has_news and engine.steps().turns == []
+
+
+def test_reset_is_news_and_names_its_generation(engine: Engine) -> None:
+    engine.side.reset()
+    assert engine.side.has_news
+    work = engine.steps()
+    assert work.forget_hot and len(work.generation) == 16

@@ -23,8 +23,10 @@ from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm import worker_side
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
+from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import Geometry, Transfer
+from tiercache.integrations.vllm.turns import Began, Ended, Wishes
 from tiercache.integrations.vllm.worker_side import WorkerSide
 
 GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
@@ -77,7 +79,7 @@ class Worker:
             block_tokens=16,
             byte_format=mover.kv.describe(),
         )
-        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex)
+        self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex, BlockNames("sha256", 16))
         self.mover = mover
 
     @property
@@ -207,6 +209,39 @@ def test_blocks_of_chunks_that_are_gone_are_reported(worker: Worker) -> None:
     assert torch.equal(worker.content(20, 21), expected)
     assert worker.side.take_bad_blocks() == {30, 1}
     assert worker.side.take_bad_blocks() == set()
+
+
+def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worker: Worker) -> None:
+    """The saves are of the step that brings the request's last words, and have not begun then."""
+    cache = worker.side.thread.cache
+    go_on = worker.stops_its_loop()
+    ends = [Ended("r", Wishes(forget=True), [NAMES[1]], [NAMES[1]]), Ended("q", Wishes(pin_s=60.0), [NAMES[3]], [])]
+    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64), Save("q", [SECOND], 64)], turns=ends))
+    go_on.set()
+    assert worker.finishes(lambda: cache.ahead.pinned == 1)
+    assert worker.finishes(lambda: not worker.has(NAMES[1]))
+    assert cache.cpu.statistics().writes == 2 and worker.has(NAMES[3])
+
+
+def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> None:
+    """The end says at once that the session may come back, whether its last chunk is stored yet or not."""
+    sessions = worker.side.thread.cache.ahead.sessions
+    go_on = worker.stops_its_loop()
+    worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
+    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[Ended("r", Wishes("s", ended="tool"), [NAMES[1]], [])]))
+    worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
+    go_on.set()
+    assert worker.finishes(lambda: worker.has(NAMES[1]))
+    assert sessions._sessions["s"].turns == 2 and sessions._population["tool"].count == 1
+
+
+def test_words_about_what_cannot_be_done_harm_nobody(made: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+    """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
+    worker = made(device="auto", local_cpu=False)
+    for _ in range(3):
+        worker.side.save(StepWork(turns=[Ended("r", Wishes(next_in_s=1.0), [NAMES[1]], [])]))
+    assert worker.finishes(lambda: "local_cpu is false" in caplog.text)
+    assert caplog.text.count("has no effect") == 1
 
 
 def test_asynchronous_load_is_received_when_it_has_ended(worker: Worker) -> None:

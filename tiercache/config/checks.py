@@ -18,12 +18,16 @@ from tiercache.config.remotes import (
 )
 from tiercache.config.secrets import hidden
 
+_SOCKET_PATH_BYTES = 96
+"""Linux takes 107; ranks are appended."""
+
 
 def combination_problems(
     values: Mapping[str, Any], plugins: Mapping[str, str], flat: Mapping[str, str], foreign: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """Problems of parsed `values` (absent means default), settings of remote tiers, and LMCache keys that are not ours."""
     yield from _memory(values, foreign)
+    yield from _control(values)
     yield from _gds(values)
     yield from _remote_url(values)
     yield from _plugins(values, plugins)
@@ -44,6 +48,13 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
     name = values.get("shm_name")
     if name is not None and "/" in name.removeprefix("/"):
         yield ("shm_name",), f"shm_name: expected a name without / inside, found {name!r}"
+
+
+def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
+    path = values.get("control_socket")
+    if path is not None and (not path.startswith("/") or len(path.encode()) > _SOCKET_PATH_BYTES or "\0" in path):
+        expected = f"an absolute path of at most {_SOCKET_PATH_BYTES} bytes (a Unix socket's name is short)"
+        yield ("control_socket",), f"control_socket: expected {expected}, found {path!r}"
 
 
 def _gds(values: Mapping[str, Any]) -> Iterator[Problem]:

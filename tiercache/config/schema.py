@@ -103,6 +103,14 @@ class Config:
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
     )
 
+    control_socket: str | None = _key(
+        Optional(Text("a path for a Unix socket")),
+        None,
+        "where programs of this user say what is coming (prefetch, pin, forget, sessions); with several ranks, .RANK is "
+        "appended; none unless set",
+        ours=True,
+    )
+
     device: str = _key(
         Choice(("auto", "none", "twin")),
         "auto",

@@ -7,6 +7,7 @@ in service catches what it can survive, and says so once per kind.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.config import Config
+from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.kv_layout import attention_spec, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
@@ -58,6 +60,11 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         show_our_log()
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}))
+        parallel = vllm_config.parallel_config
+        if self._config.control_socket is not None:
+            # Engines that serve the same model side by side have the same configuration.
+            path = socket_path(self._config.control_socket, (parallel.data_parallel_rank, parallel.data_parallel_size))
+            self._config = replace(self._config, control_socket=str(path))
         self._engine = str(transfer.engine_id)
         self._spec = attention_spec(vllm_config, kv_cache_config)
         self._geometry = Geometry.for_chunk_size(
@@ -80,15 +87,15 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             # vLLM reads this after it has made the connector. "fail" would end a request for a chunk that went missing.
             logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be loaded is computed instead")
             transfer.kv_load_failure_policy = "recompute"
-        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
-        names = BlockNames(algorithm, self._geometry.block_tokens)
+        names = self._names()
         if not names.from_engine:
-            logger.info(
-                "prefix_caching_hash_algo %s is not cryptographic: blocks are hashed again for the cache", algorithm
-            )
+            logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
         return SchedulerSide(self._config, self._geometry, names, client, workers)
+
+    def _names(self) -> BlockNames:
+        return BlockNames(self._vllm_config.cache_config.prefix_caching_hash_algo, self._geometry.block_tokens)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -101,7 +108,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._spec)
         try:
             layout = make_layout(self._vllm_config, self._spec, mover.kv, self._geometry, list(kv_caches))
-            self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine)
+            self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine, self._names())
         except BaseException:
             mover.close()
             raise
@@ -187,6 +194,10 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def has_pending_block_frees(self) -> bool:
         """True: blocks come free within milliseconds, which is cheaper than preempting somebody."""
         return self._scheduler is not None and self._scheduler.holds_blocks
+
+    def has_pending_push_work(self) -> bool:
+        """True: one more step is wanted, since the workers are told with a step what requests said and that all is reset."""
+        return self._scheduler is not None and self._scheduler.has_news
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:

@@ -24,7 +24,7 @@ import msgspec
 
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
-from tiercache.core.keys import keys_from_hashes
+from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends, tail_lengths
 from tiercache.tiers.base import DeviceTier
@@ -39,17 +39,28 @@ _local: dict[tuple[str, int], LookupServer] = {}
 
 
 async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, into_device: bool = False) -> Match:
-    """How many blocks of a request the cache has: full chunks, then the longest tail. `names` has one name a block.
+    """`locate`, for a request that is here.
 
     Starts promoting what is not hot, so that reading overlaps with the request's wait in the engine's queue; but for
     what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
+    """
+    match, found = await locate(cache, names, geometry)
+    if match.tokens_by_tier.get("cpu", 0) < match.blocks * geometry.block_tokens:
+        direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
+        cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
+    return match
+
+
+async def locate(cache: TierCache, names: Sequence[bytes], geometry: Geometry) -> tuple[Match, list[ChunkKey]]:
+    """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
+    name a block.
     """
     ends = chunk_ends(len(names), geometry)
     keys = keys_from_hashes(cache.namespace, [names[end - 1] for end in ends])
     hit = await cache.lookup_keys(keys)
     match = Match(hit.chunks * geometry.blocks_per_chunk)
     tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
-    found = keys[: hit.chunks]
+    found = list(keys[: hit.chunks])
     for length in tail_lengths(len(names), match.blocks, geometry):
         (key,) = keys_from_hashes(cache.namespace, [names[match.blocks + length - 1]])
         tail = await cache.lookup_keys([key])
@@ -60,10 +71,7 @@ async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, 
                 tokens[name] = tokens.get(name, 0) + count * length * geometry.block_tokens
             break
     match.tokens_by_tier = tokens
-    if tokens.get("cpu", 0) < match.blocks * geometry.block_tokens:
-        direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
-        cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
-    return match
+    return match, found
 
 
 class LookupServer:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from tiercache.integrations.vllm.planning import Transfer
+from tiercache.integrations.vllm.turns import Began, Ended
 
 
 @dataclass
@@ -34,6 +35,10 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     held: set[str] = field(default_factory=set)
     """Finished requests whose blocks wait for their saves; to be reported as sent when those have ended."""
     forget_hot: bool = False
+    generation: bytes = b""
+    """With `forget_hot`: what names are made with from now on, see `BlockNames`."""
+    turns: list[Began | Ended] = field(default_factory=list)
+    """What requests say about themselves, in the order in which they came and finished."""
 
 
 @dataclass

@@ -8,9 +8,12 @@ then we hash for ourselves what vLLM would have hashed.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,7 +22,31 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NAME_BYTES = 32
+_AT_ONCE = 32
+"""Blocks that are named without letting others run."""
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+
+
+@dataclass
+class _Adapter:
+    lora_name: str
+    lora_path: str
+
+
+@dataclass
+class _Announced:
+    """What vLLM's hashing reads of a request, for one that is still to come."""
+
+    all_token_ids: list[int]
+    cache_salt: str | None
+    lora_request: _Adapter | None
+    block_hashes: list[bytes] = field(default_factory=list)
+    mm_features: tuple[()] = ()
+    prompt_embeds: None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
 
 
 class BlockNames:
@@ -28,11 +55,43 @@ class BlockNames:
     def __init__(self, hash_algorithm: str, block_tokens: int) -> None:
         self.from_engine = hash_algorithm in _CRYPTOGRAPHIC
         self._block_tokens = block_tokens
+        self._algorithm = hash_algorithm
         self._generation = b""
 
-    def forget_everything(self) -> None:
-        """From now on no name is one that was ever given before, here or elsewhere."""
+    def forget_everything(self) -> bytes:
+        """From now on no name is one that was ever given before, here or elsewhere. Returns what makes them so."""
         self._generation = os.urandom(16)
+        return self._generation
+
+    def follow(self, generation: bytes) -> None:
+        """Give the names that another process gives since its `forget_everything` returned `generation`."""
+        self._generation = generation
+
+    async def of_tokens(self, tokens: Sequence[int], cache_salt: str, lora: tuple[str, str] | None) -> list[bytes]:
+        """The names that a request of these tokens gets, with its salt and its adapter (name and path), if any.
+
+        By vLLM's own hashing. Lets others run on the loop between blocks. Requests with images, audio or embeddings have
+        other names, which cannot be known from tokens.
+        """
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import (
+            generate_block_hash_extra_keys,
+            hash_block_tokens,
+            resolve_none_hash_seed,
+        )
+
+        size = self._block_tokens
+        request: Any = _Announced(list(tokens), cache_salt or None, lora and _Adapter(*lora))
+        if self.from_engine:
+            hash_function = get_hash_fn_by_name(self._algorithm)
+            before = hash_function(resolve_none_hash_seed(hash_function))
+            for number, start in enumerate(range(0, len(tokens) - size + 1, size)):
+                extra, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
+                before = hash_block_tokens(hash_function, before, request.all_token_ids[start : start + size], extra)
+                request.block_hashes.append(before)
+                if number % _AT_ONCE == _AT_ONCE - 1:
+                    await asyncio.sleep(0)
+        return self.extend([], request)
 
     def extend(self, names: list[bytes], request: Request) -> list[bytes]:
         """Append the names of the blocks that `names` lacks; returns `names`."""

@@ -99,6 +99,12 @@ def plan_load(
     return transfers
 
 
+def stored_ends(blocks: int, geometry: Geometry) -> list[int]:
+    """Ends (in blocks) of the chunks that hold the first `blocks` blocks: full ones, and the tail if there is one."""
+    ends = chunk_ends(blocks, geometry)
+    return ends if not geometry.save_tails or not blocks or blocks in ends[-1:] else [*ends, blocks]
+
+
 def wants_save(saved_blocks: int, ready_blocks: int, geometry: Geometry, *, last: bool) -> bool:
     """Whether `plan_save` would have anything to do; asked every step, so it costs nothing."""
     if last and geometry.save_tails:

@@ -12,7 +12,17 @@ from tiercache.config import Config
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
 from tiercache.integrations.vllm.naming import BlockNames
-from tiercache.integrations.vllm.planning import Geometry, Match, loadable_tokens, plan_load, plan_save, wants_save
+from tiercache.integrations.vllm.planning import (
+    Geometry,
+    Match,
+    chunk_ends,
+    loadable_tokens,
+    plan_load,
+    plan_save,
+    stored_ends,
+    wants_save,
+)
+from tiercache.integrations.vllm.turns import Began, Ended, Wishes, wishes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,6 +52,9 @@ class _Tracked:
     tail_saved: bool = False
     saves_begun: int = 0
     saves_ended: int = 0
+    wishes: Wishes = field(default_factory=Wishes)
+    stored: list[bytes] = field(default_factory=list)
+    """Names of the chunks that it stored, where it wishes to have them forgotten."""
     stale: bool = False
     """Its KV was computed before the cache was reset, perhaps with other weights."""
 
@@ -61,6 +74,7 @@ class SchedulerSide:
         self._finishing: dict[str, _Tracked] = {}
         self._unconfirmed: set[str] = set()
         self._work = StepWork()
+        self._warned: set[str] = set()
 
     # Loading
 
@@ -71,6 +85,7 @@ class SchedulerSide:
             tracked.match = Match()
         else:
             self._begin_lookup(tracked)
+        self._say_beginning(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
@@ -177,6 +192,7 @@ class SchedulerSide:
             tracked.lookup.cancel()
         if tracked.receiving:
             # The engine holds the blocks for the load already, and nothing was computed into them.
+            self._say_end(tracked)
             return False
         try:
             if not self._unconfirmed:
@@ -185,6 +201,7 @@ class SchedulerSide:
                 self._plan_save(self._work, tracked, ready, lambda: blocks, last=True)
         except Exception:
             logger.exception("the last chunks of request %s are not stored", request.request_id)
+        self._say_end(tracked)
         if self._is_saved(tracked):
             return False
         self._finishing[request.request_id] = tracked
@@ -196,9 +213,14 @@ class SchedulerSide:
         """Blocks of finished requests come free as soon as they are copied."""
         return bool(self._finishing)
 
+    @property
+    def has_news(self) -> bool:
+        """The workers have to be told something, even if nothing is to be computed."""
+        return bool(self._work.turns) or self._work.forget_hot
+
     def reset(self) -> None:
         """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
-        self.names.forget_everything()
+        self._work.generation = self.names.forget_everything()
         for tracked in self._requests.values():
             tracked.names, tracked.lookup, tracked.match = [], None, None
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
@@ -237,10 +259,33 @@ class SchedulerSide:
             if transfers:
                 tracked.saves_begun += 1
                 work.saves.append(Save(request.request_id, transfers, request.num_tokens))
+                if tracked.wishes.forget:
+                    tracked.stored += [transfer.name for transfer in transfers]
         tracked.tail_saved |= last
 
     def _is_saved(self, tracked: _Tracked) -> bool:
         return tracked.saves_ended >= tracked.saves_begun * self._workers
+
+    # Turns
+
+    def _say_beginning(self, tracked: _Tracked) -> None:
+        if parameters := getattr(tracked.request, "kv_transfer_params", None):
+            tracked.wishes = wishes_of(parameters, self._warned)
+            if tracked.wishes.session:
+                names = self._names(tracked)
+                full = [names[end - 1] for end in chunk_ends(len(names), self.geometry)]
+                self._work.turns.append(Began(tracked.wishes.session, tracked.wishes.step, full))
+
+    def _say_end(self, tracked: _Tracked) -> None:
+        if not tracked.wishes.at_the_end:
+            return
+        try:
+            names = self._names(tracked)
+            ends = [] if tracked.stale else stored_ends(min(tracked.saved_blocks, len(names)), self.geometry)
+            held = [names[end - 1] for end in ends]
+            self._work.turns.append(Ended(tracked.request.request_id, tracked.wishes, held, tracked.stored))
+        except Exception:
+            logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
 
     # Looking up
 

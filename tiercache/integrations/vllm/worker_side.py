@@ -20,9 +20,12 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.announced import AnnouncedPrompts
+from tiercache.integrations.vllm.following import Turns
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import Geometry
 
 logger = logging.getLogger("tiercache.vllm")
@@ -58,11 +61,14 @@ class _Loading:
 class WorkerSide:
     """Owns the mover. All methods are called by the engine's thread."""
 
-    def __init__(self, config: Config, geometry: Geometry, layout: Layout, mover: Mover, engine: str) -> None:
+    def __init__(
+        self, config: Config, geometry: Geometry, layout: Layout, mover: Mover, engine: str, names: BlockNames
+    ) -> None:
         self.config = config
         self.geometry = geometry
         self.mover = mover
-        self.thread = CacheThread(config, layout, device=mover.driver)
+        self._names = names
+        self.thread = CacheThread(config, layout, device=mover.driver, naming=AnnouncedPrompts(names, geometry))
         self._namespace = self.thread.cache.namespace
         try:
             self._lookups = LookupServer(
@@ -73,8 +79,9 @@ class WorkerSide:
             raise
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
-        self._storing: set[concurrent.futures.Future[int]] = set()
-        """Of saves that may be off the engine's blocks already and are not in the cache yet."""
+        self._turns = Turns(self.thread)
+        self._storing: dict[concurrent.futures.Future[int], str] = {}
+        """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
         self._saves_ended: Counter[str] = Counter()
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
@@ -87,6 +94,7 @@ class WorkerSide:
     def load(self, work: StepWork) -> None:
         """Begin the step's loads; wait for the synchronous ones, until `blocking_timeout_secs` at the longest."""
         if work.forget_hot:
+            self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         for loading in [self._begin_load(load) for load in work.loads]:
             if loading.load.asynchronous:
@@ -104,6 +112,8 @@ class WorkerSide:
             except Exception as error:
                 logger.warning("tokens of request %s could not be stored: %r", save.request_id, error)
                 self._saves_ended[save.request_id] += 1
+        if work.turns:
+            self._turns.follow(work.turns, self._storing)
 
     def before_blocks_are_given_away(self, request_ids: Iterable[str]) -> None:
         """Wait until no save reads the blocks of preempted requests."""
@@ -211,7 +221,7 @@ class WorkerSide:
         tokens = sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
 
         def ended(done: concurrent.futures.Future[int]) -> None:
-            self._storing.discard(done)
+            self._storing.pop(done, None)
             if done.cancelled():
                 return
             if (error := done.exception()) is not None:
@@ -220,7 +230,7 @@ class WorkerSide:
             stored = tokens * done.result() // len(keys)
             logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 
-        self._storing.add(move.future)
+        self._storing[move.future] = save.request_id
         move.future.add_done_callback(ended)
 
     def _has_ended(self, saving: _Saving) -> bool:

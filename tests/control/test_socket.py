@@ -1,0 +1,297 @@
+"""The control socket of a real cache over a real disk tier."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import stat
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tiercache import Config, Layout, TierCache
+from tiercache.control import handler, server
+from tiercache.control.client import ask, find_sockets
+from tiercache.control.messages import (
+    LARGEST_MESSAGE_BYTES,
+    Began,
+    Cancel,
+    ControlError,
+    Ended,
+    Forget,
+    Lookup,
+    Lora,
+    Over,
+    Pin,
+    Prefetch,
+    Progress,
+    Statistics,
+    Unpin,
+    receive,
+)
+from tiercache.control.server import socket_path
+from tiercache.errors import ConfigError
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+CHUNKS = 12
+TOKENS = list(range(16 * CHUNKS))
+
+
+def config_of(place: Path, **more: Any) -> Config:
+    return Config(
+        max_local_cpu_size=0.002,
+        local_disk=(str(place / "kv"),),
+        max_local_disk_size=0.1,
+        control_socket=str(place / "c.sock"),
+        **more,
+    )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "c.sock"
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
+    """Twelve chunks on disk and none hot."""
+    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
+        await cache.flush()
+        cache.clear_hot()
+        yield cache
+
+
+async def exchange(path: Path, raw: bytes) -> dict[str, Any]:
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(raw)
+    try:
+        return dict(msgspec.msgpack.decode(await receive(reader)))
+    finally:
+        writer.close()
+
+
+def framed(content: Any) -> bytes:
+    packed = msgspec.msgpack.encode(content)
+    return len(packed).to_bytes(4, "big") + packed
+
+
+async def test_prefetched_prefix_is_hot_and_counted_as_used(cache: TierCache, place: Path) -> None:
+    begun = await ask(place, Prefetch(tokens=TOKENS, deadline_s=1.0))
+    ended = await ask(place, Progress(handle=begun["handle"], until_s=20.0))
+    assert (ended["done"], ended["asked"], ended["promoted"], ended["missing"]) == (True, CHUNKS, CHUNKS, 0)
+    keys = cache.keys(TOKENS)
+    assert cache.lookup_hot(keys) == CHUNKS
+    await cache.get_into(keys, [np.empty(LAYOUT.chunk_bytes, np.uint8) for _ in keys])
+    found = await ask(place, Statistics())
+    assert found["statistics"]["prefetch"]["hints"]["used_bytes"] == CHUNKS * LAYOUT.chunk_bytes
+    assert (found["model"], found["rank"], found["held"]) == ("m", 0, 0)
+
+
+async def test_lookup_says_how_far_and_where(cache: TierCache, place: Path) -> None:
+    found = await ask(place, Lookup(tokens=[*TOKENS, *range(9000, 9016)]))
+    assert (found["asked"], found["found"], found["by_tier"]["disk"]) == (CHUNKS + 1, CHUNKS, CHUNKS)
+
+
+async def test_keys_do_as_well_as_tokens(cache: TierCache, place: Path) -> None:
+    found = await ask(place, Lookup(keys=[key.hex() for key in cache.keys(TOKENS)]))
+    assert found["found"] == CHUNKS
+
+
+async def test_pin_fetches_what_is_not_hot_and_keeps_it(cache: TierCache, place: Path) -> None:
+    assert await ask(place, Pin(tokens=TOKENS, until_s=20.0)) == {"asked": CHUNKS, "pinned": CHUNKS}
+    assert (await ask(place, Statistics()))["pinned"] == CHUNKS
+    await ask(place, Unpin(tokens=TOKENS))
+    assert cache.ahead.pinned == 0
+
+
+async def test_forgotten_prefix_is_in_no_tier(cache: TierCache, place: Path) -> None:
+    await ask(place, Pin(tokens=TOKENS, until_s=20.0))
+    await ask(place, Forget(tokens=TOKENS))
+    assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == 0
+    assert cache.ahead.pinned == 0
+
+
+async def test_cancelled_prefetch_ends(cache: TierCache, place: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path / "other", prefetch_share=0.0)
+    (tmp_path / "other").mkdir()
+    async with TierCache.open(config, LAYOUT) as idle:
+        await idle.store(TOKENS, [b"x" * LAYOUT.chunk_bytes] * CHUNKS)
+        await idle.flush()
+        idle.clear_hot()
+        path = tmp_path / "other" / "c.sock"
+        begun = await ask(path, Prefetch(tokens=TOKENS, handle="mine"))
+        assert (begun["handle"], begun["done"]) == ("mine", False)
+        with pytest.raises(ControlError, match="there is a prefetch 'mine' already"):
+            await ask(path, Prefetch(tokens=TOKENS, handle="mine"))
+        waiting = asyncio.create_task(ask(path, Progress(handle="mine", until_s=30.0)))
+        await asyncio.sleep(0)
+        assert (await ask(path, Cancel(handle="mine")))["cancelled"] == CHUNKS
+        assert (await waiting)["done"]
+
+
+async def test_sessions_are_told_to_the_predictors(cache: TierCache, place: Path) -> None:
+    assert await ask(place, Began(session="s", tokens=TOKENS, step="plan")) == {"chunks": CHUNKS}
+    assert await ask(place, Ended(session="s", tokens=TOKENS, step="plan", kind="tool")) == {"chunks": CHUNKS}
+    assert len(cache.ahead.sessions) == 1
+    assert await ask(place, Over(session="s")) == {}
+    assert len(cache.ahead.sessions) == 0
+
+
+async def test_who_hangs_up_ends_nothing(cache: TierCache, place: Path) -> None:
+    begun = await ask(place, Prefetch(tokens=TOKENS))
+    waiting = asyncio.create_task(ask(place, Progress(handle=begun["handle"], until_s=30.0)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (await ask(place, Progress(handle=begun["handle"], until_s=20.0)))["promoted"] == CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "says"),
+    [
+        (framed(7), "malformed", "Expected `object`, got `int`"),
+        (framed({"command": "prefetsch"}), "malformed", "prefetsch"),
+        (framed({"command": "prefetch"}), "malformed", "either tokens .* or keys .*, found neither"),
+        (framed({"command": "prefetch", "tokens": [], "keys": []}), "malformed", "found both"),
+        (framed({"command": "prefetch", "tokens": [-1]}), "malformed", r"tokens\[0\]"),
+        (framed({"command": "prefetch", "tokens": [1], "dead_line": 3}), "malformed", "dead_line"),
+        (framed({"command": "prefetch", "tokens": [1], "deadline_s": float("nan")}), "malformed", "deadline_s"),
+        (framed({"command": "lookup", "keys": ["ff"]}), "malformed", r"keys\[0\]"),
+        (framed({"command": "over", "session": "x" * 300}), "malformed", "session"),
+        (framed({"command": "progress", "handle": "none"}), "unknown", "no prefetch 'none'"),
+        (b"\x00\x00\x00\x02\xc1\xc1", "malformed", "malformed message"),
+        ((LARGEST_MESSAGE_BYTES + 1).to_bytes(4, "big"), "too_large", "at most"),
+    ],
+)
+async def test_what_is_not_a_message_gets_a_sentence(
+    cache: TierCache, place: Path, raw: bytes, kind: str, says: str
+) -> None:
+    answer = await exchange(place, raw)
+    assert answer["error"]["kind"] == kind
+    assert re.search(says, answer["error"]["message"])
+
+
+async def test_engine_words_are_refused_without_an_engine(cache: TierCache, place: Path) -> None:
+    for more in ({"cache_salt": "t"}, {"lora": Lora("a", "/a")}):
+        with pytest.raises(ControlError, match="known to a cache in vLLM only") as caught:
+            await ask(place, Lookup(tokens=TOKENS, **more))  # type: ignore[arg-type]
+        assert caught.value.kind == "refused"
+
+
+async def test_cache_without_a_hot_tier_refuses_to_prefetch(tmp_path: Path, place: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, local_cpu=False), LAYOUT):
+        with pytest.raises(ControlError, match="local_cpu is false") as caught:
+            await ask(place, Prefetch(tokens=TOKENS))
+        assert caught.value.kind == "refused"
+
+
+async def test_only_its_user_may_open_the_socket(cache: TierCache, place: Path) -> None:
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+
+
+async def test_second_cache_at_the_path_is_refused_and_the_first_one_answers_on(
+    cache: TierCache, place: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="in use by another cache"):
+        async with TierCache.open(config_of(tmp_path), LAYOUT):
+            pass
+    assert (await ask(place, Statistics()))["rank"] == 0
+
+
+async def test_what_a_dead_process_left_is_taken_over(tmp_path: Path, place: Path) -> None:
+    server._bound(place).close()
+    assert place.is_socket()
+    with pytest.raises(ControlError, match="no cache answers there") as caught:
+        await ask(place, Statistics())
+    assert caught.value.kind == "unreachable"
+    async with TierCache.open(config_of(tmp_path), LAYOUT):
+        assert (await ask(place, Statistics()))["rank"] == 0
+
+
+async def test_closed_cache_takes_its_socket_along_and_hangs_up(tmp_path: Path, place: Path) -> None:
+    async with TierCache.open(config_of(tmp_path), LAYOUT):
+        reader, writer = await asyncio.open_unix_connection(str(place))
+        await ask(place, Statistics())
+    assert await reader.read() == b""
+    writer.close()
+    assert not place.exists()
+
+
+async def test_wrong_place_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no socket can be made at"):
+        async with TierCache.open(replace(config_of(tmp_path), control_socket=str(tmp_path / "no" / "c.sock")), LAYOUT):
+            pass
+    with pytest.raises(ConfigError, match="an absolute path of at most"):
+        Config(control_socket="here.sock")
+    with pytest.raises(ConfigError, match="an absolute path of at most"):
+        Config(control_socket="/" + "x" * 100)
+
+
+async def test_each_rank_has_a_socket(tmp_path: Path) -> None:
+    layouts = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
+    async with (
+        TierCache.open(config_of(tmp_path), layouts[0]),
+        TierCache.open(config_of(tmp_path), layouts[1]),
+    ):
+        found = find_sockets(tmp_path / "c.sock")
+        assert [path.name for path in found] == ["c.sock.0", "c.sock.1"]
+        assert [(await ask(path, Statistics()))["rank"] for path in found] == [0, 1]
+    assert socket_path("/x", (3, 4), (1, 2)) == Path("/x.3.1") and socket_path("/x", (0, 1)) == Path("/x")
+
+
+async def test_too_many_connections_are_told_so(
+    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
+    _, writer = await asyncio.open_unix_connection(str(place))
+    await asyncio.sleep(0)
+    with pytest.raises(ControlError, match="open already") as caught:
+        await ask(place, Statistics())
+    assert caught.value.kind == "busy"
+    writer.close()
+
+
+async def test_message_that_is_too_large_is_not_sent(cache: TierCache, place: Path) -> None:
+    with pytest.raises(ControlError, match="at most") as caught:
+        await ask(place, Lookup(tokens=[2**31] * (LARGEST_MESSAGE_BYTES // 5 + 1)))
+    assert caught.value.kind == "too_large"
+
+
+async def test_silent_connection_is_closed(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_S", 0.05)
+    reader, writer = await asyncio.open_unix_connection(str(place))
+    writer.write(b"\x00\x00")
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_hung_tier_makes_an_answer_late_and_no_more(
+    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(server, "ANSWER_S", 0.05)
+    monkeypatch.setattr(cache, "forget", hang)
+    with pytest.raises(ControlError, match="may hang") as caught:
+        await ask(place, Forget(tokens=TOKENS))
+    assert caught.value.kind == "late"
+    assert (await ask(place, Lookup(tokens=TOKENS)))["found"] == CHUNKS
+
+
+async def test_handles_are_bounded(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "_MOST_HANDLES", 2)
+    for name in ("a", "b"):
+        await ask(place, Prefetch(tokens=TOKENS, handle=name))
+        await ask(place, Progress(handle=name, until_s=20.0))
+    await ask(place, Prefetch(tokens=TOKENS, handle="c"))
+    with pytest.raises(ControlError, match="no prefetch 'a'"):
+        await ask(place, Progress(handle="a"))
+    assert (await ask(place, Progress(handle="b")))["done"]

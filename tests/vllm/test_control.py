@@ -1,0 +1,192 @@
+"""Real vLLM: what requests say in `kv_transfer_params`, and what other programs say through the control socket."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.vllm.test_end_to_end import (
+    BLOCK_TOKENS,
+    STEP_TOKENS,
+    continued,
+    drive,
+    model,
+    oracle,
+    oracles,
+    prompts,
+    same_answer,
+    tiercache_settings,
+)
+
+__all__ = ["continued", "model", "oracle", "oracles", "prompts"]
+
+ROUNDS = 5
+CHUNKS = 4
+"""Of each prompt: 1,024 of its tokens are whole blocks."""
+
+
+@pytest.fixture(scope="module")
+def life(
+    model: str, prompts: list[str], continued: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], str]:
+    """One engine's answers, by the name of the step."""
+    directory = tmp_path_factory.mktemp("kv")
+    socket = str(tmp_path_factory.mktemp("s") / "c.sock")
+
+    def control(command: str, prompt: str | None = None, **fields: Any) -> list[Any]:
+        return ["control", socket, command, fields, prompt]
+
+    first, second = prompts
+    wrong = {"tiercache.pin_s": "soon", "tiercache.forgit": True, "tiercache.session": 7, "other": object.__name__}
+    steps: list[tuple[str, list[Any]]] = [
+        ("wrong", ["generate_saying", first, wrong]),
+        ("wrong again", ["generate_saying", first, wrong]),
+        ("flush", ["flush"]),
+        ("found", control("lookup", first)),
+        ("found salted", control("lookup", first, cache_salt="tenant")),
+        ("salted", ["generate_saying", first, {}, "tenant"]),
+        ("flush", ["flush"]),
+        ("found after salted", control("lookup", first, cache_salt="tenant")),
+        ("coming", ["generate_saying", first, {"tiercache.session": "s", "tiercache.next_in_s": 60}]),
+        ("idle", ["idle"]),
+        ("held", ["control_until", socket, {"held": CHUNKS, "sessions": 1}]),
+        ("came", ["generate_saying", first, {"tiercache.session": "s", "tiercache.pin_s": 600}]),
+        ("idle", ["idle"]),
+        ("pinned", ["control_until", socket, {"held": 0, "pinned": CHUNKS}]),
+        ("over", ["generate_saying", first, {"tiercache.session": "s", "tiercache.session_over": True}]),
+        ("idle", ["idle"]),
+        ("after over", ["control_until", socket, {"sessions": 0}]),
+        ("unpin", control("unpin", first)),
+        ("cold", ["clear_hot"]),
+        ("files", ["cold_files", str(directory)]),
+        ("announced", control("prefetch", first, handle="h", deadline_s=1)),
+        ("promoted", control("progress", handle="h", until_s=30)),
+        ("prefetched", ["generate", [first]]),
+        ("used", control("statistics")),
+        ("to forget", ["generate_saying", second, {"tiercache.forget": True}]),
+        ("idle", ["idle"]),
+        ("flush", ["flush"]),
+        ("forgotten", control("lookup", second)),
+        ("computed", ["generate_saying", second, {}]),
+        ("flush", ["flush"]),
+        ("kept", control("lookup", second)),
+        ("forget", control("forget", second)),
+        ("gone", control("lookup", second)),
+        ("reset", ["reset_everything"]),
+        ("idle", ["idle"]),
+        ("found after reset", control("lookup", first)),
+        ("anew", ["generate", [first]]),
+        ("flush", ["flush"]),
+        ("found anew", control("lookup", first)),
+        ("warm up", ["generate", [continued]]),
+        ("flush", ["flush"]),
+    ]
+    for number in range(ROUNDS):
+        steps += [
+            ("cold", ["clear_hot"]),
+            ("files", ["cold_files", str(directory)]),
+            ("announced", control("prefetch", continued, handle=f"r{number}")),
+            ("promoted", control("progress", handle=f"r{number}", until_s=30)),
+            (f"prefetched {number}", ["first_token_s", continued]),
+            (f"cpu {number}", ["first_token_s", continued]),
+        ]
+    answers, log = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "tiercache": tiercache_settings(directory, control_socket=socket),
+        },
+        [step for _, step in steps],
+    )
+    return dict(zip([name for name, _ in steps], answers, strict=True)), log
+
+
+Life = tuple[dict[str, Any], str]
+
+
+def test_announced_tokens_get_the_names_that_a_request_gets(life: Life) -> None:
+    answers, _ = life
+    assert answers["wrong"]["prompt_tokens"] // BLOCK_TOKENS == 2 * CHUNKS
+    assert answers["found"]["found"] == answers["found"]["asked"] == CHUNKS
+    assert answers["found salted"]["found"] == 0
+    assert answers["found after salted"]["found"] == answers["found"]["found"]
+
+
+def test_prefetched_prompt_is_a_hit_in_ram_and_the_prefix_caches_answer(
+    life: Life, oracle: list[dict[str, Any]]
+) -> None:
+    answers, log = life
+    promoted = answers["promoted"]
+    assert promoted["promoted"] == promoted["asked"] >= 4 and promoted["missing"] == 0
+    (answer,) = answers["prefetched"]
+    assert same_answer(answer, oracle[0])
+    lines = re.findall(r"hit tokens: (\d+) \(cpu: (\d+), disk: (\d+)\)", log)
+    assert len([line for line in lines if line[2] != "0"]) == 0, "everything that was prefetched came out of RAM"
+    used = answers["used"]["statistics"]["prefetch"]["hints"]
+    assert used["used_bytes"] > 0 and used["wasted_bytes"] == used["late_bytes"] == 0
+
+
+def test_what_is_wrong_is_said_once_and_fails_no_request(life: Life, oracle: list[dict[str, Any]]) -> None:
+    answers, log = life
+    assert same_answer(answers["wrong again"], oracle[0])
+    for name in ("pin_s", "forgit", "session"):
+        assert len(re.findall(rf"kv_transfer_params: 'tiercache\.{name}' is ignored: expected", log)) == 1
+
+
+def test_request_says_that_it_comes_again_and_what_to_keep(life: Life) -> None:
+    answers, _ = life
+    assert (answers["held"]["held"], answers["held"]["sessions"]) == (CHUNKS, 1)
+    assert (answers["pinned"]["held"], answers["pinned"]["pinned"]) == (0, CHUNKS)
+    assert answers["after over"]["sessions"] == 0
+
+
+def test_what_a_request_wants_forgotten_is_in_no_tier(life: Life) -> None:
+    answers, _ = life
+    assert answers["forgotten"]["found"] == 0
+    assert answers["computed"]["cached"] == 0
+    assert answers["kept"]["found"] >= 4
+    assert answers["gone"]["found"] == 0
+
+
+def test_after_a_reset_announced_tokens_get_the_new_names(life: Life) -> None:
+    answers, _ = life
+    assert answers["found after reset"]["found"] == 0
+    assert answers["found anew"]["found"] == answers["found"]["found"]
+
+
+def test_prefetched_prompt_answers_about_as_soon_as_a_hit_in_ram(life: Life) -> None:
+    """The exact ratio is examples/prefetch_gateway.py's to measure; this would notice a prefetch that does nothing."""
+    answers, _ = life
+    prefetched, cpu = (median(answers[f"{name} {number}"] for number in range(ROUNDS)) for name in ("prefetched", "cpu"))
+    print(f"first token: prefetched {prefetched:.4f} s, CPU tier {cpu:.4f} s, ratio {prefetched / cpu:.3f}")
+    assert prefetched < 2 * cpu
+
+
+def test_worker_in_a_process_of_its_own_names_announced_tokens_alike(
+    model: str, prompts: list[str], tmp_path: Path
+) -> None:
+    socket = str(tmp_path / "c.sock")
+    (cold, flushed, found), _ = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": STEP_TOKENS,
+            "distributed_executor_backend": "mp",
+            "tiercache": tiercache_settings(tmp_path / "kv", control_socket=socket),
+        },
+        [
+            ["generate_saying", prompts[0], {"tiercache.session": "s", "tiercache.next_in_s": 60}],
+            ["control", socket, "pin", {"until_s": 20}, prompts[0]],
+            ["control", socket, "statistics", {}],
+        ],
+    )
+    assert cold["cached"] == 0
+    assert flushed["pinned"] == flushed["asked"] >= 4
+    assert (found["pinned"], found["sessions"]) == (flushed["pinned"], 1)

@@ -1,0 +1,66 @@
+"""What a request may say about itself, and what is made of nonsense."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tiercache.integrations.vllm.turns import Wishes, wishes_of
+
+
+def test_everything_that_can_be_said() -> None:
+    said = {
+        "tiercache.session": "s",
+        "tiercache.step": "plan",
+        "tiercache.ended": "tool",
+        "tiercache.next_in_s": 3,
+        "tiercache.pin_s": 0.5,
+        "tiercache.forget": True,
+        "tiercache.session_over": True,
+        "do_remote_prefill": False,
+    }
+    assert wishes_of(said, set()) == Wishes("s", "plan", "tool", 3.0, 0.5, True, True)
+    assert not Wishes(step="plan").at_the_end and Wishes(next_in_s=0.0).at_the_end
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("session", 7),
+        ("session", ""),
+        ("session", "x" * 257),
+        ("next_in_s", "soon"),
+        ("next_in_s", True),
+        ("next_in_s", -1),
+        ("next_in_s", float("nan")),
+        pytest.param("next_in_s", 10**5000, id="huge"),
+        ("pin_s", float("inf")),
+        ("forget", 1),
+        ("forget", "yes"),
+        ("sesion", "s"),
+        ("", None),
+    ],
+)
+def test_what_is_wrong_is_not_said_and_warned_about_once(
+    name: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    warned: set[str] = set()
+    with caplog.at_level(logging.WARNING, "tiercache.vllm"):
+        for _ in range(3):
+            wishes = wishes_of({f"tiercache.{name}": value, "tiercache.ended": "tool"}, warned)
+            assert wishes == Wishes(ended="tool")
+    (record,) = caplog.records
+    assert "is ignored: expected" in record.getMessage()
+
+
+@pytest.mark.parametrize("parameters", [None, [], "tiercache.forget", 3, {1: 2}, {("tiercache.forget",): True}])
+def test_what_is_no_object_says_nothing(parameters: Any) -> None:
+    assert wishes_of(parameters, set()) == Wishes()
+
+
+def test_warnings_are_bounded() -> None:
+    warned: set[str] = set()
+    wishes_of({f"tiercache.{number}": 1 for number in range(1000)}, warned)
+    assert len(warned) == 100

@@ -1,0 +1,1 @@
+"""How programs outside tell a running cache what is coming: a Unix socket that the cache opens, and HTTP before it."""

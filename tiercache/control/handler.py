@@ -1,0 +1,142 @@
+"""What each control message does to a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from tiercache.control.messages import (
+    Began,
+    Cancel,
+    Command,
+    ControlError,
+    Ended,
+    Forget,
+    Lookup,
+    Over,
+    Pin,
+    Prefetch,
+    Progress,
+    Statistics,
+    Unpin,
+)
+from tiercache.control.naming import Naming
+from tiercache.scheduler.prefetcher import PrefetchHandle
+
+if TYPE_CHECKING:
+    from tiercache.cache import TierCache
+
+_MOST_HANDLES = 4096
+
+
+class Handler:
+    """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
+
+    def __init__(self, cache: TierCache, naming: Naming) -> None:
+        self._cache = cache
+        self._naming = naming
+        self._handles: OrderedDict[str, PrefetchHandle] = OrderedDict()
+
+    async def answer(self, command: Command) -> dict[str, Any]:
+        """Raises ControlError for what cannot be done, and whatever the cache raises."""
+        match command:
+            case Prefetch():
+                return await self._prefetch(command)
+            case Progress():
+                handle = self._handle(command.handle)
+                await _wait(handle, command.until_s)
+                return _progress(command.handle, handle)
+            case Cancel():
+                handle = self._handle(command.handle)
+                handle.cancel()
+                return _progress(command.handle, handle)
+            case Over():
+                self._cache.ahead.over(command.session)
+                return {}
+            case Statistics():
+                return self._statistics()
+            case _:
+                return await self._about_a_prefix(command)
+
+    async def _about_a_prefix(self, command: Pin | Unpin | Forget | Lookup | Began | Ended) -> dict[str, Any]:
+        cache = self._cache
+        if isinstance(command, Unpin | Forget):
+            keys = await self._naming.all_keys(cache, command)
+            cache.ahead.unpin(keys)
+            if isinstance(command, Forget):
+                await cache.forget(keys)
+            return {}
+        keys = await self._naming.keys(cache, command)
+        match command:
+            case Lookup():
+                hit = await cache.lookup_keys(keys)
+                return {"asked": len(keys), "found": hit.chunks, "by_tier": dict(hit.by_tier)}
+            case Began():
+                cache.ahead.began(command.session, keys, command.step)
+                return {"chunks": len(keys)}
+            case Ended():
+                cache.ahead.ended(command.session, keys, command.step, command.kind)
+                return {"chunks": len(keys)}
+            case Pin():
+                if cache.lookup_hot(keys) < len(keys):
+                    await _wait(cache.prefetch(keys, ttl=command.ttl_s), command.until_s)
+                return {"asked": len(keys), "pinned": cache.ahead.pin(keys, command.ttl_s)}
+
+    async def _prefetch(self, command: Prefetch) -> dict[str, Any]:
+        name = command.handle or secrets.token_hex(12)
+        known = self._handles.get(name)
+        if known is not None and not known.done:
+            raise ControlError("refused", f"there is a prefetch {name!r} already, which has not ended")
+        self._make_room()
+        keys = await self._naming.keys(self._cache, command)
+        handle = self._cache.prefetch(
+            keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority
+        )
+        self._handles[name] = handle
+        self._handles.move_to_end(name)
+        return _progress(name, handle)
+
+    def _make_room(self) -> None:
+        """Handles that have ended stay until their place is needed, so that one can still ask what became of them."""
+        if len(self._handles) >= _MOST_HANDLES:
+            ended = next((name for name, handle in self._handles.items() if handle.done), None)
+            if ended is None:
+                raise ControlError("busy", f"{_MOST_HANDLES} prefetches are under way; cancel some, or wait")
+            del self._handles[ended]
+
+    def _handle(self, name: str) -> PrefetchHandle:
+        handle = self._handles.get(name)
+        if handle is None:
+            raise ControlError("unknown", f"there is no prefetch {name!r}; it may have ended long ago")
+        return handle
+
+    def _statistics(self) -> dict[str, Any]:
+        cache = self._cache
+        layout = cache.layout
+        return {
+            "model": layout.model,
+            "rank": layout.rank,
+            "world_size": layout.world_size,
+            "chunk_bytes": layout.chunk_bytes,
+            "pinned": cache.ahead.pinned,
+            "held": cache.ahead.prefetcher.held,
+            "sessions": len(cache.ahead.sessions),
+            "statistics": cache.statistics().to_dict(),
+        }
+
+
+async def _wait(handle: PrefetchHandle, until_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(until_s):
+            await handle
+
+
+def _progress(name: str, handle: PrefetchHandle) -> dict[str, Any]:
+    progress = handle.progress
+    return {"handle": name, **asdict(progress), "done": progress.done}
+
+

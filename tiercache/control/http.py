@@ -1,0 +1,154 @@
+"""HTTP in front of control sockets: `POST /v1/<command>` with the message as JSON, `GET /v1/statistics`, `GET /metrics`.
+
+All but `GET /healthz` wants the bearer token, if there is one. Whatever goes wrong is JSON with `error.kind` and
+`error.message`; the token is in none of it, and in no log line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tiercache.control.fleet import Fleet
+from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, Command, ControlError, Statistics
+from tiercache.control.metrics import exposition
+
+logger = logging.getLogger("tiercache.control")
+
+_BODY_S = 10.0
+_STATUS = {
+    "malformed": 400,
+    "unauthorised": 401,
+    "unknown": 404,
+    "refused": 409,
+    "too_large": 413,
+    "unsupported": 415,
+    "busy": 503,
+    "unreachable": 503,
+    "late": 504,
+}
+_LOCAL_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
+
+
+def make_app(fleet: Fleet, token: str | None) -> Starlette:
+    """Without a token only requests that name this machine as their host are served: a page in somebody's browser that
+    has its own name point here is not."""
+    server = _Server(fleet, token)
+    return Starlette(
+        routes=[
+            Route("/v1/statistics", server.statistics, methods=["GET", "POST"]),
+            Route("/v1/{command}", server.command, methods=["POST"]),
+            Route("/metrics", server.metrics, methods=["GET"]),
+            Route("/healthz", server.health, methods=["GET"]),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else [],
+        exception_handlers={ControlError: _refused, HTTPException: _http_error, Exception: _failed},  # type: ignore[dict-item]
+    )
+
+
+class _Server:
+    def __init__(self, fleet: Fleet, token: str | None) -> None:
+        self._fleet = fleet
+        self._token = token.encode() if token is not None else None
+
+    async def command(self, request: Request) -> Response:
+        self._check_token(request)
+        name = request.path_params["command"]
+        kind = COMMANDS.get(name)
+        if kind is None:
+            raise ControlError("unknown", f"there is no command {name!r}; known are {', '.join(COMMANDS)}")
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # Also what keeps pages in a browser out: they may not send this unasked.
+            raise ControlError("unsupported", "expected content-type: application/json")
+        body = await _body(request)
+        try:
+            # The path says which command it is, so the body does not.
+            content = msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
+            content["command"] = msgspec.Raw(msgspec.json.encode(name))
+            command: Any = msgspec.json.decode(msgspec.json.encode(content), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ControlError("malformed", f"malformed body: {error}") from None
+        return await self._answer(command)
+
+    async def statistics(self, request: Request) -> Response:
+        """Of each socket by its name: sums over ranks would hide the one that lags."""
+        self._check_token(request)
+        answers = await self._fleet.ask_each(Statistics())
+        return _json({path.name: _plain(answer) for path, answer in answers.items()})
+
+    async def metrics(self, request: Request) -> Response:
+        self._check_token(request)
+        answers: Any = await self._fleet.ask_each(Statistics()) if self._fleet.sockets() else {}
+        return Response(exposition(answers), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(self, request: Request) -> Response:
+        """This server lives; the caches' health is `tiercache_up`."""
+        return _json({})
+
+    async def _answer(self, command: Command) -> Response:
+        return _json(await self._fleet.ask(command))
+
+    def _check_token(self, request: Request) -> None:
+        if self._token is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Compared in a time that does not tell how much of it was right.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
+            raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
+
+
+async def _body(request: Request) -> bytes:
+    """Raises ControlError for one that is too large, as soon as that is known, or too slow."""
+    too_large = ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > LARGEST_MESSAGE_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > LARGEST_MESSAGE_BYTES:
+                    raise too_large
+    except TimeoutError:
+        raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
+    except ClientDisconnect:
+        raise ControlError("malformed", "the connection ended before the body did") from None
+    return bytes(body)
+
+
+def _plain(answer: dict[str, Any] | ControlError) -> dict[str, Any]:
+    return _error(answer.kind, str(answer)) if isinstance(answer, ControlError) else answer
+
+
+def _error(kind: str, message: str) -> dict[str, Any]:
+    return {"error": {"kind": kind, "message": message}}
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+async def _refused(request: Request, error: ControlError) -> Response:
+    headers = {"www-authenticate": "Bearer"} if error.kind == "unauthorised" else None
+    return _json(_error(error.kind, str(error)), _STATUS.get(error.kind, 500), headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    kind = "unknown" if error.status_code == 404 else "malformed"
+    return _json(_error(kind, f"{request.method} {request.url.path}: {error.detail}"), error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _json(_error("failed", "the server failed; its log says why"), 500)

@@ -1,0 +1,167 @@
+"""What may be said to a cache through its control socket, and how it is framed: a length, then msgpack.
+
+The same types are decoded from JSON behind HTTP, so both refuse the same things with the same words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+
+from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.errors import TierCacheError
+
+LARGEST_MESSAGE_BYTES = 8 << 20
+"""Room for a prompt of a million token ids."""
+_LENGTH_BYTES = 4
+_LONGEST_S = 7 * 86400.0
+
+Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+HexKey = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Word = Annotated[str, msgspec.Meta(max_length=256)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_S)]
+Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
+
+
+class ControlError(TierCacheError):
+    """What a control message gets instead of an answer. `kind` is one word for programs, the text is for people."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Lora(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The adapter of a request, as the engine was given it: both are part of its block hashes."""
+
+    name: Name
+    path: str
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, tag_field="command", kw_only=True):
+    """Base of all commands."""
+
+    @property
+    def wait_s(self) -> float:
+        """How long it waits on purpose, at the cache, beyond what answering takes."""
+        return 0.0
+
+
+class Prefix(Message, kw_only=True):
+    """Base of commands about a prefix: its token ids (and what else names it in the engine), or chunk keys in hex."""
+
+    tokens: list[Token] | None = None
+    keys: list[HexKey] | None = None
+    cache_salt: Word = ""
+    lora: Lora | None = None
+
+    @property
+    def chunk_keys(self) -> list[ChunkKey] | None:
+        return None if self.keys is None else [bytes.fromhex(key) for key in self.keys]
+
+
+class Prefetch(Prefix, tag="prefetch", kw_only=True):
+    """This prefix is coming in `deadline_s`. `handle` is a name for it that the caller chooses; by default one is made."""
+
+    deadline_s: Seconds = 0.0
+    ttl_s: Seconds = 60.0
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    handle: Word = ""
+
+
+class Progress(Message, tag="progress", kw_only=True):
+    """How far a prefetch is, after waiting for its end for up to `until_s`."""
+
+    handle: Name
+    until_s: Wait = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        return self.until_s
+
+
+class Cancel(Message, tag="cancel", kw_only=True):
+    handle: Name
+
+
+class Pin(Prefix, tag="pin", kw_only=True):
+    """Keep a prefix hot for `ttl_s`. What is not hot is fetched first, for up to `until_s`."""
+
+    ttl_s: Seconds = 600.0
+    until_s: Wait = 5.0
+
+    @property
+    def wait_s(self) -> float:
+        return self.until_s
+
+
+class Unpin(Prefix, tag="unpin"):
+    """Let its chunks be evicted like others."""
+
+
+class Forget(Prefix, tag="forget"):
+    """Remove its chunks from every tier."""
+
+
+class Lookup(Prefix, tag="lookup"):
+    """How far the prefix reaches, and in which tiers."""
+
+
+class Began(Prefix, tag="began", kw_only=True):
+    """A request of this session (and workflow step) has come."""
+
+    session: Name
+    step: Word = ""
+
+
+class Ended(Prefix, tag="ended", kw_only=True):
+    """That request is answered; the prefix is what the session's next one will begin with."""
+
+    session: Name
+    step: Word = ""
+    kind: Word = ""
+
+
+class Over(Message, tag="over", kw_only=True):
+    """The session will not come back."""
+
+    session: Name
+
+
+class Statistics(Message, tag="statistics"):
+    """What the cache holds and did."""
+
+
+Command = (
+    Prefetch | Progress | Cancel | Pin | Unpin | Forget | Lookup | Began | Ended | Over | Statistics
+)  # fmt: skip
+COMMANDS: dict[str, type[Message]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (Prefetch, Progress, Cancel, Pin, Unpin, Forget, Lookup, Began, Ended, Over, Statistics)
+}
+
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+def decode(packed: bytes) -> Command:
+    """Raises ControlError ("malformed") that says what was expected and where."""
+    try:
+        return _commands.decode(packed)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ControlError("malformed", f"malformed message: {error}") from None
+
+
+def frame(content: Any) -> bytes:
+    packed = msgspec.msgpack.encode(content)
+    return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed
+
+
+async def receive(reader: asyncio.StreamReader) -> bytes:
+    """The next message, packed. Raises ControlError ("too_large") without reading it, IncompleteReadError at the end."""
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if length > LARGEST_MESSAGE_BYTES:
+        raise ControlError("too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {length}")
+    return await reader.readexactly(length)

@@ -1,0 +1,73 @@
+"""The worker's half of turns: tells the cache what requests said, once what they stored is in it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+
+from tiercache.bridge import CacheThread
+from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.errors import TierCacheError
+from tiercache.integrations.vllm.turns import Began, Ended, Wishes
+
+logger = logging.getLogger("tiercache.vllm")
+
+_STORING_S = 30.0
+"""The longest wait for a request's saves; what is not stored by then is not counted on."""
+
+
+class Turns:
+    """`follow` is called by the engine's thread and does not wait."""
+
+    def __init__(self, thread: CacheThread) -> None:
+        self._thread = thread
+        self._warned = False
+
+    def follow(self, turns: Sequence[Began | Ended], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
+        """`storing` are the saves under way, with the requests that they are for."""
+        for turn in turns:
+            saves = []
+            if isinstance(turn, Ended):
+                saves = [save for save, request_id in list(storing.items()) if request_id == turn.request_id]
+            with contextlib.suppress(TierCacheError):  # closed: nothing is worth predicting any more
+                self._thread.submit(self._follow(turn, saves))
+
+    async def _follow(self, turn: Began | Ended, saves: list[concurrent.futures.Future[int]]) -> None:
+        try:
+            keys = keys_from_hashes(self._thread.cache.namespace, turn.names)
+            if isinstance(turn, Began):
+                self._thread.cache.ahead.began(turn.session, keys, turn.step)
+                return
+            # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
+            self._end_turn(turn.wishes, keys)
+            if saves:
+                # Waiting for them does not end them, and how they end is told elsewhere.
+                ended, _ = await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
+                for save in ended:
+                    _ = save.cancelled() or save.exception()
+            await self._see_to(turn, keys)
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("what a request said about the next ones has no effect: %r", error)
+
+    def _end_turn(self, wishes: Wishes, keys: list[ChunkKey]) -> None:
+        ahead = self._thread.cache.ahead
+        if wishes.session:
+            ahead.ended(wishes.session, keys, wishes.step, wishes.ended)
+            if wishes.session_over:
+                ahead.over(wishes.session)
+
+    async def _see_to(self, turn: Ended, keys: list[ChunkKey]) -> None:
+        cache, wishes = self._thread.cache, turn.wishes
+        if wishes.forget:
+            forgotten = keys_from_hashes(cache.namespace, turn.stored)
+            cache.ahead.unpin(forgotten)
+            await cache.forget(forgotten)
+        if wishes.pin_s is not None:
+            cache.ahead.pin(keys, wishes.pin_s)
+        if wishes.next_in_s is not None:
+            cache.prefetch(keys, deadline=wishes.next_in_s)

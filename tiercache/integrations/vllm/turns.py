@@ -1,0 +1,118 @@
+"""What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
+
+    {"tiercache.session": "chat-17", "tiercache.ended": "tool", "tiercache.next_in_s": 20}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+logger = logging.getLogger("tiercache.vllm")
+
+PREFIX = "tiercache."
+_LONGEST_NAME = 256
+_LONGEST_S = 7 * 86400.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """A field of this class is a parameter `tiercache.<field>`."""
+
+    session: str = ""
+    """An id of the program's own: its turns predict one another."""
+    step: str = ""
+    """Of a workflow, whose run is the session."""
+    ended: str = ""
+    """How the turn ends, in a word of the program's own: after "tool" the next one comes sooner than after "user"."""
+    next_in_s: float | None = None
+    """What the request leaves behind is needed again in so many seconds."""
+    pin_s: float | None = None
+    """Keep it hot for so long."""
+    forget: bool = False
+    """Remove what the request stored when it has finished. What others had stored before stays."""
+    session_over: bool = False
+    """No turn of the session follows this one."""
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether there is anything to do when the request has finished."""
+        return bool(self.session or self.forget or self.next_in_s is not None or self.pin_s is not None)
+
+
+@dataclass(frozen=True)
+class Began:
+    """A request of a session has come. `names` are those of its prompt's full chunks."""
+
+    session: str
+    step: str
+    names: list[bytes]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request has finished. `names` are those of the chunks that hold its prefix now, `stored` of those it has stored."""
+
+    request_id: str
+    wishes: Wishes
+    names: list[bytes]
+    stored: list[bytes]
+
+
+def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
+    """What is wrong counts as not said, with one warning for each parameter; nothing here fails a request.
+
+    `warned` remembers what was warned about.
+    """
+    found: dict[str, Any] = {}
+    if not isinstance(parameters, Mapping):
+        return Wishes()
+    for name, value in parameters.items():
+        if not isinstance(name, str) or not name.startswith(PREFIX):
+            continue
+        field = name.removeprefix(PREFIX)
+        expected, parse = _KINDS.get(field, (f"one of {', '.join(_KINDS)} after {PREFIX}", lambda _: None))
+        if (parsed := parse(value)) is not None:
+            found[field] = parsed
+        elif field[:64] not in warned and len(warned) < 100:
+            warned.add(field[:64])
+            logger.warning("kv_transfer_params: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value))
+    return Wishes(**found)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def _name(value: Any) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME else None
+
+
+def _seconds(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if 0 <= value <= _LONGEST_S else None
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+_A_NAME = (f"a text of 1 .. {_LONGEST_NAME} characters", _name)
+_SOME_SECONDS = (f"a number of seconds in 0 .. {_LONGEST_S:.0f}", _seconds)
+_A_FLAG = ("true or false", _flag)
+_KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "session": _A_NAME,
+    "step": _A_NAME,
+    "ended": _A_NAME,
+    "next_in_s": _SOME_SECONDS,
+    "pin_s": _SOME_SECONDS,
+    "forget": _A_FLAG,
+    "session_over": _A_FLAG,
+}
+assert set(_KINDS) == {field.name for field in fields(Wishes)}

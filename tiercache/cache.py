@@ -120,7 +120,8 @@ class TierCache:
                     opened.append(tier)
             except BaseException:
                 for tier in opened:
-                    await tier.close()
+                    with contextlib.suppress(Exception):
+                        await tier.close()
                 raise
         except BaseException:
             self._close_device()
@@ -208,7 +209,10 @@ class TierCache:
             await self._device_reader.close()
         await self._fan_out.close()
         for tier in (*self.tiers, self.cpu):
-            await tier.close()
+            try:
+                await tier.close()
+            except Exception:
+                logger.exception("%s: closing failed", tier.name)
         self._copiers.close()
         if self._stuck or not self._idle.is_set():
             logger.warning("%d operations hang in a device; their memory stays mapped", self._stuck + self._operations)
@@ -445,12 +449,21 @@ class TierCache:
         return await self._fan_out.flush(timeout_s)
 
     async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from every tier."""
+        """Remove chunks from every tier. A tier that fails keeps no other from it; its error is raised at the end."""
         self._check_open()
         for key in keys:
             self.cpu.forget(key)
-            for writer in self._fan_out.writers:
-                await writer.forget(key)
+        outcomes = await asyncio.gather(
+            *(self._forget_from(writer, keys) for writer in self._fan_out.writers), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    @staticmethod
+    async def _forget_from(writer: TierWriter, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            await writer.forget(key)
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""

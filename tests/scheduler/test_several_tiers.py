@@ -183,3 +183,31 @@ async def test_server_that_answers_questions_and_loses_reads_is_left_alone(bench
         assert (await reader.lookup(keys_of(number)))[0] == 1
         assert await reader.fetch(chunk(number)[0], now() + 1.0) is None
     assert reader.breakers() == {"a": "open"}
+
+
+async def test_short_lookups_find_out_about_a_hung_tier_as_well(bench: Bench) -> None:
+    hung = FaultyTier(Server("a"))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung], ReaderSettings(deadline_s=10.0, probe_deadline_s=0.05))
+    for _ in range(3):
+        assert (await reader.lookup(keys_of(1)))[0] == 0
+    assert reader.breakers() == {"a": "open"}, "or every look-up would wait to its end, for ever"
+    hung.gate.set()
+
+
+async def test_lookup_does_not_wait_for_a_tier_that_does_not_let_go_of_a_question(bench: Bench) -> None:
+    class Deaf(Server):
+        async def probe(self, keys: Sequence[ChunkKey]) -> int:
+            try:
+                await asyncio.sleep(100.0)
+            except asyncio.CancelledError:
+                await asyncio.sleep(100.0)
+            return 0
+
+    reader = Reader(bench.cpu, [Deaf("a"), Server("b", [1])], SETTINGS)
+    began = now()
+    assert (await reader.lookup(keys_of(1, 2)))[0] == 1
+    assert now() - began == pytest.approx(1.0, abs=0.1)
+    for task in asyncio.all_tasks():
+        if task.get_name() == "tiercache-ask":
+            await asyncio.wait([task])

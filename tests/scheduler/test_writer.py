@@ -185,3 +185,18 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
     bench.tier.gate.set()
     await bad.flush(5.0)
     assert bench.is_whole()
+
+
+async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: Bench) -> None:
+    bench.tier.patience_s = 0.5
+    writer = writer_of(bench, wait_s=10.0, deadline_s=60.0)
+    await occupy(bench, writer)
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1.0)
+    began_s = loop.time()
+    await writer.enqueue(bench.make_hot(7))
+    assert loop.time() - began_s < 0.5, "a put that waited would wait for this tier in vain, and the other tiers with it"
+    assert writer.statistics().skipped == 1
+    bench.tier.gate.set()
+    assert await writer.flush(5.0)
+    assert bench.is_whole()

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import KEYS, Config
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
 from tiercache.config.tiers import PlannedTier, tiers_of
+
+_SECRET_OPTIONS = tuple(
+    f".{name}" if name == option.name else name
+    for options in OPTIONS.values()
+    for option in options
+    if option.secret and not option.name.endswith("url")
+    for name in (option.name, *option.flat)
+)
+"""What the tables call secret: settings of instances, and LMCache's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,8 @@ def explain(config: Config) -> Explanation:
     remotes = {PLUGIN_PREFIX + name: value for name, value in config.remote_storage_plugin_settings.items()}
     for name, value in sorted((remotes | dict(config.remote_settings)).items()):
         meaning = "a setting of that remote tier" if name in remotes else "a setting of all remote tiers of a type"
-        shown = hidden("remote_url" if name.endswith("url") else name, value)
+        secret = name.endswith(_SECRET_OPTIONS)
+        shown = hidden("remote_url" if name.endswith(("url", "uri")) else name, value, secret=secret)
         values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote", True))
     return Explanation(
         values=tuple(values),

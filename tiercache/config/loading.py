@@ -128,6 +128,11 @@ class _Resolution:
         name, origin = setting.name, setting.origin
         if name in IGNORED:
             return
+        if isinstance(setting.value, (list, tuple)) and all(isinstance(item, str) for item in setting.value):
+            setting = replace(setting, value=", ".join(setting.value))
+        of_remote = name.startswith(PLUGIN_PREFIX) or any(name in names for names in FLAT.values())
+        if setting.value is None and of_remote:
+            return  # `password:` with nothing behind it: not given
         if name.startswith(PLUGIN_PREFIX) and "." in name.removeprefix(PLUGIN_PREFIX):
             if isinstance(setting.value, (str, int, float)):
                 self.plugins[name.removeprefix(PLUGIN_PREFIX)] = str(setting.value)

@@ -9,12 +9,15 @@ from typing import Any
 HIDDEN = "***"
 
 _SECRET_NAME = re.compile(
-    r"password|passwd|token(?!s)|secret|salt|credential|access_key|account_key|connection_string", re.IGNORECASE
+    r"passw|passphrase|pwd|token(?!s)|secret|salt|credential|(?:access|account|api|private|shared)_?key$"
+    r"|(?:access|account)_key|connection_string|(?:^|[._])(?:auth|pass|dsn)$",
+    re.IGNORECASE,
 )
-_CREDENTIALS = re.compile(r"(?<=://)\S*@")
-_CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?\S*@")
+_CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
+"""Spaces included: a password may have some."""
+_CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?.*@", re.DOTALL)
 """A mistyped URL must not give away more than a right one."""
-_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> Any:

@@ -20,6 +20,9 @@ from tiercache.tiers.cpu import CpuTier, Lease
 
 logger = logging.getLogger("tiercache.reader")
 
+_LET_GO_S = 0.002
+"""What a tier has to let go of a question at its deadline."""
+
 Sink = Callable[[np.ndarray], None]
 
 
@@ -49,6 +52,8 @@ class Reader:
         self._sources = [Source(tier, self.settings) for tier in tiers]
         self.flights = Flights(cpu, self._sources, read or read_into_host)
         self.counters = self.flights.counters
+        self._questions: set[asyncio.Task[int | None]] = set()
+        """Cancelled, and not over yet."""
         self._lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
 
     @property
@@ -153,7 +158,10 @@ class Reader:
                         asked[task] = source, position
                 if not asked:
                     break
-                done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                left_s = deadline_s + _LET_GO_S - asyncio.get_running_loop().time()
+                done, _ = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
                 before = position
                 position, by_tier = self.where(keys)
                 answers = [(*asked.pop(task), task.result()) for task in done]
@@ -163,7 +171,9 @@ class Reader:
         finally:
             for task in asked:
                 task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+                # Nobody waits for it: a tier that does not let go of a question would hold the look-up.
+                self._questions.add(task)
+                task.add_done_callback(self._questions.discard)
         return position, by_tier
 
     async def close(self) -> None:

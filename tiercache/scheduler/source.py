@@ -66,7 +66,8 @@ class Source:
             async with asyncio.timeout_at(self.until_s(deadline_s)):
                 found = await self.tier.probe(keys)
         except TimeoutError:
-            self.waited_in_vain(began_s)
+            # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
+            self.waited_in_vain(began_s, self.settings.probe_deadline_s)
             return None
         except Exception as error:
             self.breaker.failed(loop.time())
@@ -76,8 +77,8 @@ class Source:
             self.breaker.succeeded(loop.time())  # only then: answers must not make up for reads that fail
         return found
 
-    def waited_in_vain(self, began_s: float) -> None:
-        """No answer since `began_s`."""
+    def waited_in_vain(self, began_s: float, enough_s: float = _LEAST_S) -> None:
+        """No answer since `began_s`; `enough_s` is the wait that counts where it is shorter than the usual least."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - began_s >= 0.99 * self.least_s:  # a timer may be early by its resolution
+        if now_s - began_s >= 0.99 * min(enough_s, self.least_s):  # a timer may be early by its resolution
             self.breaker.failed(now_s)

@@ -67,6 +67,7 @@ class TierWriter:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
+        self._moved_at_s = 0.0
 
     @property
     def pending(self) -> int:
@@ -108,6 +109,8 @@ class TierWriter:
         try:
             async with asyncio.timeout(self.settings.wait_s):
                 while not self.enqueue_nowait(lease):
+                    if self._stalls:
+                        raise TimeoutError
                     self._room.clear()
                     await self._room.wait()
         except TimeoutError:
@@ -167,6 +170,7 @@ class TierWriter:
             if len(self._tasks) + len(self._stuck) > self.tier.traits.write_concurrency:
                 break  # a hung write has taken this task's place in the tier
             key, lease = self._queue.take()
+            self._moved_at_s = asyncio.get_running_loop().time()
             self._room.set()
             self._writing[key] = lease.payload_bytes
             try:
@@ -262,6 +266,12 @@ class TierWriter:
     def _hangs(self) -> bool:
         """Every place in the tier is taken by a write that outlived its deadline."""
         return len(self._stuck) >= self.tier.traits.write_concurrency
+
+    @property
+    def _stalls(self) -> bool:
+        """The tier has begun no write for as long as it may take to answer: no `put` waits for it."""
+        patience_s = self.tier.patience_s
+        return patience_s is not None and asyncio.get_running_loop().time() - self._moved_at_s > patience_s
 
     @property
     def stuck(self) -> int:

@@ -20,6 +20,7 @@ from tiercache.core.budget import Purpose, SlotBudget
 from tiercache.core.eviction import EvictionOrder, make_order
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Pool, Slot
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
@@ -250,6 +251,10 @@ class CpuTier(Tier):
                     await turn
             except TimeoutError:
                 late = True  # though the turn may have come at this very moment
+            except asyncio.CancelledError:
+                if turn.cancelled() and not self._cancelling():
+                    raise CacheClosed("the cache was closed while this waited for room") from None
+                raise
             finally:
                 self._waiters -= 1
                 if not turn.done() or turn.cancelled():

@@ -17,6 +17,9 @@ from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.redis.address import Address, Endpoint
 from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, TooSlow
 
+_NO_FILE = (None, "NO_CERTIFICATE_OR_CRL_FOUND")
+"""OpenSSL's reasons when a file of ours is no certificate."""
+
 
 class Connector:
     def __init__(self, address: Address, settings: RemoteSettings) -> None:
@@ -139,6 +142,9 @@ class Connector:
         tls = _cause(error, ssl.SSLError)
         if isinstance(tls, ssl.SSLCertVerificationError):
             return Refused("tls_ca_file", f"the certificate of {endpoint} is not trusted: {tls.verify_message}")
+        if type(tls) is ssl.SSLError and (tls.reason in _NO_FILE or tls.library in ("PEM", "X509")):
+            problem = "tls_ca_file, tls_cert_file or tls_key_file is not PEM, or they do not belong together"
+            return Refused("tls_ca_file", problem)
         if isinstance(tls, ssl.SSLError) and tls.reason:
             return BrokenConnection(f"{endpoint}: TLS: {tls.reason}")
         missing = _cause(error, FileNotFoundError)

@@ -25,5 +25,5 @@ class TierUnavailable(TierCacheError):
     """A tier cannot be used: its device, directory or server failed, or its breaker is open."""
 
 
-class CacheClosed(TierCacheError):
+class CacheClosed(TierCacheError, RuntimeError):
     """The cache was used after `close`."""

@@ -190,3 +190,16 @@ def test_setting_that_is_a_list_or_nothing(load_text) -> None:
     fs, redis = remotes_of(config)
     assert fs.options["base_path"] == ("/mnt/a", "/mnt/b")
     assert redis.options["password"] is None
+
+
+def test_settings_named_by_the_scheme_are_about_the_tier_of_the_url(load_text) -> None:
+    config = load_text("remote_url: rediss://a\nremote_storage_plugin.rediss.tls_ca_file: /etc/ca.pem")
+    assert only(config).options["tls_ca_file"] == "/etc/ca.pem"
+
+
+@pytest.mark.parametrize("empty", ["module_path", "class_name"])
+def test_half_of_a_third_partys_place_is_not_enough(load_text, empty: str) -> None:
+    own = {"module_path": "a.b", "class_name": "C", empty: ""}
+    lines = "".join(f"remote_storage_plugin.mine.{name}: '{value}'\n" for name, value in own.items())
+    with pytest.raises(ConfigError, match="module_path and class_name belong together"):
+        load_text(f"remote_storage_plugins: [mine]\n{lines}")

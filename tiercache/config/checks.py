@@ -84,7 +84,7 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
     listed = values.get("remote_storage_plugins", ())
     for plugin in listed:
         kind = plugin_type(plugin)
-        own_class = {f"{plugin}.module_path", f"{plugin}.class_name"} & set(plugins)
+        own_class = [name for name in ("module_path", "class_name") if plugins.get(f"{plugin}.{name}")]
         if len(own_class) == 1:
             yield (
                 ("remote_storage_plugins",),
@@ -101,9 +101,10 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
             )
     if len(set(listed)) < len(listed):
         yield ("remote_storage_plugins",), "remote_storage_plugins: every instance needs a name of its own"
+    scheme = (values.get("remote_url") or "").partition("://")[0]
     for name in plugins:
         plugin = name.rpartition(".")[0]
-        if plugin not in listed:
+        if plugin not in listed and plugin != scheme:
             yield (
                 ("remote_storage_plugins",),
                 f"{PLUGIN_PREFIX}{name}: remote_storage_plugins does not list {plugin!r}",

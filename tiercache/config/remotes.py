@@ -101,7 +101,8 @@ def read_remotes(
     if url and not lent:
         name = scheme if all(remote.name != scheme for remote in remotes) else "remote_url"
         type_name = ALIASES.get(scheme, scheme)
-        options = _options(scheme, {}, flat, problems)
+        # `remote_storage_plugin.<scheme>.*` is about this tier, unless a plug-in has that name.
+        options = _options(scheme, settings if name == scheme else {}, flat, problems)
         place = ", ".join(split_paths(url.partition("://")[2])) if type_name == "hf3fs" else url
         remotes.append(Remote(name, type_name, place, "remote_url", options, type_name in types_at_hand()))
     return remotes, problems

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from tiercache.errors import CacheClosed
+
 T = TypeVar("T")
 
 _Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
@@ -45,7 +47,7 @@ class Workers:
     def submit(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself runs on."""
         if self._closed:
-            raise RuntimeError(f"workers {self.name} are closed")
+            raise CacheClosed(f"workers {self.name} are closed")
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None:

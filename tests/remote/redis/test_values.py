@@ -292,3 +292,17 @@ async def test_a_server_that_forbids_large_values_is_a_clean_failure(tmp_path: P
             await tier.write(*chunk(1, 2 << 20), 2 << 20)
         assert await tier.write(*chunk(2), 5000)
         await tier.close()
+
+
+async def test_a_value_of_ours_that_is_longer_than_the_slot_stays_out_of_what_lies_behind_it(
+    tier: RedisTier, server: Server
+) -> None:
+    key, payload = chunk(1, SEGMENT_BYTES)
+    await tier.write(key, payload, SEGMENT_BYTES)
+    memory = page_aligned(4 * SEGMENT_BYTES)
+    with server.client() as client:
+        client.append(head_name("tiercache", key), b"\7" * 2 * SEGMENT_BYTES)
+    with pytest.raises(CorruptChunk):
+        await tier.read(key, memory[:SEGMENT_BYTES])
+    assert not memory[SEGMENT_BYTES:].any()
+    assert await tier.read(chunk(2)[0], memory) is None, "the next request is answered"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tiercache.config.remotes import ENTRY_POINTS, third_party_types
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierCacheError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 
@@ -43,7 +43,12 @@ def make_remote(settings: RemoteSettings, *, module_path: str = "", class_name: 
         entry = next(iter(found))
         where, place = f"the entry point {settings.type}", entry.value
     factory = _load(where, place)
-    tier = factory(settings)
+    try:
+        tier = factory(settings)
+    except TierCacheError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{settings.name}: {place} failed: {type(error).__name__}: {error}") from error
     if not isinstance(tier, Tier):
         raise ConfigError(
             f"{where}: expected a tiercache.tiers.base.Tier from {place}, found {type(tier).__name__}; LMCache's connectors "

@@ -45,18 +45,24 @@ def _sizes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
         points.sort()
         style = {"linestyle": "--", "color": "black"} if name == "optimal" else {"marker": "o", "markersize": 3}
         panel.plot(*zip(*points, strict=True), label=name, **style)
-    panel.set_xscale("log")
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.set_xlabel("hot cache, GiB")
     panel.set_ylabel("contiguous-prefix hit, %")
 
 
 def _writes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """For each admission and total of RAM and flash: the split that hits most. Lines go from small to large totals."""
+    best: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
     for row in rows:
-        if row.flash_written_blocks and row.hit is not None:
-            lines[row.admission].append((row.flash_written_blocks / 1000, 100 * row.hit))
-    for name, points in lines.items():
-        points.sort()
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linestyle="", label=name)
+        if row.flash_written_blocks is None or row.hit is None or row.ram_blocks is None or row.flash_blocks is None:
+            continue
+        total = row.ram_blocks + row.flash_blocks
+        point = row.flash_written_blocks / 1000, 100 * row.hit
+        if point[1] > best[row.admission].get(total, (0.0, -1.0))[1]:
+            best[row.admission][total] = point
+    for name, by_total in best.items():
+        points = [by_total[total] for total in sorted(by_total)]
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name)
     panel.set_xlabel("written to flash, thousand blocks")
     panel.set_ylabel("contiguous-prefix hit, %")

@@ -178,6 +178,14 @@ class CostAgainstModel(RuleBasedStateMachine):
             self.model.touch(key)
 
     @rule(key=KEYS)
+    def renew_and_touch(self, key: bytes) -> None:
+        """Expected and then used: it is in its class again."""
+        if key in self.model.there:
+            self.order.renew(key)
+            self.order.touch(key)
+            self.model.touch(key)
+
+    @rule(key=KEYS)
     def discard(self, key: bytes) -> None:
         assert self.order.discard(key) == (key[0] if key in self.model.there else None)
         self.model.discard(key)
@@ -305,3 +313,16 @@ def test_cost_learns_that_newcomers_are_not_worth_keeping() -> None:
 
     assert hits("LRU") == 0
     assert hits("COST") > 7_000
+
+
+def test_cost_gives_up_what_was_expected_and_did_not_come() -> None:
+    order: CostAware[int] = CostAware()
+    order.insert(b"expected", 0)
+    order.renew(b"expected")
+    kept = 0
+    for step in range(100):
+        order.insert(b"%d" % step, 0)
+        if len(order) > 10:
+            order.pop_victim()
+        kept += b"expected" in order
+    assert 10 <= kept < 40, "it outlasts about one turn of the cache, not more"

@@ -27,13 +27,13 @@ def test_a_sweep_beside_its_bounds(tmp_path: Path) -> None:
 
 def test_flash_with_admissions_and_announcements(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    options = ["--sweep", "5%", "--flash", "all", "--admission", "all,second_touch", "--prefetch", "none,hints", "--no-bounds"]
+    options = ["--flash", "all", "--admission", "all,second_touch", "--prefetch", "none,hints", "--no-bounds"]
     result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--json", str(file)])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(file.read_text())[0]["rows"]}
     assert set(rows) == {"LRU, all", "LRU, all, hints", "LRU, second_touch", "LRU, second_touch, hints"}
     assert rows["LRU, second_touch"]["flash_written_blocks"] < rows["LRU, all"]["flash_written_blocks"]
-    assert rows["LRU, all, hints"]["precision"] > 0.9
+    assert rows["LRU, all, hints"]["precision"] > 0.8
 
 
 def test_a_governor_in_gib_a_day(tmp_path: Path) -> None:

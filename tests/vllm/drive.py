@@ -1,4 +1,4 @@
-"""Run one real vLLM engine through a list of steps, in a process of its own. Used by test_end_to_end.py.
+"""Run one real vLLM engine through a list of steps, in a process of its own. Used by engines.py.
 
 Reads {"engine": {...}, "steps": [[name, ...], ...]} from standard input; writes one JSON list of answers as its last line.
 """

@@ -9,22 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.engines import BLOCK_TOKENS, STEP_TOKENS, drive, same_answer, tiercache_settings
+
 pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.vllm.test_end_to_end import (
-    BLOCK_TOKENS,
-    STEP_TOKENS,
-    continued,
-    drive,
-    model,
-    oracle,
-    oracles,
-    prompts,
-    same_answer,
-    tiercache_settings,
-)
-
-__all__ = ["continued", "model", "oracle", "oracles", "prompts"]
 
 ROUNDS = 5
 CHUNKS = 4

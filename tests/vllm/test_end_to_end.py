@@ -5,110 +5,19 @@ Each engine runs in a process of its own and goes through many steps, because st
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.vllm.engines import STEP_TOKENS, close_answer, drive, same_answer, tiercache_settings
 from tiercache.testing.hf3fs import Hf3fsEmulator
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-
-REPOSITORY = Path(__file__).parents[2]
-BLOCK_TOKENS = 128
-STEP_TOKENS = 512
-"""Tokens a step, the same for all engines: how a prefill is split changes its result in the fifth digit."""
-
-
-@pytest.fixture(scope="session")
-def model() -> str:
-    from tiercache.demo.model import prepare_model
-
-    return str(prepare_model(REPOSITORY / "demo" / "model"))
-
-
-@pytest.fixture(scope="session")
-def prompts() -> list[str]:
-    """Two prompts of about 1,100 tokens that share nothing."""
-
-    licence = (REPOSITORY / "LICENSE").read_text()
-    return [
-        licence[:5500] + "\nQuestion: What is this document about?\nAnswer:",
-        licence[6000:11300] + "\nQuestion: Who is the licensor?\nAnswer:",
-    ]
-
-
-@pytest.fixture(scope="session")
-def continued() -> str:
-    """A prompt of about 1,700 tokens that goes on where the text of the first of `prompts` ends."""
-    return (REPOSITORY / "LICENSE").read_text()[:8500] + "\nQuestion: What may a contributor do?\nAnswer:"
-
-
-def drive(
-    engine: dict[str, Any], steps: list[list[Any]], environment: dict[str, str] | None = None
-) -> tuple[list[Any], str]:
-    """The answers of each step, and everything that the engine logged."""
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("drive.py"))],
-        input=json.dumps({"engine": engine, "steps": steps}),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, **(environment or {})},
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-    answers: list[Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return answers, run.stdout + run.stderr
-
-
-def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
-    return {
-        "chunk_size": 256,
-        "save_unfull_chunk": True,
-        "max_local_cpu_size": 0.5,
-        "local_disk": str(directory),
-        "max_local_disk_size": 1.0,
-        **settings,
-    }
-
-
-def same_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one["tokens"] == other["tokens"] and all(
-        abs(a - b) < 1e-5 for a, b in zip(one["logprobs"], other["logprobs"], strict=True)
-    )
-
-
-def close_answer(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """What vLLM's own recompute gives: it splits the prefill differently, so its numbers differ by up to 0.05."""
-    return one["tokens"][:4] == other["tokens"][:4] and all(
-        abs(a - b) < 0.15 for a, b in zip(one["logprobs"][:4], other["logprobs"][:4], strict=True)
-    )
-
-
-@pytest.fixture(scope="session")
-def oracles(model: str, prompts: list[str], continued: str) -> list[dict[str, Any]]:
-    """vLLM's own prefix-cache hits, for `prompts` and `continued`."""
-    (cold, hit, _, continued_hit), _ = drive(
-        {"model": model, "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS},
-        [["generate", prompts], ["generate", prompts], ["generate", [continued]], ["generate", [continued]]],
-    )
-    assert all(answer["cached"] == 0 for answer in cold)
-    for answer in (*hit, *continued_hit):
-        assert answer["cached"] == (answer["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    return [*hit, *continued_hit]
-
-
-@pytest.fixture(scope="session")
-def oracle(oracles: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return oracles[:2]
 
 
 @pytest.fixture(scope="session")

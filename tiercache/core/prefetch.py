@@ -161,7 +161,10 @@ class PrefetchPlan:
     # What to do
 
     def next(self, now_s: float, resident: Callable[[ChunkKey], bool]) -> Fetch | None:
-        """The chunk to fetch now; it counts as begun. None when there is none, or no budget: see `wake_s`."""
+        """The chunk to fetch now; it counts as begun. None when there is none, or no budget: see `wake_s`.
+
+        `resident` says that a chunk needs no fetch: it is hot, or no tier has it.
+        """
         chunk_bytes = self.chunk_bytes
         if (len(self._ready) + len(self._in_flight) + 1) * chunk_bytes > self.settings.share_bytes:
             self._expire(now_s)

@@ -54,7 +54,7 @@ def replay_command(options: Options) -> int:
     sections: dict[str, list[Row]] = {}
     found: list[dict[str, Any]] = []
     skipped = 0
-    output = Console() if sys.stdout.isatty() else Console(width=160)
+    output = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         _check(options)
         for path in options.traces:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -295,7 +295,7 @@ def _key_of_text(text: str, scope: bytes) -> ChunkKey:
 def _opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if packed else path.open("rb")
+    return cast("IO[bytes]", gzip.open(path)) if packed else path.open("rb")
 
 
 def _format_of(path: Path) -> str:

@@ -11,8 +11,8 @@ from tiercache.replay.report import Row
 def plot(sections: dict[str, list[Row]], path: Path) -> None:
     """One panel a trace. Raises ImportError without matplotlib.
 
-    Where several admissions were tried: flash writes against hit rate; else hit rate against the size of the hot cache, a
-    line a policy, with bounds.
+    Where several admissions were tried: flash writes against hit rate at equal total sizes; else hit rate against the size
+    of the hot cache, a line a policy, with bounds.
     """
     import matplotlib
 
@@ -45,18 +45,30 @@ def _sizes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
         points.sort()
         style = {"linestyle": "--", "color": "black"} if name == "optimal" else {"marker": "o", "markersize": 3}
         panel.plot(*zip(*points, strict=True), label=name, **style)
-    panel.set_xscale("log")
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
     panel.set_xlabel("hot cache, GiB")
     panel.set_ylabel("contiguous-prefix hit, %")
 
 
 def _writes(panel, rows: list[Row]) -> None:  # type: ignore[no-untyped-def]
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """A line a total of RAM and flash, a marker an admission, each with the split of the total that hits most."""
+    best: dict[int, dict[str, tuple[float, float]]] = defaultdict(dict)
+    sizes: dict[int, float] = {}
     for row in rows:
-        if row.flash_written_blocks and row.hit is not None:
-            lines[row.admission].append((row.flash_written_blocks / 1000, 100 * row.hit))
-    for name, points in lines.items():
-        points.sort()
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, linestyle="", label=name)
+        if row.flash_written_blocks is None or row.hit is None or row.ram_blocks is None or row.flash_blocks is None:
+            continue
+        total = row.ram_blocks + row.flash_blocks
+        sizes[total] = (row.ram_gib or 0) + (row.flash_gib or 0)
+        name = row.admission if row.governed_blocks is None else f"{row.admission}, governed"
+        point = row.flash_written_blocks / 1000, 100 * row.hit
+        if point[1] > best[total].get(name, (0.0, -1.0))[1]:
+            best[total][name] = point
+    names = sorted({name for points in best.values() for name in points})
+    for total in sorted(best):
+        panel.plot(*zip(*sorted(best[total].values()), strict=True), label=f"{sizes[total]:,.0f} GiB in all")
+    for name, marker in zip(names, "os^vD*", strict=False):
+        points = [best[total][name] for total in best if name in best[total]]
+        panel.plot(*zip(*points, strict=True), marker=marker, linestyle="", color="black", markersize=4, label=name)
     panel.set_xlabel("written to flash, thousand blocks")
     panel.set_ylabel("contiguous-prefix hit, %")

@@ -118,6 +118,7 @@ class Simulator:
                 return
             self._evict_ram(self.block_bytes, now_s)
         ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
+        ram.order.renew(fetch.key)
         plan.fetched(fetch.key)
 
     def _evict_ram(self, needed_bytes: int, now_s: float) -> None:

@@ -206,6 +206,14 @@ class CpuTier(Tier):
             if entry is not None and not entry.parked:
                 self._order.touch(key)
 
+    def renew(self, keys: Sequence[ChunkKey]) -> None:
+        """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
+        the prefix to the first. No use is counted."""
+        for key in reversed(keys):
+            entry = self._entries.get(key)
+            if entry is not None and not entry.parked:
+                self._order.renew(key)
+
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Learn that `keys` follow one another in a prefix: the order evicts none of them before those behind it."""
         self._order.follow(keys)

@@ -43,6 +43,7 @@ class CostAware(EvictionOrder[V]):
         super().__init__()
         self.entries: dict[ChunkKey, V] = {}
         self._queues: list[OrderedDict[ChunkKey, int]] = [OrderedDict() for _ in range(_CLASSES)]
+        self._expected: OrderedDict[ChunkKey, int] = OrderedDict()
         self._classes: dict[ChunkKey, int] = {}
         self._ghosts: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
         self._clock = 0
@@ -83,16 +84,23 @@ class CostAware(EvictionOrder[V]):
 
     def touch(self, key: ChunkKey) -> None:
         class_ = self._classes[key]
-        since = self._queues[class_].pop(key)
-        self._hits[class_][_bucket(self._clock - since)] += 1
+        if class_ >= _CLASSES:
+            del self._expected[key]
+            class_ -= _CLASSES
+        else:
+            since = self._queues[class_].pop(key)
+            self._hits[class_][_bucket(self._clock - since)] += 1
         class_ = _used(class_)
         self._classes[key] = class_
         self._queues[class_][key] = self._clock
 
     def renew(self, key: ChunkKey) -> None:
-        queue = self._queues[self._classes[key]]
-        queue[key] = self._clock
-        queue.move_to_end(key)
+        class_ = self._classes[key]
+        if class_ < _CLASSES:
+            del self._queues[class_][key]
+            self._classes[key] = class_ + _CLASSES
+        self._expected[key] = self._clock
+        self._expected.move_to_end(key)
 
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         ghost = self._ghosts.pop(key, None)
@@ -103,6 +111,7 @@ class CostAware(EvictionOrder[V]):
             self._queues[ghost[0]][key] = self._clock
 
     def _coldest(self) -> ChunkKey:
+        self._give_up()
         best, lowest, oldest = None, 0.0, 0
         for class_, queue in enumerate(self._queues):
             if queue:
@@ -111,16 +120,30 @@ class CostAware(EvictionOrder[V]):
                 index = self._index[class_][_bucket(self._clock - since)]
                 if best is None or index < lowest or (index == lowest and since < oldest):
                     best, lowest, oldest = key, index, since
-        assert best is not None
-        return best
+        return next(iter(self._expected)) if best is None else best
+
+    def _give_up(self) -> None:
+        """What was expected, and did not come while as much as all residents came in, is like its equals again."""
+        while self._expected:
+            key = next(iter(self._expected))
+            since = self._expected[key]
+            if self._clock - since <= len(self.entries):
+                return
+            del self._expected[key]
+            class_ = self._classes[key] = self._classes[key] - _CLASSES
+            self._queues[class_][key] = since
 
     def _remove(self, key: ChunkKey) -> V:
-        del self._queues[self._classes.pop(key)][key]
+        class_ = self._classes.pop(key)
+        del (self._expected if class_ >= _CLASSES else self._queues[class_])[key]
         return self.entries.pop(key)
 
     def _evict(self, key: ChunkKey) -> V:
         class_ = self._classes[key]
-        self._ghosts[key] = class_, self._queues[class_][key]
+        if class_ >= _CLASSES:
+            self._ghosts[key] = class_ - _CLASSES, self._expected[key]
+        else:
+            self._ghosts[key] = class_, self._queues[class_][key]
         if len(self._ghosts) > max(1024, self.REMEMBERED * len(self.entries)):
             _, (class_, since) = self._ghosts.popitem(last=False)
             self._lost[class_][_bucket(self._clock - since)] += 1
@@ -134,7 +157,7 @@ class CostAware(EvictionOrder[V]):
         class_ = self._classes.get(parent) if parent is not None else None
         if class_ is None:
             return 0
-        generation, uses = divmod(class_, _USES)
+        generation, uses = divmod(class_ % _CLASSES, _USES)
         return min(generation + (uses > 0), _GENERATIONS - 1) * _USES
 
     def _fit(self) -> None:

@@ -1,0 +1,51 @@
+"""The model, the prompts, and what vLLM's own prefix cache answers: once for all tests with engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, STEP_TOKENS, drive
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    from tiercache.demo.model import prepare_model
+
+    return str(prepare_model(REPOSITORY / "demo" / "model"))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[str]:
+    """Two prompts of about 1,100 tokens that share nothing."""
+
+    licence = (REPOSITORY / "LICENSE").read_text()
+    return [
+        licence[:5500] + "\nQuestion: What is this document about?\nAnswer:",
+        licence[6000:11300] + "\nQuestion: Who is the licensor?\nAnswer:",
+    ]
+
+
+@pytest.fixture(scope="session")
+def continued() -> str:
+    """A prompt of about 1,700 tokens that goes on where the text of the first of `prompts` ends."""
+    return (REPOSITORY / "LICENSE").read_text()[:8500] + "\nQuestion: What may a contributor do?\nAnswer:"
+
+
+@pytest.fixture(scope="session")
+def oracles(model: str, prompts: list[str], continued: str) -> list[dict[str, Any]]:
+    """vLLM's own prefix-cache hits, for `prompts` and `continued`."""
+    (cold, hit, _, continued_hit), _ = drive(
+        {"model": model, "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS},
+        [["generate", prompts], ["generate", prompts], ["generate", [continued]], ["generate", [continued]]],
+    )
+    assert all(answer["cached"] == 0 for answer in cold)
+    for answer in (*hit, *continued_hit):
+        assert answer["cached"] == (answer["prompt_tokens"] - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    return [*hit, *continued_hit]
+
+
+@pytest.fixture(scope="session")
+def oracle(oracles: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return oracles[:2]

@@ -129,7 +129,10 @@ class Chunks:
             if published:
                 self._together(name, list(segments), lambda channel, left: keep(channel, left, final_ms))
         except Missing:
+            removed = published and not existing(self._servers, [name])[0]
             self._try_to_unlink(name, [name, *(segment.name for segment in segments)])
+            if removed:
+                return True  # it was there, and somebody has removed it already
             raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
         except TierFull:
             self._try_to_unlink(name, [segment.name for segment in segments])

@@ -276,10 +276,11 @@ class DiskTier(Tier):
                 async with aiofiles.open(manifest, "w") as file:
                     await file.write(json.dumps({"format": FORMAT, "what": "tiercache chunks"}) + "\n")
         except (OSError, ValueError, AttributeError) as error:
-            volume.close()
+            self._metadata.submit(volume.close)
             raise ConfigError(f"{self.option}: {root} cannot be used: {error}") from error
         except BaseException:
-            volume.close()
+            # In the thread, after an `open` that may still be at work there: the mount may hang, and the loop must not.
+            self._metadata.submit(volume.close)
             raise
 
     async def _write_evicting(

@@ -12,7 +12,7 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +33,12 @@ from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.disk import MANIFEST, DiskSettings, DiskTier, Victims
-from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
+from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
+from tiercache.tiers.space import default_cap
 from tiercache.tiers.volume import Unborn, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -91,7 +92,11 @@ class Hf3fsTier(DiskTier):
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self._open_engine()
-            await super().open()
+                if not self.settings.cap_bytes:
+                    cap_bytes = await self._metadata.submit(default_cap, self.settings.directories)
+                    self.settings = replace(self.settings, cap_bytes=cap_bytes)
+                # A mount that hangs from now on is as bad as one that has hung before.
+                await super().open()
         except TimeoutError:
             await self.close()
             # Any mount of 3FS that hangs on this machine: looking for ours asks all of them.
@@ -140,13 +145,15 @@ class Hf3fsTier(DiskTier):
         return f"{super().describe()[:-1]}, rings, {copies})"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into)))
+        return await self._read(key, lambda volume: self._begin(self._noticing(self._ring_read(volume, key, into))))
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._write(
             key,
             payload_bytes,
-            lambda volume, victims: self._begin(self._ring_write(volume, key, payload, payload_bytes, victims)),
+            lambda volume, victims: self._begin(
+                self._noticing(self._ring_write(volume, key, payload, payload_bytes, victims))
+            ),
         )
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -200,6 +207,15 @@ class Hf3fsTier(DiskTier):
         self._active.add(task)
         task.add_done_callback(self._active.discard)
         return task
+
+    async def _noticing(self, work: Coroutine[Any, Any, T]) -> T:
+        """A call that failed because the mount is dead is the first to know, perhaps the only one: rings may be idle."""
+        try:
+            return await work
+        except OSError as error:
+            if error.errno in DEAD_MOUNT and self.engine is not None:
+                self.engine.suspect()
+            raise
 
     def _later(self, call: Callable[..., object], *arguments: object) -> None:
         """Clean up in a worker thread, which a tier that was closed meanwhile does not have any more."""

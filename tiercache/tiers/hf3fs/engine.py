@@ -150,7 +150,7 @@ class RingEngine:
         return self._equipment().buffers
 
     def suspect(self) -> None:
-        """A call on the mount failed as calls on a dead one do: look whether its daemon is alive, though nothing is in flight."""
+        """A call on the mount failed as on a dead one: look whether its daemon is alive, though nothing is in flight."""
         self._suspected = True
         self._watch_soon()
 
@@ -185,7 +185,12 @@ class RingEngine:
         return [] if self._now is None else [each for ring in self._now.all_rings for each in ring.unfinished]
 
     async def _begin(self) -> None:
-        await self._workers.submit(self._make)
+        try:
+            await self._workers.submit(self._make)
+        except OSError as error:
+            if error.errno in (*DEAD_MOUNT, errno.ENOENT):
+                await self._mourn(None)  # it may have died since we looked, when there were no rings by which to know
+            raise
         try:
             # Only now: until rings could be made, what lies at the mount point may be the directory below it.
             if self._died and self._revive is not None:
@@ -326,6 +331,10 @@ class RingEngine:
                     del ring  # its thread takes it away
             buffers = self._make_buffers()
             buffers.segment.register(self.library, mount, settings.numa)
+            if self.arena is not None and self.arena.iov is not None and _is_dead(registrations, self.arena.name):
+                # The daemon that it was registered with died between two rounds of rings.
+                self._died = True
+                self.arena.unregister()
             if self.arena is not None and self.arena.iov is None:
                 self.arena.register(self.library, mount, settings.numa)
         except BaseException:

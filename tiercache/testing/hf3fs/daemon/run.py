@@ -62,6 +62,7 @@ class Daemon:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if self.settings.until_stdin_closes:
             # An owner that dies while we are stopped (`pause`) must not leave a mount that hangs everybody: go on, and end.
+            # Linux says so when the thread ends that started us; to a daemon that is not stopped it means nothing.
             ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
             threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
         self.engine.start()

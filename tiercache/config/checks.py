@@ -119,7 +119,10 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
         paths += [("remote_url", path) for path in split_paths(url.removeprefix("hf3fs://"))]
     for name, text in plugins.items():
         if plugin_type(name) == "hf3fs" and name.endswith(".base_path"):
-            paths += [(PLUGIN_PREFIX + name, path) for path in split_paths(text)]
+            found = split_paths(text)
+            if not found:
+                yield (PLUGIN_PREFIX + name,), f"{PLUGIN_PREFIX}{name}: expected at least one path, found {text!r}"
+            paths += [(PLUGIN_PREFIX + name, path) for path in found]
     node = values.get("hf3fs_numa_id", -1)
     if node > (last := _last_numa_node()):
         yield ("hf3fs_numa_id",), f"hf3fs_numa_id: expected a NUMA node of this machine in -1 .. {last}, found {node}"

@@ -100,6 +100,10 @@ class Workers:
             self._unfinished -= 1
             if future.cancelled():
                 continue
+            if isinstance(error, StopIteration):
+                # A future does not take it, and its waiter, and all that come after it, would wait for ever.
+                error, cause = RuntimeError("a call in a worker thread raised StopIteration"), error
+                error.__cause__ = cause
             if error is not None:
                 future.set_exception(error)
             else:

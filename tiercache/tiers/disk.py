@@ -10,8 +10,9 @@ import asyncio
 import errno
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiofiles
@@ -26,7 +27,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
-from tiercache.tiers.volume import TOP_LEVELS, Scanned, Volume
+from tiercache.tiers.space import default_cap
+from tiercache.tiers.volume import TOP_LEVELS, NothingFreed, Scanned, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -47,7 +49,8 @@ _ADMISSION_REMEMBERS = 1 << 20
 class DiskSettings:
     directories: tuple[Path, ...]
     cap_bytes: int
-    """Of all directories together; each gets an equal share."""
+    """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
+    tier opens."""
     threads: int = 4
     """For reads; as many again for writes."""
     direct: bool | None = None
@@ -91,6 +94,8 @@ class DiskTier(Tier):
         self._metadata = Workers(f"{self.name}-metadata", 1)
         self._shelves: list[Shelf] = []
         self._scans: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Future[None]] = set()
+        """Volumes that are being closed."""
         self._refused: dict[ChunkKey, None] = {}
         self.admission = make_admission(settings.admission, _ADMISSION_REMEMBERS)
         self.governor = Governor(settings.bytes_per_day)
@@ -98,8 +103,10 @@ class DiskTier(Tier):
         self._closed = False
 
     async def open(self) -> None:
-        share_bytes = self.settings.cap_bytes // len(self.settings.directories)
         try:
+            if not self.settings.cap_bytes:
+                self.settings = replace(self.settings, cap_bytes=await self._default_cap())
+            share_bytes = self.settings.cap_bytes // len(self.settings.directories)
             for directory in self.settings.directories:
                 volume = self._make_volume(directory, share_bytes)
                 await self._open_volume(volume)
@@ -114,8 +121,10 @@ class DiskTier(Tier):
         for scan in list(self._scans):
             scan.cancel()
         await asyncio.gather(*self._scans, return_exceptions=True)
-        closing = [] if self._closed else [self._metadata.submit(shelf.volume.close) for shelf in self._shelves]
+        for shelf in [] if self._closed else self._shelves:
+            self._close_volume(shelf.volume)
         self._closed = True
+        closing = list(self._closing)
         for workers in (self._readers, self._writers, self._metadata):
             workers.close()
         if closing:
@@ -283,6 +292,22 @@ class DiskTier(Tier):
     def _make_index(self) -> CappedIndex:
         return CappedIndex(make_order(self.settings.policy))
 
+    async def _default_cap(self) -> int:
+        try:
+            return await self._metadata.submit(default_cap, self.settings.directories)
+        except OSError as error:
+            raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
+
+    def _close_volume(self, volume: Volume) -> None:
+        """In the thread, after an `open` that may still be at work there: the mount may hang, and the loop must not."""
+        try:
+            closing = self._metadata.submit(volume.close)
+        except RuntimeError:  # the tier was closed meanwhile
+            threading.Thread(target=volume.close, name=f"tiercache-{self.name}-late", daemon=True).start()
+            return
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     async def _open_volume(self, volume: Volume) -> None:
         root = volume.root
         try:
@@ -299,35 +324,47 @@ class DiskTier(Tier):
                 async with aiofiles.open(manifest, "w") as file:
                     await file.write(json.dumps({"format": FORMAT, "what": "tiercache chunks"}) + "\n")
         except (OSError, ValueError, AttributeError) as error:
-            volume.close()
+            self._close_volume(volume)
             raise ConfigError(f"{self.option}: {root} cannot be used: {error}") from error
         except BaseException:
-            volume.close()
+            self._close_volume(volume)
             raise
 
     async def _write_evicting(
         self, shelf: Shelf, needed_bytes: int, write: Callable[[Volume, Victims], asyncio.Future[int]]
     ) -> int:
         deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
-        for attempt in range(_ATTEMPTS):
+        attempt = 0
+        while attempt < _ATTEMPTS:
             victims = await self._make_room(shelf, needed_bytes, deficit_bytes)
             volume, index = shelf.volume, shelf.index
             try:
                 return await to_the_end(write(volume, victims))
-            except TierFull:
+            except TierFull as error:
+                # Victims that somebody else had deleted were no attempt, and are out of the index now.
+                attempt += not (victims and isinstance(error, NothingFreed))
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
                 await self._reopen(shelf)
                 deficit_bytes = 0
+                attempt += 1
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
                 # The device is fuller than our cap allows for: make room at our own expense, then say so.
-                deficit_bytes = needed_bytes << attempt
+                attempt += 1
+                if await self._close_deleted():
+                    deficit_bytes = 0
+                    continue
+                deficit_bytes = needed_bytes << attempt - 1
                 if not index.used_bytes:
                     raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
                 deficit_bytes = min(deficit_bytes, index.used_bytes)
         raise TierFull(f"{shelf.volume.root}: no room after {_ATTEMPTS} attempts")
+
+    async def _close_deleted(self) -> int:
+        """The device is full: deleted files that we keep open take its space. Closes them; how many there were."""
+        return 0  # this tier keeps none open
 
     async def _make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
         """What the writer of `needed_bytes` has to delete first, when `deficit_bytes` (if above zero) are lacking.

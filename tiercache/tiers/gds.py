@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
@@ -19,7 +19,6 @@ from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.space import default_cap
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.gds")
@@ -61,9 +60,6 @@ class GdsTier(DiskTier, DeviceTier):
         return self.files is not None
 
     async def open(self) -> None:
-        if not self.settings.cap_bytes:
-            cap_bytes = await self._metadata.submit(default_cap, self.settings.directories)
-            self.settings = replace(self.settings, cap_bytes=cap_bytes)
         await super().open()
         try:
             await self._open_files()

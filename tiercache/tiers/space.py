@@ -14,10 +14,12 @@ _SHARE_OF_FREE = 0.9
 def default_cap(directories: Sequence[Path]) -> int:
     """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
     every instance that shares them, and after every restart."""
-    total_bytes = 0
+    free_bytes: dict[int, int] = {}
+    counted_bytes = 0
     for directory in directories:
         directory.mkdir(parents=True, exist_ok=True)
         space = os.statvfs(directory)
-        counted_bytes = counted_in(directory / ".tiercache" / "ledger")
-        total_bytes += int(_SHARE_OF_FREE * (space.f_bavail * space.f_frsize + counted_bytes))
-    return total_bytes
+        # Directories of one file system have its free space together, not each.
+        free_bytes[os.stat(directory).st_dev] = space.f_bavail * space.f_frsize
+        counted_bytes += counted_in(directory / ".tiercache" / "ledger")
+    return int(_SHARE_OF_FREE * (sum(free_bytes.values()) + counted_bytes))

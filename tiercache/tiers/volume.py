@@ -83,6 +83,10 @@ class Deleted:
     error: OSError | None = None
 
 
+class NothingFreed(TierFull):
+    """There is no room, and all victims were gone already: somebody else deleted them."""
+
+
 class Volume:
     def __init__(
         self,
@@ -117,6 +121,9 @@ class Volume:
         self._ours: set[ChunkKey] = set()
         self._deleted_unscanned_bytes = 0
         self._relinked: set[int] = set()
+        self.on_delete: Callable[[str], None] = lambda path: None
+        """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
+        its space until it is closed."""
         self.ways = WAYS
         """How a finished file gets its name; the first that the file system can do."""
 
@@ -236,11 +243,11 @@ class Volume:
 
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> Unborn:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
-        for victim, occupied_bytes in victims:
-            self.delete(victim, occupied_bytes)
+        freed = sum(self.delete(victim, occupied_bytes) for victim, occupied_bytes in victims)
         charged_bytes = file_bytes(payload_bytes)
         if not self.ledger.charge(charged_bytes):
-            raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
+            full = TierFull if freed else NothingFreed
+            raise full(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
         directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
         return Unborn(key, f"{directory}/{self._owner}.{next(self._numbers)}", charged_bytes)
 
@@ -295,8 +302,12 @@ class Volume:
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
-        if not self._unlink(self.path(key)):
-            return False
+        path = self.path(key)
+        try:
+            if not self._unlink(path):
+                return False
+        finally:
+            self.on_delete(path)
         self._note_deleted(key, occupied_bytes)
         self.ledger.correct(-occupied_bytes)
         return True
@@ -305,14 +316,16 @@ class Volume:
         """Unlink many chunks and credit them together, to everybody at once."""
         done = Deleted()
         for victim in victims:
+            path = self.path(victim[0])
             try:
-                if self._unlink(self.path(victim[0])):
+                if self._unlink(path):
                     self._note_deleted(*victim)
                     done.chunks += 1
                     done.freed_bytes += victim[1]
             except OSError as error:
                 done.left.append(victim)
                 done.error = error
+            self.on_delete(path)
         if done.freed_bytes:
             self.ledger.release(done.freed_bytes)
         return done

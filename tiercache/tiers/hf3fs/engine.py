@@ -25,7 +25,7 @@ _SUSPECT_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 _JOIN_S = 2.0
 _END_S = 5.0
-_DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
+DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
 
 
 class StillInUse(TierUnavailable):
@@ -81,6 +81,7 @@ class RingEngine:
         self._make_buffers = make_buffers
         self._revive = revive
         self._died = False
+        self._suspected = False
         self._draining = False
         self._workers = Workers("hf3fs-rings", 1)
         self._now: _Equipment | None = None
@@ -122,7 +123,7 @@ class RingEngine:
             self._watch.cancel()
         if self._examination is not None:
             self._examination.cancel()
-            await asyncio.gather(self._examination, return_exceptions=True)
+            await asyncio.wait([self._examination], timeout=_END_S)  # what it began in a thread may hang with the mount
         left = self._give_up(TierUnavailable(f"3FS at {self.mount} is closed"), over=True)
         # In the one thread, so after whatever it may still be making.
         await asyncio.wait([self._workers.submit(self._end, left)], timeout=_END_S)
@@ -147,6 +148,11 @@ class RingEngine:
     def buffers(self) -> Buffers:
         """Raises TierUnavailable while there is no daemon."""
         return self._equipment().buffers
+
+    def suspect(self) -> None:
+        """A call on the mount failed as on a dead one: look whether its daemon is alive, though nothing is in flight."""
+        self._suspected = True
+        self._watch_soon()
 
     def transfer(self, descriptor: int, pieces: Sequence[tuple[Piece, int]], *, read: bool) -> Transfer:
         """Move pieces of shared memory from or to a registered file; each has its offset in the file.
@@ -179,14 +185,20 @@ class RingEngine:
         return [] if self._now is None else [each for ring in self._now.all_rings for each in ring.unfinished]
 
     async def _begin(self) -> None:
-        await self._workers.submit(self._make)
+        try:
+            await self._workers.submit(self._make)
+        except OSError as error:
+            if error.errno in (*DEAD_MOUNT, errno.ENOENT):
+                await self._mourn(None)  # it may have died since we looked, when there were no rings by which to know
+            raise
         try:
             # Only now: until rings could be made, what lies at the mount point may be the directory below it.
             if self._died and self._revive is not None:
                 await self._revive()
         except BaseException:
+            # The arena too: when we try again it may be with yet another daemon, which does not know it.
             fresh, self._fresh = self._fresh, None
-            await self._workers.submit(_take_away, fresh)
+            await self._workers.submit(self._bury, fresh)
             raise
         self._now, self._fresh = self._fresh, None
         self._died = self._draining = False
@@ -238,10 +250,11 @@ class RingEngine:
             transfer.ended.set_exception(StillInUse(f"3FS at {self.mount} did not answer for {hang_s:.1f} s"))
             self._tell()
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
-        suspect = self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
+        suspect = self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
         if not suspect:
             self._pause_s = self._look_s
         elif self._examination is None and now_s >= self._examine_at_s:
+            self._suspected = False
             self._examination = self._loop.create_task(self._examine(), name="tiercache-hf3fs-examine")
             self._examination.add_done_callback(self._examined)
         if suspect or unfinished:
@@ -260,9 +273,7 @@ class RingEngine:
         if now is not None:
             if await self._workers.submit(_is_dead, now.registrations, now.buffers.segment.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
-                died = TierUnavailable(f"3FS at {self.mount} died")
-                self._died = True
-                await self._workers.submit(self._bury, self._give_up(died, over=True))
+                await self._mourn(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
             elif not now.works or self._worn_out(now):
                 logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
                 # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
@@ -270,13 +281,22 @@ class RingEngine:
                 if served := [each.ended for each in self._unfinished() if not each.ended.done()]:
                     await asyncio.wait(served)
                 silent = StillInUse(f"3FS at {self.mount} does not answer")
-                await self._workers.submit(_take_away, self._give_up(silent, over=False))
+                left = self._give_up(silent, over=False)
+                dead = await self._workers.submit(_take_away_and_look, left)
+                if dead:
+                    await self._mourn(None)
             else:
                 return
         await self._begin()
         self.restarts += 1
         self._tell()
         logger.info("3FS at %s: rings made anew", self.mount)
+
+    async def _mourn(self, equipment: _Equipment | None) -> None:
+        """The daemon is dead: nobody touches what it was given, and all that is open on its mount is of no use."""
+        self._died = True
+        self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
+        await self._workers.submit(self._bury, equipment)
 
     def _worn_out(self, now: _Equipment) -> bool:
         """Whether half of the places, or of a ring's entries, are lost. While nobody is served it may only hang."""
@@ -311,6 +331,10 @@ class RingEngine:
                     del ring  # its thread takes it away
             buffers = self._make_buffers()
             buffers.segment.register(self.library, mount, settings.numa)
+            if self.arena is not None and self.arena.iov is not None and _is_dead(registrations, self.arena.name):
+                # The daemon that it was registered with died between two rounds of rings.
+                self._died = True
+                self.arena.unregister()
             if self.arena is not None and self.arena.iov is None:
                 self.arena.register(self.library, mount, settings.numa)
         except BaseException:
@@ -344,7 +368,14 @@ def _is_dead(registrations: int, name: str) -> bool:
             if not link.startswith("submit-ios")
         )
     except OSError as error:
-        return error.errno in _DEAD_MOUNT
+        return error.errno in DEAD_MOUNT
+
+
+def _take_away_and_look(equipment: _Equipment | None) -> bool:
+    """Whether the daemon died meanwhile. Looked at before the registrations go, by which it is known."""
+    dead = equipment is not None and _is_dead(equipment.registrations, equipment.buffers.segment.name)
+    _take_away(equipment)
+    return dead
 
 
 def _take_away(equipment: _Equipment | None) -> None:

@@ -29,11 +29,11 @@ from tiercache.core.header import (
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.disk import MANIFEST, DiskSettings, DiskTier, Victims
-from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
+from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
@@ -52,6 +52,8 @@ _LARGEST_ALLOWANCE_BYTES = 1 << 30
 _SMALLEST_SHARE = 64
 _OPEN_S = 60.0
 _END_S = 5.0
+_SWEEP_S = 5.0
+"""How long a file may stay open, and allocated, that another instance deleted."""
 _HEADERS_BYTES = 2 << 20
 
 
@@ -79,6 +81,7 @@ class Hf3fsTier(DiskTier):
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
         self._active: set[asyncio.Task[Any]] = set()
+        self._sweep: asyncio.TimerHandle | None = None
         self._file_threads = Workers(f"{name}-files", _FILE_THREADS)
         self._hashing = threading.BoundedSemaphore(settings.threads)
         """Of the threads that make files, so many hash and copy at a time: the others wait for 3FS, not for a CPU."""
@@ -91,7 +94,9 @@ class Hf3fsTier(DiskTier):
         try:
             async with asyncio.timeout(_OPEN_S):
                 await self._open_engine()
-            await super().open()
+                # A mount that hangs from now on is as bad as one that has hung before.
+                await super().open()
+            self._sweep_later()
         except TimeoutError:
             await self.close()
             # Any mount of 3FS that hangs on this machine: looking for ours asks all of them.
@@ -126,6 +131,8 @@ class Hf3fsTier(DiskTier):
         self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
 
     async def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
         engine, self.engine = self.engine, None
         if engine is not None:
             await engine.close()
@@ -140,21 +147,21 @@ class Hf3fsTier(DiskTier):
         return f"{super().describe()[:-1]}, rings, {copies})"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into)))
+        return await self._noticing(
+            self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into)))
+        )
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        return await self._write(
-            key,
-            payload_bytes,
-            lambda volume, victims: self._begin(self._ring_write(volume, key, payload, payload_bytes, victims)),
+        return await self._noticing(
+            self._write(
+                key,
+                payload_bytes,
+                lambda volume, victims: self._begin(self._ring_write(volume, key, payload, payload_bytes, victims)),
+            )
         )
 
     async def remove(self, key: ChunkKey) -> bool:
-        path = self.path(key)
-        removed = await super().remove(key)
-        if self.engine is not None:
-            await to_the_end(self._metadata.submit(self.files.forget, path))
-        return removed
+        return await self._noticing(super().remove(key))
 
     def _find_mount(self, library: Any) -> Path:
         """The one mount that all directories lie on. Blocks."""
@@ -175,7 +182,7 @@ class Hf3fsTier(DiskTier):
     def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
         # An allowance: two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes.
         settings, allowance_bytes = self.settings, min(_LARGEST_ALLOWANCE_BYTES, cap_bytes // _SMALLEST_SHARE)
-        return Volume(
+        volume = Volume(
             directory,
             cap_bytes,
             self.fingerprint,
@@ -184,6 +191,8 @@ class Hf3fsTier(DiskTier):
             allowance_bytes=allowance_bytes,
             beside=True,
         )
+        volume.on_delete = self.files.forget
+        return volume
 
     def _engine(self) -> RingEngine:
         if self.engine is None:
@@ -200,6 +209,31 @@ class Hf3fsTier(DiskTier):
         self._active.add(task)
         task.add_done_callback(self._active.discard)
         return task
+
+    async def _noticing(self, work: Coroutine[Any, Any, T]) -> T:
+        """A call that failed because the mount is dead is the first to know, perhaps the only one: rings may be idle."""
+        try:
+            return await work
+        except OSError as error:
+            if error.errno in DEAD_MOUNT and self.engine is not None:
+                self.engine.suspect()
+            raise
+
+    def _sweep_later(self) -> None:
+        """What others delete is not to stay allocated because we keep it open, least of all while nobody uses us."""
+        self._sweep = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_now)
+
+    def _sweep_now(self) -> None:
+        self._metadata.submit(self.files.close_deleted).add_done_callback(self._swept)
+
+    def _swept(self, sweep: asyncio.Future[int]) -> None:
+        if not sweep.cancelled() and (error := sweep.exception()) is not None:
+            logger.info("%s: could not close deleted files: %s", self.name, error)
+        if self.engine is not None:
+            self._sweep_later()
+
+    async def _close_deleted(self) -> int:
+        return await self._metadata.submit(self.files.close_deleted)
 
     def _later(self, call: Callable[..., object], *arguments: object) -> None:
         """Clean up in a worker thread, which a tier that was closed meanwhile does not have any more."""
@@ -327,8 +361,6 @@ class Hf3fsTier(DiskTier):
         def begin() -> tuple[Unborn, RegisteredFile]:
             unborn = volume.begin_write(key, payload_bytes, victims)
             try:
-                for victim, _ in victims:
-                    self.files.forget(volume.path(victim))
                 view = buffers.view(place)
                 if not view.nbytes:
                     raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
@@ -358,6 +390,11 @@ class Hf3fsTier(DiskTier):
             moved_bytes, whole_bytes = await transfer.ended, file_bytes(payload_bytes)
             if moved_bytes != whole_bytes:
                 raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", unborn.path)
+        except OSError:
+            # Nobody writes to it any more, and its space may be what the next attempt needs.
+            buffers.give_back(place)
+            await self._file_threads.submit(self._discard, volume, unborn, file)
+            raise
         except BaseException:
             # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
             self._later(volume.abandon_write, unborn)
@@ -365,6 +402,11 @@ class Hf3fsTier(DiskTier):
             raise
         buffers.give_back(place)
         return await self._file_threads.submit(self._publish, volume, unborn, file)
+
+    def _discard(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> None:
+        with contextlib.suppress(OSError):
+            volume.abandon_write(unborn)
+        self.files.release(file)
 
     def _publish(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> int:
         """Releases `file`: it has its name only when nobody can write to it any more."""

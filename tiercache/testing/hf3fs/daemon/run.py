@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -60,6 +61,9 @@ class Daemon:
         # Only the main thread is to get them: one that comes to another does not wake it.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if self.settings.until_stdin_closes:
+            # An owner that dies while we are stopped (`pause`) must not leave a mount that hangs everybody: go on, and end.
+            # Linux says so when the thread ends that started us; to a daemon that is not stopped it means nothing.
+            ctypes.CDLL(None).prctl(1, int(signal.SIGCONT), 0, 0, 0)  # PR_SET_PDEATHSIG
             threading.Thread(target=_terminate_at_end_of_stdin, name="stdin", daemon=True).start()
         self.engine.start()
         self.clients.start()

@@ -115,6 +115,7 @@ def replay(
     gib_per_day: Annotated[str, typer.Option(help="The governor of flash writes; 0: none.")] = "0",
     prefetch: Annotated[str, typer.Option(help="none, or hints,sessions,workflows; + joins them.")] = "none",
     hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
+    hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
     bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,
     measure_from: Annotated[float, typer.Option(help="Part of the requests that only warms up.")] = 0.5,
     bytes_per_token: Annotated[int, typer.Option(min=1, help="KV of a token; 131072: Llama-3.1-8B, bf16.")] = 131072,
@@ -155,7 +156,7 @@ def replay(
         session_interval_s=session_interval_s,
         json_file=json_file,
         plot_file=plot_file,
-        base=Setting(0, hint_lead_s=hint_lead_s, hardware=hardware),
+        base=Setting(0, hint_lead_s=hint_lead_s, hint_error=hint_error, hardware=hardware),
     )
     raise typer.Exit(replay_command(options))
 

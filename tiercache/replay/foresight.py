@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction import Hints, Prediction, Sessions, Workflows
@@ -34,6 +35,8 @@ class Foresight:
             block_bytes,
         )
         self._lead_s = setting.hint_lead_s
+        self._error = setting.hint_error
+        self._chance = Random(0)
         self._renew = renew
         self._hints = Hints() if "hints" in setting.prefetch else None
         self._sessions = Sessions() if "sessions" in setting.prefetch else None
@@ -140,7 +143,7 @@ class Foresight:
         if run is not None and (self._running.get(run) or self._coming[run][0][1] is not request):
             return
         self._renew(request.keys)
-        due_in_s = request.time_s - now_s
+        due_in_s = (request.time_s - now_s) * (1 + self._error * self._chance.uniform(-1, 1))
         self.plan.offer(
             self._hints.announce(request.keys, now_s, due_in_s=due_in_s, subject=_subject(request)), now_s
         )

@@ -22,7 +22,7 @@ def plot(sections: dict[str, list[Row]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(sections), figsize=(5.2 * len(sections), 4), squeeze=False)
     for panel, (name, rows) in zip(axes[0], sections.items(), strict=True):
         simulated = [row for row in rows if row.policy]
-        if len({row.admission for row in simulated}) > 1:
+        if len({row.admission for row in simulated if row.flash_blocks}) > 1:
             _writes(panel, simulated)
         else:
             _sizes(panel, rows)

@@ -48,6 +48,8 @@ class Setting:
     hint_lead_s: float = 10.0
     """With `hints`, programs announce the next turn of a session so long before it comes, or when the last one ended, if
     that was later. A request of our own format says it itself."""
+    hint_error: float = 0.0
+    """Programs are wrong about when, by up to this part of the time that they say, evenly and either way."""
     least_probability: float = 0.8
     """That a prefetched chunk is used before it is evicted."""
     hardware: Hardware = Hardware()

@@ -36,7 +36,10 @@ class Hints:
             self._anonymous += 1
             subject = f"#{self._anonymous}"
         due_s = now_s + max(0.0, due_in_s)
+        # Programs are wrong about when, about as much as the time is long.
+        earliest_s = now_s + (due_s - now_s) / 2
         latest_s = due_s + min(ttl_s, _SLACK_S)
+        grace_s = due_s + ttl_s - latest_s
         return Prediction(
-            self.name, subject, keys, self.probability, due_s, due_s, latest_s, priority, grace_s=due_s + ttl_s - latest_s
+            self.name, subject, keys, self.probability, earliest_s, due_s, latest_s, priority, grace_s
         )

@@ -124,6 +124,21 @@ def test_a_wrong_type_or_unit_is_one_clear_sentence(problem_of, text: str, expec
             "remote_url: '/mnt/3fsx' does not lie under hf3fs_mount_point",
         ),
         ("hf3fs_base_path: /mnt/3fs/../a\nhf3fs_mount_point: /mnt/3fs", "expected absolute paths without .."),
+        (
+            "remote_storage_plugins: [hf3fs.a]\nremote_storage_plugin.hf3fs.a.base_path: ' , '",
+            "remote_storage_plugin.hf3fs.a.base_path: expected at least one path, found ' , '",
+        ),
+        ("hf3fs_base_path: '/mnt/3fs/a, /mnt/3fs//a/'", "hf3fs_base_path: '/mnt/3fs//a/' is a base path already"),
+        (
+            "hf3fs_base_path: /mnt/3fs/a\nremote_storage_plugins: [hf3fs.a, hf3fs.b]\n"
+            "remote_storage_plugin.hf3fs.b.base_path: /mnt/3fs/a",
+            "remote_storage_plugin.hf3fs.b.base_path: '/mnt/3fs/a' is a base path already",
+        ),
+        (
+            "hf3fs_base_path: /mnt/3fs/a\nremote_storage_plugins: [hf3fs.a, hf3fs.b]",
+            "remote_storage_plugins: hf3fs.a and hf3fs.b have both the base paths of hf3fs_base_path",
+        ),
+        ("hf3fs_base_path: /mnt/3fs/3fs-virt/a", "hf3fs_base_path: expected a directory for files"),
         ("reserve_local_cpu_size: 1000000000", "reserve_local_cpu_size: expected less than the "),
     ],
 )

@@ -139,6 +139,31 @@ async def test_workers_return_results_and_exceptions() -> None:
     workers.close()
 
 
+async def test_call_that_raises_what_futures_refuse_ends_all_the_same() -> None:
+    workers = Workers("test", 1)
+    empty: list[int] = []
+    calls = [workers.submit(next, iter(empty)), workers.submit(int, 7)]
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(calls[0], 10)
+    assert await asyncio.wait_for(calls[1], 10) == 7
+    workers.close()
+
+
+def test_what_was_submitted_is_done_though_the_loop_is_closed() -> None:
+    """It may give back what others wait for."""
+    workers = Workers("test", 1)
+    go_on, done = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        workers.submit(go_on.wait)
+        workers.submit(done.set)
+        workers.close()
+
+    asyncio.run(main())
+    go_on.set()
+    assert done.wait(10)
+
+
 async def test_hung_call_occupies_one_thread_and_nothing_else() -> None:
     workers = Workers("test", 2)
     release = threading.Event()

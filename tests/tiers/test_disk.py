@@ -303,6 +303,24 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
 
 
+async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> None:
+    """An instance that knows many chunks that are gone finds the one that is there, however late."""
+    async with opened(tmp_path, cap_chunks=30) as stale, opened(tmp_path, cap_chunks=30) as other:
+        await stale.scanned()
+        await fill(stale, range(1, 25))
+        await other.scanned()
+        assert await other.probe([chunk(number)[0] for number in range(1, 25)]) == 24
+        for number in range(1, 24):
+            assert await other.remove(chunk(number)[0])
+        full = stale._shelves[0].volume.ledger
+        full.refresh()
+        full.correct(full.cap_bytes - full.used_bytes)  # somebody's, of whom nobody here knows
+        key, payload = chunk(100)
+        assert await stale.write(key, payload, CHUNK_BYTES)
+        assert await is_hit(stale, 100)
+        assert not await is_hit(stale, 24), "it made room"
+
+
 async def test_directory_that_vanishes_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
     directory = tmp_path / "disk"
     async with opened(directory) as tier:

@@ -111,6 +111,9 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
             )
 
 
+VIRTUAL_DIRECTORY = "3fs-virt"
+
+
 def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Problem]:
     mount = values.get("hf3fs_mount_point")
     url = values.get("remote_url") or ""
@@ -126,8 +129,23 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
     node = values.get("hf3fs_numa_id", -1)
     if node > (last := _last_numa_node()):
         yield ("hf3fs_numa_id",), f"hf3fs_numa_id: expected a NUMA node of this machine in -1 .. {last}, found {node}"
+    instances = [name for name in values.get("remote_storage_plugins", ()) if plugin_type(name) == "hf3fs"]
+    without = [name for name in instances if f"{name}.base_path" not in plugins]
+    if len(without) > 1 and values.get("hf3fs_base_path"):
+        yield (
+            ("remote_storage_plugins", "hf3fs_base_path"),
+            f"remote_storage_plugins: {' and '.join(without)} have both the base paths of hf3fs_base_path; give one its own",
+        )
+    seen: set[PurePosixPath] = set()
     for key, path in paths:
-        if ".." in PurePosixPath(path).parts or not path.startswith("/"):
+        place = PurePosixPath(path)
+        if place in seen:
+            yield (key,), f"{key}: {path!r} is a base path already; who shares it with itself would fill it twice"
+        if without or not instances or key != "hf3fs_base_path":  # else nobody uses it
+            seen.add(place)
+        if VIRTUAL_DIRECTORY in place.parts:
+            yield (key,), f"{key}: expected a directory for files, found {path!r}: 3FS registers memory there"
+        elif ".." in PurePosixPath(path).parts or not path.startswith("/"):
             yield (key,), f"{key}: expected absolute paths without .., found {path!r}"
         elif mount is not None and not PurePosixPath(path).is_relative_to(mount):
             yield (key, "hf3fs_mount_point"), f"{key}: {path!r} does not lie under hf3fs_mount_point {mount!r}"

@@ -247,7 +247,11 @@ class Config:
         ours=True,
     )
     hf3fs_iov_size: int = _key(
-        Whole(104857600, 2147483648, "bytes"), 209715200, "shared memory for transfers", tier="hf3fs", extra=True
+        Whole(104857600, 2147483648, "bytes"),
+        209715200,
+        "shared memory for transfers; no effect with shm_name, where chunks go from and to the arena",
+        tier="hf3fs",
+        extra=True,
     )
     hf3fs_ior_entries: int = _key(Whole(128, 1024), 256, "requests in one ring", tier="hf3fs", extra=True)
     hf3fs_io_depth: int = _key(Whole(-128, 128), 0, "requests sent together", tier="hf3fs", extra=True)

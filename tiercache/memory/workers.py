@@ -90,7 +90,9 @@ class Workers:
                 try:
                     loop.call_soon_threadsafe(self._settle)
                 except RuntimeError:
-                    return  # the loop is closed: nobody is left to tell
+                    # The loop is closed: nobody is left to tell. What was submitted before `close` may be clean-ups.
+                    if not self._closed:
+                        return
             del job, call, arguments, future, result, error
 
     def _settle(self) -> None:

@@ -1,8 +1,10 @@
 """Starting, stopping, dying: of the daemon, and of its clients."""
 
+import contextlib
 import errno
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +98,27 @@ def test_rule_9_waiting_without_a_timeout_is_for_ever_when_the_daemon_dies(morta
             process.wait(0.2)
         process.kill()
     Path("/dev/shm", CLIENT_MEMORY).unlink()
+
+
+def test_stopped_daemon_goes_with_its_owner(kind: str) -> None:
+    """Though it does not see the end of its stdin: a mount that nobody serves hangs whoever comes by."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        pid, directory = owner.stdout.readline().split()
+        daemon = os.pidfd_open(int(pid))
+        try:
+            os.kill(int(pid), signal.SIGSTOP)
+            owner.kill()
+            owner.wait()
+            assert select.select([daemon], [], [], PATIENCE_S)[0], "it ends"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(daemon, signal.SIGKILL)
+            os.close(daemon)
+        subprocess.run(["fusermount3", "-u", "-z", f"{directory}/mount"], check=False, capture_output=True)
+        shutil.rmtree(directory)
 
 
 def test_stopping_after_a_kill_leaves_nothing(kind: str) -> None:

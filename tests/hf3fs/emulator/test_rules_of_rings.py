@@ -63,6 +63,15 @@ def test_rule_7_empty_slice_is_refused(client: Client) -> None:
         client.ring().prepare(client.iov[5:5], True, descriptor, 0)
 
 
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, 1 << 30), (1 << 30, 1)])
+def test_rule_7_out_of_range_is_refused(client: Client, start: int, length: int) -> None:
+    """Slices are cut to the buffer: only a piece that was made by hand can lie elsewhere."""
+    descriptor = client.open("file", os.O_RDONLY, b"x")
+    inner = client.iov.iov
+    with fails(errno.EINVAL):
+        client.ring().prepare(inner._piece(inner._address + start, length), True, descriptor, 0)
+
+
 def test_rule_7_descriptor_must_be_registered(client: Client) -> None:
     descriptor = os.open(client.file("file", b"x"), os.O_RDONLY)
     with fails(errno.EBADF):

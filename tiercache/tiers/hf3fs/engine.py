@@ -250,7 +250,9 @@ class RingEngine:
             transfer.ended.set_exception(StillInUse(f"3FS at {self.mount} did not answer for {hang_s:.1f} s"))
             self._tell()
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
-        suspect = self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
+        suspect = (
+            self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
+        )
         if not suspect:
             self._pause_s = self._look_s
         elif self._examination is None and now_s >= self._examine_at_s:

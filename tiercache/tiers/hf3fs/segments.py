@@ -74,7 +74,7 @@ class Buffers:
             raise ConfigError(
                 f"hf3fs_iov_size: {size_bytes} bytes hold {self.count} {what} of {place_bytes} bytes; at least 2 are needed"
             )
-        self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{uuid.uuid4().hex}"))
+        self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{os.getpid()}-{uuid.uuid4().hex}"))
         assert self._arena.shm_path is not None
         self.segment = Segment(self._arena.shm_path.name, self._arena.memory)
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()

@@ -147,9 +147,7 @@ class Hf3fsTier(DiskTier):
         return f"{super().describe()[:-1]}, rings, {copies})"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._noticing(
-            self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into)))
-        )
+        return await self._noticing(self._read(key, lambda volume: self._begin(self._ring_read(volume, key, into))))
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._noticing(

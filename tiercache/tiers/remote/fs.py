@@ -212,6 +212,10 @@ class _Engine(WekaTier):
             await super().open()
         except OSError as error:
             raise self._told(error) from error
+        except ConfigError as error:
+            if isinstance(error.__cause__, OSError):
+                raise self._told(error.__cause__) from error
+            raise
 
     async def _open_volume(self, volume: Volume) -> None:
         try:

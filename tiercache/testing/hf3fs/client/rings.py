@@ -68,9 +68,9 @@ class ioring:
     def prepare(self, iov: iovec, read: bool, fd: int, off: int, userdata: object = None) -> ioring:
         """Queue a transfer of the whole of `iov`. It may run before `submit`.
 
-        Raises OSError: EINVAL for the wrong direction or an empty piece, EBADF when `fd` is not registered, EACCES when it
-        is not open for this, EAGAIN when the ring is full. A slot is free again when its completion was waited for and
-        all operations before it have ended.
+        Raises OSError: EINVAL for the wrong direction, an empty piece or one out of range, EBADF when `fd` is not
+        registered, EACCES when it is not open for this, EAGAIN when the ring is full. A slot is free again when its
+        completion was waited for and all operations before it have ended.
         """
         self._submitter.check()
         if not isinstance(iov, iovec):
@@ -86,6 +86,8 @@ class ioring:
         memory = self._open()
         if read != self._traits.for_read or iov._size == 0:
             raise OSError(errno.EINVAL, f"read={read} of {iov._size} bytes, in a ring for_read={self._traits.for_read}")
+        if not 0 <= iov.base_off <= iov.base._size - iov._size:
+            raise OSError(errno.EINVAL, f"{iov._size} bytes from {iov.base_off} on are out of the buffer's range")
         file = registered(fd)
         if file is None:
             raise OSError(errno.EBADF, f"descriptor {fd} is not registered")

@@ -1,0 +1,237 @@
+"""Daemons that die or stop at inconvenient times: while nobody asks them, twice, while rings drain, and at both ends."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, Memory, Opened, until
+from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put, works_again
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers import disk
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, tier
+from tiercache.tiers.hf3fs.ring import RingSettings
+
+LONGEST_LAG_S = 1.0
+"""Of the loop, on a busy machine; a mount that hangs stops it until somebody wakes the daemon."""
+
+
+async def written(tier: Hf3fsTier, memory: Memory, number: int) -> None:
+    """Sooner or later, with no read in between."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await put(tier, memory, number)
+            except (OSError, TierUnavailable):
+                await tier.engine.until(lambda: tier.engine.serves)
+
+
+@asynccontextmanager
+async def responsive() -> AsyncIterator[None]:
+    """The loop goes on all the time."""
+    loop = asyncio.get_running_loop()
+    lag_s = 0.0
+
+    async def beat() -> None:
+        nonlocal lag_s
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(0.01)
+            lag_s = max(lag_s, loop.time() - before_s)
+
+    heart = asyncio.create_task(beat())
+    try:
+        yield
+        await asyncio.sleep(0)
+    finally:
+        heart.cancel()
+        await asyncio.wait([heart])
+    assert lag_s < LONGEST_LAG_S
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((engine, "_END_S"), (tier, "_END_S"), (disk, "_CLOSE_S")):
+        monkeypatch.setattr(module, name, 0.1)
+
+
+async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory
+) -> None:
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
+        await put(tier3, memory, 1)
+        await tier3.scanned()
+        await asyncio.to_thread(mortal.restart)
+        await written(tier3, memory, 2)
+        assert tier3.engine.restarts == 1
+        for number in (1, 2):
+            await get(tier3, memory, number)
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Opened, memory: Memory) -> None:
+    """Where the count is what nobody can read any more, before a write begins."""
+    async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
+        await put(tier3, memory, *range(1, 30))
+        for number in range(1, 30):
+            tier3._shelves[0].index.remove(chunk(number)[0])  # as if others had written them
+        await asyncio.to_thread(mortal.restart)
+        with pytest.raises(OSError, match="Errno 107"):
+            await put(tier3, memory, 50)
+        await until(tier3.engine, lambda: tier3.engine.restarts == 1)
+        await tier3.scanned()
+        await written(tier3, memory, 50)
+
+
+async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory
+) -> None:
+    """What was registered with the second is not taken for known by the third."""
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
+        await put(tier3, memory, 1)
+        await get(tier3, memory, 1)
+        await tier3.scanned()
+        manifest = mortal.backing / "chunks" / "tiercache.json"
+        good = manifest.read_text()
+        manifest.write_text('{"format": 99}')
+        failed = asyncio.Event()
+        revive = tier3.engine._revive
+
+        async def watched() -> None:
+            try:
+                await revive()
+            except BaseException:
+                failed.set()
+                raise
+
+        tier3.engine._revive = watched
+        await asyncio.to_thread(mortal.restart)
+        with contextlib.suppress(OSError, TierUnavailable):
+            await put(tier3, memory, 2)
+        await asyncio.wait_for(failed.wait(), PATIENCE_S)
+        mortal.kill()
+        manifest.write_text(good)
+        await asyncio.to_thread(mortal.restart)
+        await until(tier3.engine, lambda: tier3.engine.serves)
+        await works_again(tier3, memory, 3)
+        await get(tier3, memory, 1)
+
+
+async def test_daemon_that_dies_while_worn_out_rings_drain(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory
+) -> None:
+    rings = RingSettings(entries=16, rings=2, hang_s=0.8)
+    async with opened(mortal.mount / "chunks", rings=rings) as tier3:
+        await put(tier3, memory, 1, 2)
+        await tier3.scanned()
+        half = 16 * (1 if memory.arena is None else 2)
+        mortal.control.lose(half, direction="write")
+        writes = [asyncio.create_task(put(tier3, memory, number)) for number in range(10, 26)]
+        await until(tier3.engine, lambda: sum(each.ended.done() for each in tier3.engine._unfinished()) == 16)
+        mortal.control.delay(30.0, 1, "read")
+        slow = asyncio.create_task(tier3.read(chunk(2)[0], memory.make()))
+        await until(tier3.engine, lambda: tier3.engine.in_flight == 17)
+        async with asyncio.timeout(PATIENCE_S):
+            while not tier3.engine._draining:
+                with contextlib.suppress(TierUnavailable):
+                    await get(tier3, memory, 1)
+        mortal.kill()
+        await asyncio.to_thread(mortal.restart)
+        await asyncio.wait_for(asyncio.gather(slow, *writes, return_exceptions=True), PATIENCE_S)
+        await written(tier3, memory, 50)
+        await get(tier3, memory, 50)
+        await get(tier3, memory, 1)
+        assert tier3.engine.in_flight == 0, "the dead touch nothing"
+        assert tier3.engine.buffers._free.qsize() == tier3.engine.buffers.count
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
+    mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "_OPEN_S", 1.0)
+    settings = Hf3fsSettings(
+        (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
+    )
+    tier3 = Hf3fsTier(settings, FINGERPRINT)
+    open_engine = tier3._open_engine
+
+    async def then_it_stops() -> None:
+        await open_engine()
+        mortal.pause()
+
+    monkeypatch.setattr(tier3, "_open_engine", then_it_stops)
+    async with responsive():
+        with pytest.raises(ConfigError, match="did not answer for 1 s"):
+            await asyncio.wait_for(tier3.open(), PATIENCE_S)
+    mortal.resume()
+    again = Hf3fsTier(settings, FINGERPRINT)
+    await again.open()
+    await again.close()
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_opening_that_is_cancelled_does_not_wait_for_a_stopped_daemon(
+    mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Hf3fsSettings(
+        (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
+    )
+    tier3 = Hf3fsTier(settings, FINGERPRINT)
+    open_volume = tier3._open_volume
+
+    async def stopped(volume: Any) -> None:
+        mortal.pause()
+        await open_volume(volume)
+
+    monkeypatch.setattr(tier3, "_open_volume", stopped)
+    async with responsive():
+        opening = asyncio.create_task(tier3.open())
+        async with asyncio.timeout(PATIENCE_S):
+            while not (mortal_stopped(mortal) and tier3._metadata.unfinished):
+                await asyncio.sleep(0)  # a turn of the loop
+        opening.cancel()
+        await asyncio.wait([opening], timeout=PATIENCE_S)
+        assert opening.cancelled()
+    mortal.resume()
+
+
+@needs_fuse
+@pytest.mark.parametrize("mortal", ["fuse"], indirect=True)
+async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_up(
+    mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
+) -> None:
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
+        await put(tier3, memory, 1)
+        await tier3.scanned()
+        reviving = asyncio.Event()
+        revive = tier3.engine._revive
+
+        async def stopped() -> None:
+            mortal.pause()
+            reviving.set()
+            await revive()
+
+        tier3.engine._revive = stopped
+        await asyncio.to_thread(mortal.restart)
+        with contextlib.suppress(OSError, TierUnavailable):
+            await put(tier3, memory, 2)
+        await asyncio.wait_for(reviving.wait(), PATIENCE_S)
+        async with responsive():
+            await asyncio.wait_for(tier3.close(), PATIENCE_S)
+        mortal.resume()
+
+
+def mortal_stopped(emulator: Hf3fsEmulator) -> bool:
+    return Path(f"/proc/{emulator.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -1,0 +1,252 @@
+"""What a tier takes of its device: its cap when nobody gives one, and what is deleted but still open."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
+from tests.hf3fs.tier.test_faults import get, put
+from tiercache import Config, Layout
+from tiercache.assembly import make_tiers
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, file_bytes
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, TierFull
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers.base import Tier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, tier
+from tiercache.tiers.remote.fs import FsTier
+
+LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
+
+
+@asynccontextmanager
+async def from_configuration(tmp_path: Path, text: str) -> AsyncIterator[Tier]:
+    path = tmp_path / "tiercache.yaml"
+    path.write_text(text)
+    (tier,) = make_tiers(Config.load(path, environ={}), LAYOUT)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def stores_within_nine_tenths(tier: Tier, directory: Path) -> None:
+    key, payload = chunk(1)
+    assert await tier.write(key, payload, CHUNK_BYTES)
+    into = page_aligned(CHUNK_BYTES)
+    assert await tier.read(key, into) == CHUNK_BYTES
+    assert np.array_equal(into, payload)
+    space = os.statvfs(directory)
+    free_bytes = space.f_bavail * space.f_frsize
+    inner = tier.mounted if isinstance(tier, FsTier) else tier
+    assert isinstance(inner, DiskTier)
+    assert 0.85 * free_bytes < inner.settings.cap_bytes < 0.95 * free_bytes
+
+
+async def test_readmes_configuration_stores_chunks(emulator: Hf3fsEmulator, place: Path, tmp_path: Path) -> None:
+    """No max_hf3fs_size; two base paths on one mount, whose free space is there once."""
+    text = f"""
+remote_storage_plugins: ["hf3fs.primary"]
+extra_config:
+  remote_storage_plugin.hf3fs.primary.base_path: "{place}/a,{place}/b"
+"""
+    async with from_configuration(tmp_path, text) as tier:
+        await stores_within_nine_tenths(tier, place)
+
+
+@pytest.mark.parametrize("kind", ["fs", "gds", "weka"])
+async def test_other_file_tiers_do_alike(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs" if kind == "weka" else "ext4")
+    places = f"{tmp_path}/a,{tmp_path}/b"
+    text = {
+        "fs": f'remote_storage_plugins: [fs]\nremote_storage_plugin.fs.base_path: "{places}"',
+        "gds": f'gds_path: "{tmp_path}/a"\ngds_buffer_size: 16\nuse_gds: false',
+        "weka": f'weka_path: "{places}"\ngds_buffer_size: 16\nuse_gds: false',
+    }[kind]
+    async with from_configuration(tmp_path, text) as tier:
+        await stores_within_nine_tenths(tier, tmp_path)
+
+
+async def test_path_whose_space_cannot_be_asked_is_one_sentence(emulator: Hf3fsEmulator, place: Path) -> None:
+    place.mkdir()
+    (place / "file").touch()
+    settings = Hf3fsSettings((place / "file" / "a",), 0, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        await Hf3fsTier(settings, FINGERPRINT).open()
+
+
+def deleted_bytes(emulator: Hf3fsEmulator) -> int:
+    """Of files without a name that this process or the daemon holds open."""
+    found = {}
+    for pid in ("self", str(emulator.pid)):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                status = os.stat(entry.path)
+                if not status.st_nlink and status.st_size == file_bytes(CHUNK_BYTES):
+                    found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
+
+
+async def test_chunks_that_another_instance_deletes_do_not_stay_allocated(
+    opened: Opened, mortal: Hf3fsEmulator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though this one has them open, and nobody asks it for anything."""
+    swept = asyncio.Event()
+    monkeypatch.setattr(tier, "_SWEEP_S", 0.1)
+    place = mortal.mount / "chunks"
+    async with opened(place, cap_bytes=4 << 20) as idle, opened(place, cap_bytes=4 << 20) as busy:
+        await idle.scanned()
+        open_before = mortal.control.statistics().open_files
+        await put(idle, memory, *range(1, 41))
+        for number in range(1, 41):
+            await get(idle, memory, number)
+        assert len(idle.files._kept) == 40
+        await busy.scanned()
+        for number in range(1, 41):
+            await busy.probe([chunk(number)[0]])
+        await put(busy, memory, *range(100, 160))
+        assert busy.statistics().evicted >= 38
+        close_deleted = idle.files.close_deleted
+        loop = asyncio.get_running_loop()
+
+        def watched() -> int:
+            closed = close_deleted()
+            loop.call_soon_threadsafe(swept.set)
+            return closed
+
+        monkeypatch.setattr(idle.files, "close_deleted", watched)
+        await asyncio.wait_for(swept.wait(), 20)
+        assert not any(not os.fstat(file.descriptor).st_nlink for file in idle.files._kept.values())
+        await asyncio.to_thread(mortal.control.until_open_files, open_before + len(idle.files._kept))
+        assert not deleted_bytes(mortal)
+
+
+async def test_victims_are_closed_whichever_way_the_chunk_goes(
+    opened: Opened, mortal: Hf3fsEmulator, memory: Memory
+) -> None:
+    async with opened(mortal.mount / "chunks", cap_bytes=4 << 20) as tier3:
+        await tier3.scanned()
+        await put(tier3, memory, *range(1, 41))
+        for number in range(1, 41):
+            await get(tier3, memory, number)
+        for number in range(100, 150):
+            key, payload = chunk(number)
+            elsewhere = page_aligned(CHUNK_BYTES)
+            elsewhere[:] = payload
+            assert await tier3.write(key, elsewhere, CHUNK_BYTES)
+        kept = [file.descriptor for file in tier3.files._kept.values()]
+        assert all(os.fstat(descriptor).st_nlink for descriptor in kept)
+
+
+async def test_victims_are_closed_when_there_is_no_room_all_the_same(
+    opened: Opened, place: Path, memory: Memory
+) -> None:
+    async with opened(place) as tier3:
+        await put(tier3, memory, 1)
+        await get(tier3, memory, 1)
+        volume = tier3._shelves[0].volume
+        volume.ledger.charge = lambda amount_bytes: False  # type: ignore[method-assign]
+        with pytest.raises(TierFull):
+            volume.begin_write(b"k" * 32, CHUNK_BYTES, [(chunk(1)[0], file_bytes(CHUNK_BYTES))])
+        assert not tier3.files._kept
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Hf3fsEmulator]:
+    """Its files lie on a device of 4 MiB."""
+    files = tmp_path / "files"
+    files.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", files], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting needs privileges that this user lacks")
+    try:
+        with Hf3fsEmulator(tmp_path) as emulator:
+            yield emulator
+    finally:
+        subprocess.run(["umount", "-l", files], check=True)
+
+
+@needs_fuse
+async def test_many_writes_on_a_full_device_make_room_and_use_it(
+    opened: Opened, small: Hf3fsEmulator, memory: Memory
+) -> None:
+    async with opened(small.mount / "chunks") as tier3:
+        await tier3.scanned()
+        for number in range(1, 80):
+            await put(tier3, memory, number)
+            await get(tier3, memory, number)
+        resident = tier3.statistics().resident
+
+        async def store(number: int) -> ChunkKey:
+            key, payload = chunk(number)
+            elsewhere = page_aligned(CHUNK_BYTES)
+            elsewhere[:] = payload
+            await tier3.write(key, elsewhere, CHUNK_BYTES)
+            return key
+
+        outcomes = await asyncio.gather(*(store(number) for number in range(300, 330)), return_exceptions=True)
+        stored = [outcome for outcome in outcomes if isinstance(outcome, bytes)]
+        assert len(stored) >= 15, outcomes
+        assert tier3.statistics().resident >= resident // 2
+        assert await tier3.probe([stored[-1]]) == 1
+
+
+async def test_file_has_nothing_of_what_lay_in_the_memory_before(opened: Opened, place: Path, memory: Memory) -> None:
+    """Neither behind the header nor behind the payload."""
+    async with opened(place) as tier3:
+        tier3.engine.buffers.segment.memory[:] = 0xAB
+        key, source = chunk(1)[0], memory.make(np.full(100, 7, dtype=np.uint8))
+        assert await tier3.write(key, source[:4096], 100)
+        content = Path(tier3.path(key)).read_bytes()
+        assert content[PACKED_BYTES:HEADER_BYTES] == bytes(HEADER_BYTES - PACKED_BYTES)
+        assert content[HEADER_BYTES:] == bytes([7]) * 100 + bytes(4096 - 100)
+
+
+async def test_short_ring_write_is_an_error_and_no_chunk(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place) as tier3:
+        emulator.control.shorten(100, count=1, direction="write")
+        with pytest.raises(OSError, match="short write"):
+            await put(tier3, memory, 1)
+        assert await tier3.probe([chunk(1)[0]]) == 0
+        assert not list(place.rglob("*.[0-9]*"))
+        assert tier3.engine.buffers._free.qsize() == tier3.engine.buffers.count
+        await put(tier3, memory, 1)
+        await get(tier3, memory, 1)
+
+
+async def test_rings_and_memory_are_made_on_the_node_that_was_asked_for(
+    opened: Opened, place: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tier.load_library()
+    nodes: dict[str, list[int]] = {"make_ioring": [], "make_iovec": []}
+
+    def watch(name: str) -> Callable[..., object]:
+        make = getattr(library, name)
+
+        def watched(*arguments: object) -> object:
+            nodes[name].append(arguments[-1])  # type: ignore[arg-type]
+            return make(*arguments)
+
+        return watched
+
+    for name in nodes:
+        monkeypatch.setattr(library, name, watch(name))
+    rings = type(RINGS)(entries=16, rings=2, numa=0)
+    async with opened(place, rings=rings):
+        assert nodes == {"make_ioring": [0] * 4, "make_iovec": [0] * (1 if memory.arena is None else 2)}

@@ -38,9 +38,10 @@ class Slru(EvictionOrder[V]):
         protected = self._protected
         if key in protected:
             protected.move_to_end(key)
-            return
-        del self._probation[key]
-        protected[key] = None
+        else:
+            del self._probation[key]
+            protected[key] = None
+        # Also where the key was there already: fewer residents than before may have made the segment too long.
         while len(protected) > max(1, int(self.PROTECTED * len(self.entries))):
             demoted, _ = protected.popitem(last=False)
             self._probation[demoted] = None

@@ -37,7 +37,7 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
         ceiling.write(durable=False)
 
         async def read_plain() -> None:
-            figures.add(f"ceiling.file_read_gbps.{size}", ceiling.read())
+            figures.add(f"ceiling.prefetch_read_gbps.{size}", ceiling.read())
 
         async def prefetch(requests: int) -> None:
             _make_cold(cache, keys)
@@ -57,7 +57,7 @@ async def measure_prefetch(figures: Figures, plan: Plan, chunk_bytes: int) -> No
             await _measure_demand(figures, cache, keys, size)
     ceiling.close()
     for requests in REQUESTS:
-        figures.compare(f"prefetch.disk_gbps.{size}.r{requests}", f"ceiling.file_read_gbps.{size}")
+        figures.compare(f"prefetch.disk_gbps.{size}.r{requests}", f"ceiling.prefetch_read_gbps.{size}")
     figures.compare(f"prefetch.demand_during_ms.{size}", f"prefetch.demand_alone_ms.{size}")
 
 

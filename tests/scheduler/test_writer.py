@@ -38,6 +38,18 @@ async def test_everything_queued_is_written_and_let_go(bench: Bench) -> None:
     assert bench.is_whole()
 
 
+async def test_chunk_that_is_queued_while_a_task_ends_is_written(bench: Bench) -> None:
+    """A task that has seen an empty queue takes no more, though for a moment it still exists."""
+    writer = writer_of(bench)
+    for number in range(1, 9):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+        async with asyncio.timeout(5.0):
+            while writer.pending:
+                await asyncio.sleep(0)
+    assert writer.statistics().written == 8
+    assert bench.is_whole()
+
+
 async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)

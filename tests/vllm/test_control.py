@@ -40,7 +40,7 @@ def life(
         ("salted", ["generate_saying", first, {}, "tenant"]),
         ("flush", ["flush"]),
         ("found after salted", control("lookup", first, cache_salt="tenant")),
-        ("coming", ["generate_saying", first, {"tiercache.session": "s", "tiercache.next_in_s": 60}]),
+        ("coming", ["generate_saying", first, {"tiercache.session": "s", "tiercache.next_in_s": 5}]),
         ("idle", ["idle"]),
         ("held", ["control_until", socket, {"held": CHUNKS, "sessions": 1}]),
         ("came", ["generate_saying", first, {"tiercache.session": "s", "tiercache.pin_s": 600}]),

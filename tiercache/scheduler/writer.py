@@ -166,6 +166,15 @@ class TierWriter:
             task.add_done_callback(self._tasks.discard)
 
     async def _drain(self) -> None:
+        try:
+            await self._write_queued()
+        finally:
+            # Now, not when callbacks run: a chunk that is queued in between would find a task that takes no more.
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.discard(task)
+
+    async def _write_queued(self) -> None:
         while len(self._queue):
             if len(self._tasks) + len(self._stuck) > self.tier.traits.write_concurrency:
                 break  # a hung write has taken this task's place in the tier

@@ -205,13 +205,13 @@ class DiskTier(Tier):
         if key in shelf.index:
             shelf.index.touch(key)
             return True
+        self.admission.used(key)
         needed_bytes = file_bytes(payload_bytes)
         if needed_bytes > shelf.volume.cap_bytes:
             return False
         if not shelf.scanned and not shelf.volume.ledger.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
             return False
-        self.admission.used(key)
         now_s = asyncio.get_running_loop().time()
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
             return False

@@ -82,7 +82,7 @@ class Bench:
 
     async def until_none_is_stuck(self) -> None:
         async with asyncio.timeout(20):
-            while stuck := self.reader._stuck | self.writer._stuck:
+            while stuck := self.reader.flights._stuck | self.writer._stuck:
                 await asyncio.wait(stuck)
 
 

@@ -143,7 +143,9 @@ async def test_closing_does_not_wait_for_a_frozen_master(store: tuple[Master, Ho
     arena.memory[:] = 0
     master.freeze()
     read = asyncio.create_task(tier.read(KEY, arena.memory[LENGTH : 2 * LENGTH]))
-    assert tier._client is not None and (session := tier._client._session) is not None
+    assert tier._client is not None
+    session = tier._client._session
+    assert session is not None
     while not session.users:
         await asyncio.sleep(0)
     began = time.monotonic()

@@ -39,14 +39,21 @@ async def test_second_touch_writes_a_chunk_that_is_put_again_after_it_was_lost(t
         assert cache.tiers[0].contains(key(1))
 
 
-async def test_live_sessions_are_what_their_keeper_says(tmp_path: Path) -> None:
+async def test_live_sessions_are_those_that_came_back(tmp_path: Path) -> None:
+    """The first turn is written when the second needs it, and the second one's chunks as they come."""
     async with opened(tmp_path, flash_admission="live_session") as cache:
         (disk,) = cache.tiers
-        disk.admission.continued(key(1))  # type: ignore[attr-defined]
-        await cache.put(key(1), payload(1))
+        for session, number in (("back", 1), ("gone", 3)):
+            cache.ahead.began(session, [key(number)])
+            await cache.put(key(number), payload(number))
+            cache.ahead.ended(session, [key(number)])
+        await cache.flush()
+        assert disk.statistics().writes == 0
+        cache.ahead.began("back", [key(1), key(2)])
+        assert await got(cache, 1)
         await cache.put(key(2), payload(2))
         await cache.flush()
-        assert disk.contains(key(1)) and not disk.contains(key(2))
+        assert disk.contains(key(1)) and disk.contains(key(2)) and not disk.contains(key(3))
 
 
 async def test_the_governor_bounds_what_is_written(tmp_path: Path) -> None:

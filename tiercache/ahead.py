@@ -7,10 +7,11 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prediction import Hints, Sessions, Workflows
+from tiercache.core.prediction import Sessions
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
@@ -20,18 +21,34 @@ PIN_S = 600.0
 
 
 class Ahead:
-    """All methods belong to the event loop, and none waits."""
+    """All methods belong to the event loop, and none waits.
 
-    def __init__(self, cpu: CpuTier, reader: Reader, settings: PrefetchSettings, chunk_bytes: int, read_s: float) -> None:
+    `on_continued` is called with the chunks of requests of sessions that have come back at least once.
+    """
+
+    def __init__(
+        self,
+        cpu: CpuTier,
+        reader: Reader,
+        settings: PrefetchSettings,
+        chunk_bytes: int,
+        read_s: float,
+        on_continued: Callable[[Sequence[ChunkKey]], None],
+    ) -> None:
         self.cpu = cpu
-        self.hints = Hints()
-        self.sessions = Sessions()
-        self.workflows = Workflows()
         self.plan = PrefetchPlan(settings, chunk_bytes)
+        self.foresight = Foresight(self.plan)
         self.prefetcher = Prefetcher(reader, self.plan, read_s=read_s)
+        self._on_continued = on_continued
         self._loop = asyncio.get_running_loop()
+        self._thinking: asyncio.TimerHandle | None = None
+        self._closed = False
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
         self._most_pins = max(1, settings.share_bytes // chunk_bytes)
+
+    @property
+    def sessions(self) -> Sessions:
+        return self.foresight.sessions
 
     @property
     def pinned(self) -> int:
@@ -42,33 +59,29 @@ class Ahead:
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
         now_s = self._loop.time()
-        hint = self.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
+        self.cpu.renew(keys)  # what is hot stays, until it is time to hold it
+        hint = self.foresight.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         return self.prefetcher.begin(hint, now_s + look_s)
 
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
-        now_s = self._loop.time()
-        self.plan.withdraw(self.sessions.name, session)
-        self.sessions.arrived(session, now_s)
-        if step:
-            self.workflows.arrived(session, step, keys, now_s)
+        if self.foresight.began(session, keys, step, self._loop.time()):
+            self._on_continued(keys)
+        self._carry_out()
 
     def ended(self, session: str, keys: Sequence[ChunkKey], step: str = "", kind: str = "") -> None:
         """That request is answered; `keys` are what the session's next one will begin with.
 
         `kind` says how it ended, in words of the program's own: after "tool" one is sooner back than after "user".
         """
-        now_s = self._loop.time()
-        self.prefetcher.offer(self.sessions.finished(session, keys, now_s, kind))
-        if step:
-            for prediction in self.workflows.finished(session, step, now_s):
-                self.prefetcher.offer(prediction)
+        if self.foresight.ended(session, keys, step, kind, self._loop.time()):
+            self._on_continued(keys)
+        self._carry_out()
 
     def over(self, session: str) -> None:
         """It will not come back; what was fetched for it may be evicted."""
-        self.plan.withdraw(self.sessions.name, session)
-        self.sessions.over(session)
-        self.workflows.over(session)
+        self.foresight.over(session)
+        self._carry_out()
 
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = PIN_S) -> int:
         """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.
@@ -94,6 +107,23 @@ class Ahead:
                 pin[1].cancel()
                 pin[0].release()
 
+    def _carry_out(self) -> None:
+        """Fetch what the plan wants by now, and come back when there is something to think about."""
+        if self._closed:
+            return
+        self.prefetcher.pump()
+        if self._thinking is not None:
+            self._thinking.cancel()
+        think_s = self.foresight.think_s
+        self._thinking = None if think_s is None else self._loop.call_at(think_s, self._think)
+
+    def _think(self) -> None:
+        self.foresight.think(self._loop.time())
+        self._carry_out()
+
     async def close(self) -> None:
+        self._closed = True
+        if self._thinking is not None:
+            self._thinking.cancel()
         self.unpin(list(self._pins))
         await self.prefetcher.close()

@@ -172,6 +172,8 @@ def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) 
         direct=True if config.use_direct_io else None,
         durable=config.disk_durability == "fdatasync",
         policy=policy_below(config),
+        admission=config.flash_admission,
+        bytes_per_day=config.flash_bytes_per_day,
         way="auto" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
     )

@@ -170,6 +170,7 @@ class TierCache:
             PrefetchSettings(hot_bytes, share_bytes, bytes_per_s=self.config.prefetch_bytes_per_s),
             self.layout.chunk_bytes,
             reading.deadline_s,
+            self._fan_out.continued,
         )
         self._running = True
         if self.config.control_socket is not None:

@@ -175,13 +175,13 @@ class Config:
     flash_admission: str = _key(
         Choice(("all", "second_touch", "live_session")),
         "all",
-        "which chunks the disk tier writes: all, those that two requests needed, or those of sessions that came back",
+        "which chunks disk and GDS tiers write: all, those that two requests needed, or those of sessions that came back",
         tier="disk",
         ours=True,
     )
     flash_bytes_per_day: float = _key(
-        Number(unit="bytes"), 0.0, "the most that the disk tier writes a day, in each process; 0: no limit", tier="disk",
-        ours=True,
+        Number(unit="bytes"), 0.0, "the most that each disk or GDS tier writes a day, in each process; 0: no limit",
+        tier="disk", ours=True,
     )  # fmt: skip
     write_queue_bytes: int = _key(
         Whole(0, unit="bytes"), 0, "chunks waiting to be written, per tier; 0: half the arena", tier="disk", ours=True

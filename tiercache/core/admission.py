@@ -21,6 +21,9 @@ class Admission(ABC):
     def used(self, key: ChunkKey) -> None:
         """A request needed the chunk, wherever it came from (computed, read or hot). Once a request."""
 
+    def continued(self, key: ChunkKey) -> None:  # noqa: B027 - most need not know
+        """The chunk is needed by a request that continues an earlier one."""
+
     @abstractmethod
     def admits(self, key: ChunkKey) -> bool:
         """Whether the chunk may be written now. Changes nothing."""
@@ -73,7 +76,6 @@ class LiveSession(Admission):
             self._live.move_to_end(key)
 
     def continued(self, key: ChunkKey) -> None:
-        """The chunk is needed by a request that continues an earlier one."""
         self._live[key] = None
         self._live.move_to_end(key)
         if len(self._live) > self.limit:

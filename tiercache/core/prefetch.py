@@ -7,8 +7,10 @@ settings allow and nothing else: it displaces nothing that is expected sooner, a
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from math import exp
 
 from tiercache.core.keys import ChunkKey
@@ -16,9 +18,13 @@ from tiercache.core.prediction.base import Prediction
 
 _RUN = 32
 """Chunks that are fetched for one prediction before others are looked at again."""
+_RANKED = 64
+"""Predictions that are compared for each run; which ones they are is found out once a second."""
 _SWEEP_S = 1.0
 _TURNOVER_S = 60.0
 """Over which evictions are averaged (exponentially)."""
+_STALE = 64
+"""Entries of a heap that may be out of date, beside as many as are not."""
 _NEAR_S = 0.05
 """Rates are not told apart below so short a time."""
 
@@ -86,13 +92,16 @@ class Fetch:
 class _Entry:
     """A prediction that is acted on. `cursor`: every key before it is resident, on its way, or cannot be had."""
 
-    __slots__ = ("active", "cursor", "paused_until_s", "prediction")
+    __slots__ = ("active", "alarm_s", "cursor", "number", "paused_until_s", "prediction")
 
-    def __init__(self, prediction: Prediction) -> None:
+    def __init__(self, prediction: Prediction, number: int) -> None:
         self.prediction = prediction
+        self.number = number
         self.cursor = 0
         self.active = True
         self.paused_until_s = float("-inf")
+        self.alarm_s: float | None = None
+        """When it is looked at again; None: it is due, or there is nothing to fetch."""
 
     @property
     def expires_s(self) -> float:
@@ -119,6 +128,13 @@ class PrefetchPlan:
         self.chunk_bytes = chunk_bytes
         self.accounts: dict[str, Account] = {}
         self._entries: dict[tuple[str, str], _Entry] = {}
+        self._due: dict[int, _Entry] = {}
+        """Whose time has come, by number."""
+        self._alarms: list[tuple[float, int, _Entry]] = []
+        self._ends: list[tuple[float, int, _Entry]] = []
+        self._ranked: list[_Entry] = []
+        self._ranked_s = float("-inf")
+        self._numbers = count()
         self._owners: dict[ChunkKey, tuple[_Entry, int]] = {}
         self._in_flight: dict[ChunkKey, str] = {}
         self._ready: dict[ChunkKey, str] = {}
@@ -140,13 +156,15 @@ class PrefetchPlan:
             self._drop(name, old)
         if now_s > prediction.latest_s + prediction.grace_s or not prediction.keys:
             return
-        entry = self._entries[name] = _Entry(prediction)
+        entry = self._entries[name] = _Entry(prediction, next(self._numbers))
         owners = self._owners
         rate = entry.rate(now_s)
         for position, key in enumerate(prediction.keys):
             owner = owners.get(key)
             if owner is None or not owner[0].active or owner[0].rate(now_s) <= rate:
                 owners[key] = entry, position
+        heapq.heappush(self._ends, (entry.expires_s, entry.number, entry))
+        self._reopen(entry)
         self._current = None
 
     def withdraw(self, predictor: str, subject: str) -> None:
@@ -179,6 +197,7 @@ class PrefetchPlan:
             if position == len(keys):
                 entry.cursor = position
                 self._current = None
+                self._due.pop(entry.number, None)
                 continue
             entry.cursor = position + 1
             key, prediction = keys[position], entry.prediction
@@ -195,8 +214,12 @@ class PrefetchPlan:
         """When to ask `next` again, if nothing is reported before; None: only then."""
         if not self._has_tokens(now_s):
             return now_s + max(1e-6, (self.chunk_bytes - self._tokens_bytes) / self.settings.bytes_per_s)
-        starts = [max(now_s + _SWEEP_S, self._start_s(entry)) for entry in self._entries.values() if self._open(entry)]
-        return min(starts, default=None)
+        if self._due:
+            return now_s + _SWEEP_S
+        alarms = self._alarms
+        while alarms and alarms[0][2].alarm_s != alarms[0][0]:
+            heapq.heappop(alarms)
+        return max(now_s + _SWEEP_S, alarms[0][0]) if alarms else None
 
     def yields_to(self, victim: ChunkKey, fetch: Fetch, now_s: float) -> bool:
         """Whether `victim` may be evicted for `fetch`: it is not expected, or much later."""
@@ -232,6 +255,7 @@ class PrefetchPlan:
             entry, position = owner
             entry.cursor = min(entry.cursor, position)
             entry.paused_until_s = now_s + _SWEEP_S
+            self._reopen(entry)
         self._current = None
 
     def asked(self, keys: Iterable[ChunkKey]) -> None:
@@ -259,6 +283,7 @@ class PrefetchPlan:
                 entry, position = owner
                 if entry.active:
                     entry.cursor = min(entry.cursor, position)
+                    self._reopen(entry)
                 else:
                     del self._owners[key]
 
@@ -299,19 +324,67 @@ class PrefetchPlan:
             self._current_left -= 1
             return self._current
         self._expire(now_s)
-        best, rank = None, (0, 0.0)
-        until_s = now_s + self.lifetime_s(now_s)
-        least = self.settings.least_probability
-        for entry in self._entries.values():
-            if not self._open(entry) or self._start_s(entry) > now_s:
-                continue
-            # What is overdue is believed for its time of grace: whoever predicts may say something else by now.
-            if entry.prediction.chance(min(now_s, entry.prediction.expected_s), until_s) >= least:
-                own = -entry.prediction.priority, entry.rate(now_s)
-                if best is None or own > rank:
-                    best, rank = entry, own
+        woken = self._wake_up(now_s)
+        best = None
+        if now_s < self._ranked_s + _SWEEP_S:
+            best = self._best([*self._ranked, *woken], now_s)
+        if best is None:
+            self._ranked_s = now_s
+            best = self._best(list(self._due.values()), now_s)
         self._current, self._current_left = best, _RUN
         return best
+
+    def _best(self, candidates: list[_Entry], now_s: float) -> _Entry | None:
+        """The best of those that are due. The next ones are kept, so that not all are ranked for each run of chunks."""
+        until_s = now_s + self.lifetime_s(now_s)
+        least = self.settings.least_probability
+        ranked = []
+        for entry in candidates:
+            if entry.number not in self._due:
+                continue
+            prediction = entry.prediction
+            if not self._open(entry):
+                del self._due[entry.number]
+            # What is overdue is believed for its time of grace: whoever predicts may say something else by now.
+            elif prediction.chance(min(now_s, prediction.expected_s), until_s) < least:
+                self._alarm(entry, now_s + max(_SWEEP_S, (prediction.expected_s - now_s) / 8))
+            else:
+                ranked.append(entry)
+        best = heapq.nlargest(_RANKED, ranked, key=lambda entry: (-entry.prediction.priority, entry.rate(now_s)))
+        self._ranked = best
+        return best[0] if best else None
+
+    def _reopen(self, entry: _Entry) -> None:
+        """There is something to fetch for it, now or later."""
+        if self._open(entry):
+            self._alarm(entry, self._start_s(entry))
+
+    def _alarm(self, entry: _Entry, at_s: float) -> None:
+        """Look at it then, and not before."""
+        self._due.pop(entry.number, None)
+        if entry.alarm_s == at_s:
+            return
+        entry.alarm_s = at_s
+        heapq.heappush(self._alarms, (at_s, entry.number, entry))
+        if len(self._alarms) > 2 * len(self._entries) + _STALE:
+            self._alarms = [alarm for alarm in self._alarms if alarm[2].alarm_s == alarm[0]]
+            heapq.heapify(self._alarms)
+
+    def _wake_up(self, now_s: float) -> list[_Entry]:
+        """Those whose time has come are due; returns them."""
+        alarms, woken = self._alarms, []
+        while alarms and alarms[0][0] <= now_s:
+            at_s, number, entry = heapq.heappop(alarms)
+            if entry.alarm_s != at_s:
+                continue
+            entry.alarm_s = None
+            start_s = self._start_s(entry)
+            if start_s > now_s:
+                self._alarm(entry, start_s)
+            elif self._open(entry):
+                self._due[number] = entry
+                woken.append(entry)
+        return woken
 
     def _open(self, entry: _Entry) -> bool:
         prediction = entry.prediction
@@ -331,15 +404,22 @@ class PrefetchPlan:
         if now_s < self._swept_s + _SWEEP_S:
             return
         self._swept_s = now_s
-        for name, entry in list(self._entries.items()):
-            if now_s > entry.expires_s:
-                self.withdraw(*name)
+        ends = self._ends
+        while ends and now_s > ends[0][0]:
+            _, _, entry = heapq.heappop(ends)
+            if entry.active:
+                self.withdraw(entry.prediction.predictor, entry.prediction.subject)
         for key in [key for key in self._ready if key not in self._owners]:
             self._account(self._ready.pop(key)).wasted_bytes += self.chunk_bytes
 
     def _drop(self, name: tuple[str, str], entry: _Entry) -> None:
         entry.active = False
+        entry.alarm_s = None
+        self._due.pop(entry.number, None)
         del self._entries[name]
+        if len(self._ends) > 2 * len(self._entries) + _STALE:
+            self._ends = [end for end in self._ends if end[2].active]
+            heapq.heapify(self._ends)
         owners = self._owners
         for key in entry.prediction.keys:
             owner = owners.get(key)

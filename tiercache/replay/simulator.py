@@ -16,8 +16,8 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import Fetch, PrefetchPlan
 from tiercache.replay.figures import Figures
-from tiercache.replay.foresight import Foresight
 from tiercache.replay.formats import Request
+from tiercache.replay.programs import Programs
 from tiercache.replay.setting import Setting
 
 _REMEMBERED = 4
@@ -47,36 +47,36 @@ class Simulator:
         self._measuring = False
         self._prefetched_s = 0.0
         self._coming: tuple[Fetch, float] | None = None
-        self.foresight: Foresight | None = None
+        self.programs: Programs | None = None
         if setting.prefetch and self.flash is not None:
-            self.foresight = Foresight(setting, self.block_bytes, self._renew)
+            self.programs = Programs(setting, self.block_bytes, self._renew)
 
     def run(self, requests: Iterable[Request], measure_from: int = 0) -> Figures:
         """Replay; requests count from the `measure_from`th on."""
-        figures, foresight = self.figures, self.foresight
-        if foresight is not None:
-            requests = foresight.looking_ahead(requests)
+        figures, programs = self.figures, self.programs
+        if programs is not None:
+            requests = programs.looking_ahead(requests)
         for number, request in enumerate(requests):
             if not self._measuring and number >= measure_from:
                 self._measuring = True
-                if foresight is not None:
-                    foresight.plan.accounts.clear()
-            if foresight is not None:
-                self._until(foresight, request.time_s)
+                if programs is not None:
+                    programs.plan.accounts.clear()
+            if programs is not None:
+                self._until(programs, request.time_s)
             self._arrive(request)
             figures.all_requests += 1
             figures.span_s = request.time_s
-        if foresight is not None:
-            foresight.plan.finish()
-            figures.accounts = foresight.plan.accounts
+        if programs is not None:
+            programs.plan.finish()
+            figures.accounts = programs.plan.accounts
         return figures
 
-    def _until(self, foresight: Foresight, time_s: float) -> None:
+    def _until(self, programs: Programs, time_s: float) -> None:
         """Everything that happens before `time_s`."""
-        while foresight.next_s <= time_s:
-            self._prefetch(foresight.plan, foresight.next_s)
-            foresight.fire()
-        self._prefetch(foresight.plan, time_s)
+        while programs.next_s <= time_s:
+            self._prefetch(programs.plan, programs.next_s)
+            programs.fire()
+        self._prefetch(programs.plan, time_s)
 
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
         """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
@@ -123,8 +123,8 @@ class Simulator:
 
     def _evict_ram(self, needed_bytes: int, now_s: float) -> None:
         victims = self.ram.evict(needed_bytes)
-        if self.foresight is not None:
-            self.foresight.plan.evicted([key for key, _ in victims], now_s)
+        if self.programs is not None:
+            self.programs.plan.evicted([key for key, _ in victims], now_s)
 
     def _renew(self, keys: Sequence[ChunkKey]) -> None:
         entries, renew = self.ram.order.entries, self.ram.order.renew
@@ -139,9 +139,9 @@ class Simulator:
         loaded = self._on_flash(keys, hot, found)
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
-        if self.foresight is not None:
-            self.foresight.plan.asked(keys)
-            self.foresight.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
+        if self.programs is not None:
+            self.programs.plan.asked(keys)
+            self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
         self._keep(request, keys, hot)
 

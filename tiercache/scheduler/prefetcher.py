@@ -155,7 +155,7 @@ class Prefetcher:
         """Act on what a predictor says; None says nothing."""
         if prediction is not None and not self._closed:
             self.plan.offer(prediction, self._loop.time())
-            self._pump()
+            self.pump()
 
     def withdraw(self, handle: PrefetchHandle) -> None:
         if not handle.done:
@@ -213,9 +213,9 @@ class Prefetcher:
         """Once for all that happens in this turn of the loop."""
         if not self._pumping:
             self._pumping = True
-            self._loop.call_soon(self._pump)
+            self._loop.call_soon(self.pump)
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
         """Begin as many reads as there are lanes and the plan allows."""
         self._pumping = False
         if self._closed:
@@ -231,7 +231,7 @@ class Prefetcher:
             wakes.append(self._swept_s + _SWEEP_S)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_at(min(wakes), self._pump) if wakes else None
+        self._timer = self._loop.call_at(min(wakes), self.pump) if wakes else None
 
     async def _read(self, fetch: Fetch) -> None:
         key = fetch.key

@@ -340,6 +340,11 @@ class FanOut:
                 if own is not None and not writer.enqueue_nowait(own):
                     own.release()
 
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        """A session that has come back needs `keys`."""
+        for writer in self.writers:
+            writer.tier.continued(keys)
+
     async def flush(self, timeout_s: float) -> FlushReport:
         """Drain all queues, each for up to `timeout_s`, side by side."""
         before = {writer.tier.name: writer.counters.written for writer in self.writers}

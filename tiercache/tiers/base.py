@@ -112,6 +112,9 @@ class Tier(ABC):
         """A request was served with `keys` from somewhere; returns those that the tier lacks and has reason to want now."""
         return ()
 
+    def continued(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - most tiers take everything
+        """A session that has come back at least once needs `keys`, some of which may be still to come."""
+
     @abstractmethod
     async def remove(self, key: ChunkKey) -> bool:
         """Forget a chunk; whether it was there."""

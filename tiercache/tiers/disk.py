@@ -237,6 +237,10 @@ class DiskTier(Tier):
                 wanted.append(key)
         return wanted
 
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.admission.continued(key)
+
     async def remove(self, key: ChunkKey) -> bool:
         shelf = self._shelf(key)
         occupied_bytes = shelf.index.remove(key)

@@ -50,9 +50,7 @@ class Sessions:
         """A turn begins: the gap before it is known now."""
         state = self._sessions.get(session)
         if state is None:
-            state = self._sessions[session] = _Session()
-            if len(self._sessions) > self.limit:
-                self._lose(*self._sessions.popitem(last=False))
+            state = self._make(session)
         else:
             self._sessions.move_to_end(session)
             if state.answered:
@@ -70,7 +68,7 @@ class Sessions:
         self, session: str, keys: Sequence[ChunkKey], now_s: float, kind: str | None = None
     ) -> Prediction | None:
         """A turn ended at `now_s`; `keys` are what the next one will begin with. None while too little is known."""
-        state = self._sessions.setdefault(session, _Session())
+        state = self._sessions.get(session) or self._make(session)
         state.keys, state.ended_s, state.kind, state.answered = keys, now_s, kind or "", True
         return self.predict(session, now_s)
 
@@ -111,6 +109,17 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def came_back(self, session: str) -> bool:
+        """Whether a turn of it has continued another one."""
+        state = self._sessions.get(session)
+        return state is not None and state.own is not None
+
+    def _make(self, session: str) -> _Session:
+        state = self._sessions[session] = _Session()
+        if len(self._sessions) > self.limit:
+            self._lose(*self._sessions.popitem(last=False))
+        return state
 
     def _lose(self, session: str, state: _Session) -> None:
         if state.answered and not state.presumed_lost:

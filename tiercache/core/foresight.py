@@ -1,0 +1,115 @@
+"""All that is known of requests to come: the predictors, the plan that they feed, and what has to be thought about again.
+
+Pure, as its parts are. A driver (the live cache's `Ahead`, or the simulator) tells it what sessions do, and calls `think`
+when `think_s` has come.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.prediction import Hints, Prediction, Sessions, Workflows
+from tiercache.core.prefetch import PrefetchPlan
+
+_AGAIN_LEAST_S = 1.0
+_AGAIN_SHARE = 0.25
+"""Of the time that a session has been idle: the least until it is thought about again."""
+_STALE = 64
+"""Entries of the agenda that may be out of date, beside as many as there are sessions on it."""
+
+PREDICTORS = ("hints", "sessions", "workflows")
+
+
+class Foresight:
+    """What sessions and workflows predict is offered to `plan`. Times are seconds of one monotonic clock.
+
+    What a prediction says fades: half of its probability may pass without a request. So an idle session is thought about
+    again then, at growing intervals, for as long as there is something to say about it.
+    """
+
+    def __init__(self, plan: PrefetchPlan, use: Collection[str] = PREDICTORS) -> None:
+        """Of `use`, what sessions and workflows do is learnt; hints are offered by whoever makes them."""
+        self.plan = plan
+        self.hints = Hints()
+        self.sessions = Sessions()
+        self.workflows = Workflows()
+        self._use = frozenset(use)
+        self._steps: OrderedDict[str, list[str]] = OrderedDict()
+        """Subjects of what was predicted to follow a run's last step."""
+        self._again: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """By session: when to think about it again, and when its last turn ended. No more than there are sessions."""
+        self._agenda: list[tuple[float, str]] = []
+
+    @property
+    def think_s(self) -> float | None:
+        """When to call `think`; None: not before a turn has ended."""
+        return self._agenda[0][0] if self._agenda else None
+
+    def began(self, session: str, keys: Sequence[ChunkKey], step: str, now_s: float) -> bool:
+        """A request of `session` (and, in a workflow, of that step) has come, for `keys`. Returns whether the session has
+        come back by now."""
+        self._come(session)
+        if "sessions" in self._use:
+            self.sessions.arrived(session, now_s)
+        if step and "workflows" in self._use:
+            self.workflows.arrived(session, step, keys, now_s)
+        return self.sessions.came_back(session)
+
+    def ended(self, session: str, keys: Sequence[ChunkKey], step: str, kind: str, now_s: float) -> bool:
+        """That request is answered; `keys` are what the session's next one will begin with. Returns the same."""
+        if "sessions" in self._use:
+            self._offer(session, self.sessions.finished(session, keys, now_s, kind), now_s, now_s)
+        if step and "workflows" in self._use:
+            found = self.workflows.finished(session, step, now_s)
+            for prediction in found:
+                self.plan.offer(prediction, now_s)
+            if found:
+                self._steps[session] = [prediction.subject for prediction in found]
+                self._steps.move_to_end(session)
+                if len(self._steps) > self.workflows.limit:
+                    self._withdraw_steps(next(iter(self._steps)))
+        return self.sessions.came_back(session)
+
+    def over(self, session: str) -> None:
+        """It will not come back."""
+        self._come(session)
+        self.sessions.over(session)
+        self.workflows.over(session)
+
+    def think(self, now_s: float) -> None:
+        """Say what is to be said by now of the sessions that are due."""
+        agenda = self._agenda
+        while agenda and agenda[0][0] <= now_s:
+            at_s, session = heapq.heappop(agenda)
+            due = self._again.get(session)
+            if due is not None and due[0] == at_s:
+                del self._again[session]
+                self._offer(session, self.sessions.predict(session, now_s), due[1], now_s)
+
+    def _come(self, session: str) -> None:
+        """Nobody waits for it any more."""
+        self._again.pop(session, None)
+        self.plan.withdraw(self.sessions.name, session)
+        self._withdraw_steps(session)
+
+    def _withdraw_steps(self, run: str) -> None:
+        for subject in self._steps.pop(run, ()):
+            self.plan.withdraw(self.workflows.name, subject)
+
+    def _offer(self, session: str, prediction: Prediction | None, ended_s: float, now_s: float) -> None:
+        if prediction is None:
+            return
+        self.plan.offer(prediction, now_s)
+        at_s = max(prediction.expected_s, now_s + max(_AGAIN_LEAST_S, _AGAIN_SHARE * (now_s - ended_s)))
+        self._again[session] = at_s, ended_s
+        self._again.move_to_end(session)
+        if len(self._again) > self.sessions.limit:
+            forgotten, _ = self._again.popitem(last=False)
+            self.plan.withdraw(self.sessions.name, forgotten)
+        heapq.heappush(self._agenda, (at_s, session))
+        if len(self._agenda) > 2 * len(self._again) + _STALE:
+            self._agenda = [(due[0], name) for name, due in self._again.items()]
+            heapq.heapify(self._agenda)

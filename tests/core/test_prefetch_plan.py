@@ -1,5 +1,7 @@
 """The plan of the prefetcher, on virtual time; nothing is moved."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -157,6 +159,24 @@ def test_a_victim_that_is_expected_sooner_stays() -> None:
     assert not plan.yields_to(b"s", late, 0.0)
     assert plan.yields_to(b"L", soon, 0.0)
     assert plan.yields_to(b"nobody's", late, 0.0)
+
+
+def test_victims_that_are_expected_sooner_are_passed_over_with_all_that_comes_with_them() -> None:
+    plan = plan_of()
+    plan.offer(expecting("soon", 1.0), 0.0)
+    plan.offer(expecting("L", 0.0, probability=0.9, subject="late"), 0.0)
+    order: list[bytes] = [b"s", b"o", b"o", b"x"]
+    renewed: list[bytes] = []
+
+    def renew(keys: Sequence[bytes]) -> None:
+        renewed.extend(keys)
+        order[:] = [key for key in order if key not in keys]
+
+    late = Fetch(b"L", None, "hints", 0.1, 5.0, 0)
+    assert plan.finds_room(lambda: order[0], renew, late, 0.0)
+    assert (order, renewed) == ([b"x"], [b"s", b"o", b"o", b"n"])
+    assert plan.finds_room(lambda: None, renew, late, 0.0), "nothing has to go"
+    assert not plan.finds_room(lambda: b"s", lambda keys: None, late, 0.0), "and the search has an end"
 
 
 def test_without_room_it_is_tried_a_little_later() -> None:

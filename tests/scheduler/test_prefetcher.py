@@ -209,3 +209,27 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
     work.bench.tier.gate.set()
     while work.reader.stuck:
         await asyncio.sleep(0)
+
+
+async def test_no_prefetch_takes_the_place_of_what_is_needed_sooner(bench: Bench) -> None:
+    """All that is hot is expected in a second, and only two of it can be held."""
+    work = Prefetching(bench, share=2)
+    hot = list(range(100, 100 + SLOTS))
+    for number in hot:
+        bench.make_hot(number).release()
+    first = work.hint([chunk(number)[0] for number in hot], due_in_s=1.0)
+    later = work.hint(bench.keep_on_tier([1]), due_in_s=5.0)
+    async with asyncio.timeout(5.0):
+        while not (first.done and later.progress.found):
+            await asyncio.sleep(0)
+        while work.plan._entries["hints", later.subject].paused_until_s < 0:
+            await asyncio.sleep(0)
+    assert all(bench.cpu.contains(chunk(number)[0]) for number in hot)
+    assert not later.done and bench.memory.counters.reads == 0
+    work.prefetcher.let_go()
+    first.cancel()
+    work.plan.withdraw("hints", first.subject)
+    async with asyncio.timeout(5.0):
+        assert (await later).promoted == 1
+    await work.prefetcher.close()
+    assert bench.is_whole()

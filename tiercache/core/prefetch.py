@@ -20,6 +20,8 @@ _RUN = 32
 """Chunks that are fetched for one prediction before others are looked at again."""
 _RANKED = 64
 """Predictions that are compared for each run; which ones they are is found out once a second."""
+_RENEWED = 4096
+"""Chunks that are expected sooner and may be passed over in the search for a victim: some milliseconds."""
 _SWEEP_S = 1.0
 _TURNOVER_S = 60.0
 """Over which evictions are averaged (exponentially)."""
@@ -230,6 +232,25 @@ class PrefetchPlan:
         if entry.prediction.priority < fetch.priority:
             return False
         return entry.rate(now_s) * self.settings.advantage <= fetch.rate
+
+    def finds_room(
+        self,
+        next_victim: Callable[[], ChunkKey | None],
+        renew: Callable[[Sequence[ChunkKey]], None],
+        fetch: Fetch,
+        now_s: float,
+    ) -> bool:
+        """Whether what the hot cache would evict next may go for `fetch`. If not, say `no_room`.
+
+        `next_victim` gives None when nothing has to go. A victim that is expected sooner is passed over, and everything
+        that is expected with it is renewed.
+        """
+        left = _RENEWED
+        while left > 0 and (victim := next_victim()) is not None and not self.yields_to(victim, fetch, now_s):
+            keys = self._owners[victim][0].prediction.keys
+            renew(keys)
+            left -= len(keys)
+        return left > 0
 
     # What happened
 

@@ -21,8 +21,6 @@ from tiercache.replay.programs import Programs
 from tiercache.replay.setting import Setting
 
 _REMEMBERED = 4
-_LOOKED_AT = 256
-"""Residents that a prefetch may find expected sooner before it gives up."""
 
 
 class Simulator:
@@ -108,12 +106,7 @@ class Simulator:
             plan.fetched(fetch.key)
             return
         if ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
-            for _ in range(_LOOKED_AT):
-                victim = ram.order.coldest()
-                if victim is None or plan.yields_to(victim, fetch, now_s):
-                    break
-                ram.order.renew(victim)
-            else:
+            if not plan.finds_room(ram.order.coldest, self._renew, fetch, now_s):
                 plan.no_room(fetch, now_s)
                 return
             self._evict_ram(self.block_bytes, now_s)

@@ -221,7 +221,11 @@ class Prefetcher:
         if self._closed:
             return
         now_s = self._loop.time()
+        cpu = self.reader.cpu
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
+            if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
+                self.plan.no_room(fetch, now_s)
+                continue
             self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s

@@ -225,6 +225,17 @@ class CpuTier(Tier):
         """Slots that are free or evictable now."""
         return self.pool.free + self._evictable
 
+    def next_victim(self) -> ChunkKey | None:
+        """The chunk that would be evicted for the next slot; None when one is free, or none can go."""
+        if self.pool.free:
+            return None
+        while (key := self._order.coldest()) is not None:
+            if self._entries[key].held_for is None:
+                return key
+            _, entry = self._order.pop_victim()
+            entry.parked = True
+        return None
+
     def try_reserve(self, purpose: Purpose) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait.
 

@@ -209,3 +209,23 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
     work.bench.tier.gate.set()
     while work.reader.stuck:
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("share", "ttl_s"), [(4, 5.0), (0, 5.0), (4, 0.0)])
+async def test_who_waits_learns_that_the_time_is_over(bench: Bench, share: int, ttl_s: float) -> None:
+    work = Prefetching(bench, share=share)
+    handle = work.hint(bench.keep_on_tier(range(1, 11)), ttl_s=ttl_s)
+    async with asyncio.timeout(60.0):
+        progress = await handle
+    assert progress.done and progress.promoted + progress.cancelled == 10 and progress.cancelled >= 6
+    assert not work.prefetcher._handles and not work.prefetcher._by_key
+    await work.prefetcher.close()
+    assert bench.is_whole()
+
+
+async def test_time_is_over_also_where_the_bandwidth_allows_nothing(bench: Bench) -> None:
+    work = Prefetching(bench, bytes_per_s=1.0)
+    handle = work.hint(bench.keep_on_tier(range(1, 5)), ttl_s=5.0)
+    async with asyncio.timeout(60.0):
+        assert (await handle).cancelled == 4
+    await work.prefetcher.close()

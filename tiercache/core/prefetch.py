@@ -158,6 +158,10 @@ class PrefetchPlan:
             self._account(predictor).cancelled_bytes += missing * self.chunk_bytes
             self._drop(name, entry)
 
+    def acts_on(self, predictor: str, subject: str) -> bool:
+        """Whether its latest prediction still counts: it was neither withdrawn nor has its time run out."""
+        return (predictor, subject) in self._entries
+
     # What to do
 
     def next(self, now_s: float, resident: Callable[[ChunkKey], bool]) -> Fetch | None:
@@ -170,6 +174,7 @@ class PrefetchPlan:
             self._expire(now_s)
             return None
         if not self._has_tokens(now_s):
+            self._expire(now_s)
             return None
         while (entry := self._choose(now_s)) is not None:
             keys = entry.prediction.keys

@@ -32,6 +32,7 @@ class PrefetchProgress:
     missing: int
     """Found in no tier, behind such a gap, or lost on the way."""
     cancelled: int
+    """Not fetched any more: by `cancel`, because the cache was closed, or because nobody came within the `ttl`."""
     chunk_bytes: int
 
     @property
@@ -56,6 +57,7 @@ class PrefetchHandle:
         self.keys = keys
         self._prefetcher = prefetcher
         self._found = 0
+        self._looked = False
         self._left: set[ChunkKey] = set(keys)
         self._promoted = 0
         self._cancelled = 0
@@ -208,6 +210,8 @@ class Prefetcher:
         handle._give_up(prediction.keys[found:], cancelled=False)
         if found and not handle.done:
             self.offer(replace(prediction, keys=prediction.keys[:found]))
+            handle._looked = True
+            self._end_if_expired(handle)
 
     def _pump_soon(self) -> None:
         """Once for all that happens in this turn of the loop."""
@@ -226,8 +230,10 @@ class Prefetcher:
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s
             self._release_unexpected()
+            for handle in list(self._handles.values()):
+                self._end_if_expired(handle)
         wakes = [wake_s for wake_s in (self.plan.wake_s(now_s),) if wake_s is not None]
-        if self._holds:
+        if self._holds or self._handles:
             wakes.append(self._swept_s + _SWEEP_S)
         if self._timer is not None:
             self._timer.cancel()
@@ -275,6 +281,11 @@ class Prefetcher:
     def _release_unexpected(self) -> None:
         for key in [key for key in self._holds if not self.plan.expects(key)]:
             self._holds.pop(key).release()
+
+    def _end_if_expired(self, handle: PrefetchHandle) -> None:
+        """Its time is over: what is not on its way by now will not be fetched for it."""
+        if handle._looked and not self.plan.acts_on("hints", handle.subject):
+            handle._give_up([key for key in handle._left if key not in self._reads], cancelled=True)
 
     def _tell(self, key: ChunkKey, *, promoted: bool) -> None:
         for handle in list(self._by_key.get(key, ())):

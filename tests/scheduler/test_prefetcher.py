@@ -229,3 +229,23 @@ async def test_time_is_over_also_where_the_bandwidth_allows_nothing(bench: Bench
     async with asyncio.timeout(60.0):
         assert (await handle).cancelled == 4
     await work.prefetcher.close()
+
+
+async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 3))
+    work.bench.tier.gate.clear()
+    first = work.hint(keys)
+    await work.bench.tier.until_entered(2)
+    using = [asyncio.create_task(work.use(key)) for key in keys]
+    await asyncio.sleep(0)
+    second = work.hint(keys)
+    while work.prefetcher._looking:
+        await asyncio.sleep(0)
+    assert not second.done, "it is still on its way"
+    work.bench.tier.gate.set()
+    await asyncio.gather(*using)
+    assert (await first).promoted == (await second).promoted == 2
+    while work.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert work.account() == {"fetched": 2, "late": 2}
+    assert work.plan.waiting_bytes == 0

@@ -259,6 +259,8 @@ class Prefetcher:
 
     def _is_hot(self, key: ChunkKey) -> bool:
         """Asked by the plan about a chunk that is expected: if it is there already it is kept there."""
+        if key in self._reads:
+            return True  # somebody came for it already; whoever waits is told when it is here
         if not self.reader.cpu.contains(key):
             return False
         room = self.plan.settings.share_bytes - len(self._holds) * self.plan.chunk_bytes

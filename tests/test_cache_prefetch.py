@@ -116,3 +116,20 @@ async def test_pins_take_no_more_than_the_share(cache: TierCache) -> None:
     await cache.store(tokens, [payload_of(1)] * chunks)
     await cache.flush()
     assert cache.ahead.pin(cache.keys(tokens)) == cache.cpu.pool.count // 2
+
+
+async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
+    """Neither by a prefetch nor by a pin, whose memory would be lost to everybody until their time is over."""
+    keys = cache.keys(TOKENS)
+    free = cache.statistics().slots_free
+    await cache.prefetch(keys[:8], ttl=600.0)
+    await cache.warm(keys[8:])
+    assert cache.ahead.pin(keys[4:]) == 8
+    cache.clear_hot()
+    assert (cache.statistics().slots_free, cache.ahead.pinned, cache.ahead.prefetcher.held) == (free, 0, 0)
+    assert cache.ahead.pin(keys) == 0, "none is hot"
+    await cache.prefetch(keys, ttl=600.0)
+    await cache.forget(keys)
+    assert cache.statistics().slots_free == free
+    account = cache.statistics().prefetch["hints"]
+    assert account.fetched_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes

@@ -32,6 +32,7 @@ class Ahead:
         self._loop = asyncio.get_running_loop()
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
         self._most_pins = max(1, settings.share_bytes // chunk_bytes)
+        cpu.on_forget = self._removed
 
     @property
     def pinned(self) -> int:
@@ -93,6 +94,11 @@ class Ahead:
             if pin is not None:
                 pin[1].cancel()
                 pin[0].release()
+
+    def _removed(self, key: ChunkKey) -> None:
+        """A chunk that was held or pinned is not in the hot cache any more."""
+        self.unpin([key])
+        self.prefetcher.removed(key)
 
     async def close(self) -> None:
         self.unpin(list(self._pins))

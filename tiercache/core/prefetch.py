@@ -58,7 +58,7 @@ class Account:
     evicted_bytes: int = 0
     """Evicted before they were used."""
     wasted_bytes: int = 0
-    """Not used by the time that the prediction allowed, or until the end."""
+    """Not used by the time that the prediction allowed, or until the end, or before somebody removed them."""
     cancelled_bytes: int = 0
     """Planned and not fetched any more: asked for before, withdrawn, or expired. Cost nothing."""
 
@@ -266,6 +266,12 @@ class PrefetchPlan:
                     entry.cursor = min(entry.cursor, position)
                 else:
                     del self._owners[key]
+
+    def removed(self, key: ChunkKey) -> None:
+        """Somebody removed it from the hot cache: it was fetched for nobody."""
+        predictor = self._ready.pop(key, None)
+        if predictor is not None:
+            self._account(predictor).wasted_bytes += self.chunk_bytes
 
     def finish(self) -> None:
         """Nothing more will come: what was fetched and not used is wasted."""

@@ -172,6 +172,14 @@ class Prefetcher:
             hold.release()
             self._pump_soon()
 
+    def removed(self, key: ChunkKey) -> None:
+        """A chunk that is held was removed from the hot cache: nobody can find it any more."""
+        self.plan.removed(key)
+        hold = self._holds.pop(key, None)
+        if hold is not None:
+            hold.release()
+            self._pump_soon()
+
     def forget(self, handle: PrefetchHandle) -> None:
         """It has ended."""
         if self._handles.pop(handle.subject, None) is not None:

@@ -145,6 +145,8 @@ class CpuTier(Tier):
         """Called when a chunk is read that is held for somebody to come."""
         self.on_evict: Callable[[ChunkKey], None] | None = None
         """Called when a chunk was evicted, and not when somebody removed it."""
+        self.on_forget: Callable[[ChunkKey], None] | None = None
+        """Called when a chunk was removed that is held for somebody to come."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -314,6 +316,8 @@ class CpuTier(Tier):
             self._evictable -= 1
             self.pool.give_back(entry.slot)
             self._wake()
+        elif entry.holds and self.on_forget is not None:
+            self.on_forget(key)
         return True
 
     def clear(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
+from tiercache.core.budget import Purpose
 from tiercache.errors import ConfigError
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
@@ -133,3 +134,29 @@ async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
     assert cache.statistics().slots_free == free
     account = cache.statistics().prefetch["hints"]
     assert account.fetched_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
+
+
+async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) -> None:
+    """What was hot already, what was fetched and what is pinned: together no more than the share."""
+    share = cache.cpu.pool.count // 2
+    tokens = list(range(1000, 1000 + 16 * (share - 6)))
+    await cache.store(tokens, [payload_of(1)] * (share - 6))
+    await cache.flush()
+    await cache.prefetch(tokens, ttl=600.0)
+    handle = cache.prefetch(TOKENS, ttl=600.0)
+    assert (await cache.warm(cache.keys(TOKENS)[6:])) == 6
+    while cache.ahead.prefetcher.held < share:
+        await asyncio.sleep(0)
+    assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "those that were held for somebody"
+    assert cache.ahead.pinned + cache.ahead.prefetcher.held == share
+    assert cache.cpu.budget.held[Purpose.PREFETCH] == share
+    handle.cancel()
+
+
+async def test_pins_leave_room_for_reads_and_writes(tmp_path: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, prefetch_share=1.0), LAYOUT) as cache:
+        chunks = cache.cpu.pool.count
+        await cache.store(list(range(16 * chunks)), [payload_of(1)] * chunks)
+        await cache.flush()
+        assert chunks * 3 // 4 <= cache.ahead.pin(cache.keys(list(range(16 * chunks)))) < chunks
+        assert await cache.store(list(range(9000, 9016)), [payload_of(2)]) == 1

@@ -31,7 +31,6 @@ class Ahead:
         self.prefetcher = Prefetcher(reader, self.plan, read_s=read_s)
         self._loop = asyncio.get_running_loop()
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
-        self._most_pins = max(1, settings.share_bytes // chunk_bytes)
         cpu.on_forget = self._removed
 
     @property
@@ -74,17 +73,23 @@ class Ahead:
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = PIN_S) -> int:
         """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.
 
-        Together, pins take no more than the prefetcher's share of the hot cache.
+        Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
+        writes their part of it. A chunk that was prefetched counts as used then.
         """
         pinned = 0
         for key in keys:
             old = self._pins.pop(key, None)
-            lease = old[0] if old is not None else self.cpu.hold(key) if len(self._pins) < self._most_pins else None
             if old is not None:
                 old[1].cancel()
+                lease: Lease | None = old[0]
+            else:
+                lease = self.prefetcher.hand_over(key)
+                if lease is None and self.prefetcher.has_room:
+                    lease = self.cpu.hold(key)
             if lease is not None:
                 self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
                 pinned += 1
+            self.prefetcher.pinned = len(self._pins)
         return pinned
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
@@ -94,6 +99,7 @@ class Ahead:
             if pin is not None:
                 pin[1].cancel()
                 pin[0].release()
+        self.prefetcher.pinned = len(self._pins)
 
     def _removed(self, key: ChunkKey) -> None:
         """A chunk that was held or pinned is not in the hot cache any more."""

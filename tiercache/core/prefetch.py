@@ -118,6 +118,8 @@ class PrefetchPlan:
         self.settings = settings
         self.chunk_bytes = chunk_bytes
         self.accounts: dict[str, Account] = {}
+        self.kept_bytes = 0
+        """Of the share: what the driver keeps besides what was fetched (hot chunks that are expected, and pins)."""
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._owners: dict[ChunkKey, tuple[_Entry, int]] = {}
         self._in_flight: dict[ChunkKey, str] = {}
@@ -170,7 +172,7 @@ class PrefetchPlan:
         `resident` says that a chunk needs no fetch: it is hot, or no tier has it.
         """
         chunk_bytes = self.chunk_bytes
-        if (len(self._ready) + len(self._in_flight) + 1) * chunk_bytes > self.settings.share_bytes:
+        if not self._has_room():
             self._expire(now_s)
             return None
         if not self._has_tokens(now_s):
@@ -185,6 +187,9 @@ class PrefetchPlan:
                 entry.cursor = position
                 self._current = None
                 continue
+            if not self._has_room():  # what is hot already was kept, and took it
+                entry.cursor = position
+                return None
             entry.cursor = position + 1
             key, prediction = keys[position], entry.prediction
             self._in_flight[key] = prediction.predictor
@@ -295,6 +300,11 @@ class PrefetchPlan:
         """In the hot cache or on the way, and not used yet."""
         return (len(self._ready) + len(self._in_flight)) * self.chunk_bytes
 
+    @property
+    def ready(self) -> int:
+        """Chunks that were fetched and not used yet."""
+        return len(self._ready)
+
     def awaits(self, key: ChunkKey) -> bool:
         """Whether it was fetched and not used yet."""
         return key in self._ready
@@ -358,6 +368,9 @@ class PrefetchPlan:
                 del owners[key]
         if self._current is entry:
             self._current = None
+
+    def _has_room(self) -> bool:
+        return self.waiting_bytes + self.kept_bytes + self.chunk_bytes <= self.settings.share_bytes
 
     def _has_tokens(self, now_s: float) -> bool:
         rate = self.settings.bytes_per_s

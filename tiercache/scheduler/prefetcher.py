@@ -122,6 +122,8 @@ class Prefetcher:
         self._lanes = max(2, reader.read_concurrency)
         self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
         self._holds: dict[ChunkKey, Lease] = {}
+        self.pinned = 0
+        """Chunks that somebody else keeps, out of the same share."""
         self._handles: dict[str, PrefetchHandle] = {}
         self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
         self._looking: set[asyncio.Task[None]] = set()
@@ -137,6 +139,17 @@ class Prefetcher:
     def held(self) -> int:
         """Chunks that are kept for somebody to come."""
         return len(self._holds)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more chunk that is hot may be kept: within the share, and leaving reads and writes theirs."""
+        kept = len(self._holds) + len(self._reads) + self.pinned
+        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self.reader.cpu.spare
+
+    def hand_over(self, key: ChunkKey) -> Lease | None:
+        """The hold on a chunk, for whoever keeps it from now on: he counts as the one that it was fetched for."""
+        self.plan.asked([key])
+        return self._holds.pop(key, None)
 
     def is_in_flight(self, key: ChunkKey) -> bool:
         return key in self._reads
@@ -233,6 +246,7 @@ class Prefetcher:
         if self._closed:
             return
         now_s = self._loop.time()
+        self._count_kept()
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
             self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
         if now_s >= self._swept_s + _SWEEP_S:
@@ -271,11 +285,11 @@ class Prefetcher:
             return True  # somebody came for it already; whoever waits is told when it is here
         if not self.reader.cpu.contains(key):
             return False
-        room = self.plan.settings.share_bytes - len(self._holds) * self.plan.chunk_bytes
-        if key not in self._holds and room >= self.plan.chunk_bytes:
+        if key not in self._holds and self.has_room:
             hold = self.reader.cpu.hold(key)
             if hold is not None:
                 self._keep(key, hold)
+                self._count_kept()
         self._tell(key, promoted=True)
         return True
 
@@ -287,6 +301,9 @@ class Prefetcher:
         if old is not None:
             old.release()
         self._holds[key] = hold
+
+    def _count_kept(self) -> None:
+        self.plan.kept_bytes = (len(self._holds) - self.plan.ready + self.pinned) * self.plan.chunk_bytes
 
     def _release_unexpected(self) -> None:
         for key in [key for key in self._holds if not self.plan.expects(key)]:

@@ -227,6 +227,11 @@ class CpuTier(Tier):
         """Slots that are free or evictable now."""
         return self.pool.free + self._evictable
 
+    @property
+    def spare(self) -> bool:
+        """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""
+        return self.budget.allows(Purpose.PREFETCH, self.obtainable)
+
     def try_reserve(self, purpose: Purpose) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait.
 

@@ -160,3 +160,20 @@ async def test_pins_leave_room_for_reads_and_writes(tmp_path: Path) -> None:
         await cache.flush()
         assert chunks * 3 // 4 <= cache.ahead.pin(cache.keys(list(range(16 * chunks)))) < chunks
         assert await cache.store(list(range(9000, 9016)), [payload_of(2)]) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"deadline": float("nan")}, {"deadline": float("inf")}, {"ttl": float("nan")}, {"ttl": -1.0}, {"priority": "a"}]
+)
+async def test_what_is_no_time_or_priority_is_refused(cache: TierCache, wrong: dict[str, float]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        cache.prefetch(TOKENS, **wrong)  # type: ignore[arg-type]
+    assert (await cache.prefetch(TOKENS, deadline=-1.0)).promoted == 12, "and hurts no other prefetch"
+
+
+async def test_pin_for_a_time_that_is_no_number_is_refused(cache: TierCache) -> None:
+    await cache.warm(cache.keys(TOKENS))
+    for ttl_s in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="ttl_s: expected a number of seconds"):
+            cache.ahead.pin(cache.keys(TOKENS), ttl_s)
+    assert cache.ahead.pinned == 0

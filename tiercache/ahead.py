@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from math import isfinite
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction import Hints, Sessions, Workflows
@@ -76,6 +77,7 @@ class Ahead:
         Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
         writes their part of it. A chunk that was prefetched counts as used then.
         """
+        check_seconds("ttl_s", ttl_s)
         pinned = 0
         for key in keys:
             old = self._pins.pop(key, None)
@@ -109,3 +111,9 @@ class Ahead:
     async def close(self) -> None:
         self.unpin(list(self._pins))
         await self.prefetcher.close()
+
+
+def check_seconds(name: str, value_s: float) -> None:
+    """Raises ValueError unless it is a length of time: a timer that is not a number upsets all others."""
+    if not (isfinite(value_s) and value_s >= 0):
+        raise ValueError(f"{name}: expected a number of seconds from 0 on, found {value_s}")

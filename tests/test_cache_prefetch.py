@@ -163,7 +163,8 @@ async def test_pins_leave_room_for_reads_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"deadline": float("nan")}, {"deadline": float("inf")}, {"ttl": float("nan")}, {"ttl": -1.0}, {"priority": "a"}]
+    "wrong",
+    [{"deadline": float("nan")}, {"deadline": float("inf")}, {"ttl": float("nan")}, {"ttl": -1.0}, {"priority": "a"}],
 )
 async def test_what_is_no_time_or_priority_is_refused(cache: TierCache, wrong: dict[str, float]) -> None:
     with pytest.raises((ValueError, TypeError)):

@@ -116,7 +116,10 @@ def test_a_bad_session_is_skipped_as_a_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
-    [({"hash_ids": [1, 1 << 64]}, "found 18446744073709551616"), ({"api_time": -3.0}, "api_time: expected a number of seconds")],
+    [
+        ({"hash_ids": [1, 1 << 64]}, "found 18446744073709551616"),
+        ({"api_time": -3.0}, "api_time: expected a number of seconds"),
+    ],
 )
 def test_a_session_that_cannot_be_replayed_is_found_when_it_is_read(
     wrong: dict[str, object], problem: str, tmp_path: Path

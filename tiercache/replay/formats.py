@@ -272,9 +272,9 @@ def _session(line: bytes) -> _Session:
         if entry.t < latest_s:
             raise ValueError(f"requests[{turn}].t: {entry.t:g} s is before {latest_s:g} s, of the one before it")
         _check_duration(f"requests[{turn}].api_time", entry.api_time)
-        if entry.hash_ids and not (0 <= min(entry.hash_ids) and max(entry.hash_ids) < 1 << 64):
-            low, high = min(entry.hash_ids), max(entry.hash_ids)
-            raise ValueError(f"requests[{turn}].hash_ids: expected numbers in 0 .. 2**64-1, found {low if low < 0 else high}")
+        wrong = [number for number in entry.hash_ids if not 0 <= number < 1 << 64]
+        if wrong:
+            raise ValueError(f"requests[{turn}].hash_ids: expected numbers in 0 .. 2**64-1, found {wrong[0]}")
         latest_s = entry.t
     return session
 

@@ -178,3 +178,18 @@ async def test_pin_for_a_time_that_is_no_number_is_refused(cache: TierCache) -> 
         with pytest.raises(ValueError, match="ttl_s: expected a number of seconds"):
             cache.ahead.pin(cache.keys(TOKENS), ttl_s)
     assert cache.ahead.pinned == 0
+
+
+@pytest.mark.parametrize("how", ["began", "over"])
+async def test_workflow_that_went_on_or_ended_is_not_expected_any_more(cache: TierCache, how: str) -> None:
+    keys, now_s = cache.keys(TOKENS), asyncio.get_running_loop().time()
+    ahead = cache.ahead
+    for run in range(20):
+        for step in ("plan", "code"):
+            ahead.workflows.arrived(f"run {run}", step, keys, now_s)
+            ahead.workflows.finished(f"run {run}", step, now_s)
+    ahead.began("mine", keys, "plan")
+    ahead.ended("mine", keys, "plan")
+    assert ahead.plan.acts_on("workflows", "mine>code")
+    ahead.over("mine") if how == "over" else ahead.began("mine", keys, "review")
+    assert not ahead.plan.acts_on("workflows", "mine>code")

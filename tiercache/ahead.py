@@ -49,7 +49,7 @@ class Ahead:
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
         now_s = self._loop.time()
-        self.plan.withdraw(self.sessions.name, session)
+        self._withdraw(session)
         self.sessions.arrived(session, now_s)
         if step:
             self.workflows.arrived(session, step, keys, now_s)
@@ -67,9 +67,15 @@ class Ahead:
 
     def over(self, session: str) -> None:
         """It will not come back; what was fetched for it may be evicted."""
-        self.plan.withdraw(self.sessions.name, session)
+        self._withdraw(session)
         self.sessions.over(session)
         self.workflows.over(session)
+
+    def _withdraw(self, session: str) -> None:
+        """What was predicted of its next request: it has come, or never will."""
+        self.plan.withdraw(self.sessions.name, session)
+        for subject in self.workflows.subjects(session):
+            self.plan.withdraw(self.workflows.name, subject)
 
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = PIN_S) -> int:
         """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.

@@ -78,6 +78,12 @@ class Workflows:
             )
         return sorted(found, key=lambda prediction: -prediction.probability)
 
+    def subjects(self, run: str) -> list[str]:
+        """Of the predictions that may have been made when the run's last step ended."""
+        last = self._runs.get(run)
+        state = self._steps.get(last[0]) if last is not None else None
+        return [] if state is None else [f"{run}>{step}" for step in state.followed]
+
     def over(self, run: str) -> None:
         """The run has ended; what its last step was followed by is: nothing."""
         last = self._runs.pop(run, None)

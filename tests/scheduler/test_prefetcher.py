@@ -249,3 +249,34 @@ async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetchi
         await asyncio.sleep(0)
     assert work.account() == {"fetched": 2, "late": 2}
     assert work.plan.waiting_bytes == 0
+
+
+async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(work: Prefetching) -> None:
+    bench = work.bench
+    for number in range(1, 9):
+        bench.make_hot(number).release()
+    for number in range(40, 64):
+        bench.make_hot(number).release()
+    announced = bench.keep_on_tier(range(1, 9))
+    later = work.hint(announced, due_in_s=20.0)
+    await work.hint(bench.keep_on_tier(range(20, 32)))
+    assert all(bench.cpu.contains(key) for key in announced), "the 24 that nobody expects went first"
+    assert (await later).promoted == 8
+    assert work.account()["fetched"] == 12
+
+
+async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> None:
+    """It is hot, and more than the share keeps; nothing else is there to be evicted."""
+    work = Prefetching(bench, share=8)
+    for number in range(1, SLOTS + 1):
+        bench.make_hot(number).release()
+    first = work.hint(bench.keep_on_tier(range(1, SLOTS + 1)), ttl_s=5.0)
+    assert (await first).promoted == SLOTS
+    for key in first.keys[:4]:
+        await work.use(key)
+    second = work.hint(bench.keep_on_tier(range(50, 53)), ttl_s=5.0)
+    while work.prefetcher._looking:
+        await asyncio.sleep(0)
+    assert not second.done and not work.prefetcher._reads
+    assert all(bench.cpu.contains(key) for key in first.keys)
+    await work.prefetcher.close()

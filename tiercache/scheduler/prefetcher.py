@@ -17,6 +17,8 @@ from tiercache.scheduler.reader import Reader
 from tiercache.tiers.cpu import Lease
 
 _SWEEP_S = 1.0
+_LOOKED_AT = 256
+"""Residents that a prefetch may find expected sooner before it gives up for now."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ class Prefetcher:
         handle._found = found
         handle._give_up(prediction.keys[found:], cancelled=False)
         if found and not handle.done:
+            self.reader.cpu.renew(prediction.keys[:found])
             self.offer(replace(prediction, keys=prediction.keys[:found]))
             handle._looked = True
             self._end_if_expired(handle)
@@ -248,6 +251,9 @@ class Prefetcher:
         now_s = self._loop.time()
         self._count_kept()
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
+            if not self._may_displace(fetch, now_s):
+                self.plan.no_room(fetch, now_s)
+                continue
             self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s
@@ -301,6 +307,16 @@ class Prefetcher:
         if old is not None:
             old.release()
         self._holds[key] = hold
+
+    def _may_displace(self, fetch: Fetch, now_s: float) -> bool:
+        """Whether what would be evicted for a chunk may go; what is expected sooner is moved to the back of the order."""
+        cpu = self.reader.cpu
+        for _ in range(_LOOKED_AT):
+            victim = cpu.next_victim()
+            if victim is None or self.plan.yields_to(victim, fetch, now_s):
+                return True
+            cpu.renew([victim])
+        return False
 
     def _count_kept(self) -> None:
         self.plan.kept_bytes = (len(self._holds) - self.plan.ready + self.pinned) * self.plan.chunk_bytes

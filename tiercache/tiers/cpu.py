@@ -227,6 +227,16 @@ class CpuTier(Tier):
         """Slots that are free or evictable now."""
         return self.pool.free + self._evictable
 
+    def next_victim(self) -> ChunkKey | None:
+        """Which chunk would be evicted for a slot now; None where one is free, or none can be had."""
+        while not self.pool.free and self._evictable:
+            key = self._order.coldest()
+            assert key is not None
+            if self._entries[key].held_for is None:
+                return key
+            self._order.pop_victim()[1].parked = True
+        return None
+
     @property
     def spare(self) -> bool:
         """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tiercache import Config, Layout, TierCache
 from tiercache.core.budget import Purpose
 from tiercache.errors import ConfigError
+from tiercache.tiers.cpu import Lease
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 12))
@@ -193,3 +195,21 @@ async def test_workflow_that_went_on_or_ended_is_not_expected_any_more(cache: Ti
     assert ahead.plan.acts_on("workflows", "mine>code")
     ahead.over("mine") if how == "over" else ahead.began("mine", keys, "review")
     assert not ahead.plan.acts_on("workflows", "mine>code")
+
+
+async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: TierCache) -> None:
+    free = cache.statistics().slots_free
+    keys = cache.keys(TOKENS)[:1]
+    arrived = cache.cpu.publish
+
+    def publish(*arguments: Any) -> Lease:
+        lease = arrived(*arguments)
+        asyncio.get_running_loop().call_soon(cache.clear_hot)  # before the prefetcher hears of it
+        return lease
+
+    cache.cpu.publish = publish  # type: ignore[method-assign]
+    await cache.prefetch(keys, ttl=600.0)
+    while cache.ahead.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert (cache.statistics().slots_free, cache.ahead.prefetcher.held) == (free, 0)
+    assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes

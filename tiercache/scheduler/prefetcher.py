@@ -279,6 +279,8 @@ class Prefetcher:
                 self.plan.failed(key)
             else:
                 self.plan.fetched(key)
+                if not hold.findable:  # removed as soon as it had come
+                    self.plan.removed(key)
                 if self.plan.awaits(key):
                     self._keep(key, hold)
                 else:

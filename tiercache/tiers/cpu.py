@@ -78,6 +78,11 @@ class Lease:
         return self._held().key
 
     @property
+    def findable(self) -> bool:
+        """Whether others find the chunk: nobody has removed it since."""
+        return self._held().hot
+
+    @property
     def payload_bytes(self) -> int:
         return self._held().payload_bytes
 

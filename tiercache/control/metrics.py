@@ -85,7 +85,7 @@ def _families(found: list[tuple[str, dict[str, Any]]]) -> Iterator[Metric]:
     ]
     yield _counter(
         "prefetch_bytes",
-        "Bytes prefetched, by predictor and by what became of them; fetched is their sum and what still waits.",
+        "Bytes by predictor: fetched, and what became of them (used, late, evicted, wasted; others wait); cancelled: not fetched.",
         ["socket", "predictor", "outcome"],
         prefetched,
     )

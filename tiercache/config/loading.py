@@ -156,7 +156,8 @@ class _Resolution:
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
         disk = self.values.get("local_disk") and self.values.get("max_local_disk_size")
-        disk_only = [key for key in ("flash_admission", "flash_bytes_per_day") if self.values.get(key) not in (None, 0, "all")]
+        options = ("flash_admission", "flash_bytes_per_day")
+        disk_only = [key for key in options if self.values.get(key) not in (None, 0, "all")]
         if disk_only and not disk:
             warnings.append(f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything")
         if str(self.values.get("remote_url") or "").startswith("hf3fs://"):

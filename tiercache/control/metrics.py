@@ -85,7 +85,7 @@ def _families(found: list[tuple[str, dict[str, Any]]]) -> Iterator[Metric]:
     ]
     yield _counter(
         "prefetch_bytes",
-        "Bytes by predictor: fetched, and what became of them (used, late, evicted, wasted; others wait); cancelled: not fetched.",
+        "Bytes by predictor: fetched; of these used, late, evicted, wasted (the others wait); cancelled were not fetched.",
         ["socket", "predictor", "outcome"],
         prefetched,
     )

@@ -97,7 +97,7 @@ class Governor:
     """A token bucket in bytes a day.
 
     Time passed earns bytes; unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left,
-    and no span of a day ever sees more than `bytes_per_day`, its burst included (so that in the long run 4 % less is written).
+    and no span of a day ever sees more than `bytes_per_day`, its burst included: in the long run 4 % less is written.
     `bytes_per_day` 0 lets everything through.
     """
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
+from tiercache.core.budget import Purpose
 from tiercache.errors import ConfigError
+from tiercache.tiers.cpu import Lease
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 12))
@@ -116,3 +119,97 @@ async def test_pins_take_no_more_than_the_share(cache: TierCache) -> None:
     await cache.store(tokens, [payload_of(1)] * chunks)
     await cache.flush()
     assert cache.ahead.pin(cache.keys(tokens)) == cache.cpu.pool.count // 2
+
+
+async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
+    """Neither by a prefetch nor by a pin, whose memory would be lost to everybody until their time is over."""
+    keys = cache.keys(TOKENS)
+    free = cache.statistics().slots_free
+    await cache.prefetch(keys[:8], ttl=600.0)
+    await cache.warm(keys[8:])
+    assert cache.ahead.pin(keys[4:]) == 8
+    cache.clear_hot()
+    assert (cache.statistics().slots_free, cache.ahead.pinned, cache.ahead.prefetcher.held) == (free, 0, 0)
+    assert cache.ahead.pin(keys) == 0, "none is hot"
+    await cache.prefetch(keys, ttl=600.0)
+    await cache.forget(keys)
+    assert cache.statistics().slots_free == free
+    account = cache.statistics().prefetch["hints"]
+    assert account.fetched_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
+
+
+async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) -> None:
+    """What was hot already, what was fetched and what is pinned: together no more than the share."""
+    share = cache.cpu.pool.count // 2
+    tokens = list(range(1000, 1000 + 16 * (share - 6)))
+    await cache.store(tokens, [payload_of(1)] * (share - 6))
+    await cache.flush()
+    await cache.prefetch(tokens, ttl=600.0)
+    handle = cache.prefetch(TOKENS, ttl=600.0)
+    assert (await cache.warm(cache.keys(TOKENS)[6:])) == 6
+    while cache.ahead.prefetcher.held < share:
+        await asyncio.sleep(0)
+    assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "those that were held for somebody"
+    assert cache.ahead.pinned + cache.ahead.prefetcher.held == share
+    assert cache.cpu.budget.held[Purpose.PREFETCH] == share
+    handle.cancel()
+
+
+async def test_pins_leave_room_for_reads_and_writes(tmp_path: Path) -> None:
+    async with TierCache.open(config_of(tmp_path, prefetch_share=1.0), LAYOUT) as cache:
+        chunks = cache.cpu.pool.count
+        await cache.store(list(range(16 * chunks)), [payload_of(1)] * chunks)
+        await cache.flush()
+        assert chunks * 3 // 4 <= cache.ahead.pin(cache.keys(list(range(16 * chunks)))) < chunks
+        assert await cache.store(list(range(9000, 9016)), [payload_of(2)]) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"deadline": float("nan")}, {"deadline": float("inf")}, {"ttl": float("nan")}, {"ttl": -1.0}, {"priority": "a"}],
+)
+async def test_what_is_no_time_or_priority_is_refused(cache: TierCache, wrong: dict[str, float]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        cache.prefetch(TOKENS, **wrong)  # type: ignore[arg-type]
+    assert (await cache.prefetch(TOKENS, deadline=-1.0)).promoted == 12, "and hurts no other prefetch"
+
+
+async def test_pin_for_a_time_that_is_no_number_is_refused(cache: TierCache) -> None:
+    await cache.warm(cache.keys(TOKENS))
+    for ttl_s in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="ttl_s: expected a number of seconds"):
+            cache.ahead.pin(cache.keys(TOKENS), ttl_s)
+    assert cache.ahead.pinned == 0
+
+
+@pytest.mark.parametrize("how", ["began", "over"])
+async def test_workflow_that_went_on_or_ended_is_not_expected_any_more(cache: TierCache, how: str) -> None:
+    keys, now_s = cache.keys(TOKENS), asyncio.get_running_loop().time()
+    ahead = cache.ahead
+    for run in range(20):
+        for step in ("plan", "code"):
+            ahead.foresight.workflows.arrived(f"run {run}", step, keys, now_s)
+            ahead.foresight.workflows.finished(f"run {run}", step, now_s)
+    ahead.began("mine", keys, "plan")
+    ahead.ended("mine", keys, "plan")
+    assert ahead.plan.acts_on("workflows", "mine>code")
+    ahead.over("mine") if how == "over" else ahead.began("mine", keys, "review")
+    assert not ahead.plan.acts_on("workflows", "mine>code")
+
+
+async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: TierCache) -> None:
+    free = cache.statistics().slots_free
+    keys = cache.keys(TOKENS)[:1]
+    arrived = cache.cpu.publish
+
+    def publish(*arguments: Any) -> Lease:
+        lease = arrived(*arguments)
+        asyncio.get_running_loop().call_soon(cache.clear_hot)  # before the prefetcher hears of it
+        return lease
+
+    cache.cpu.publish = publish  # type: ignore[method-assign]
+    await cache.prefetch(keys, ttl=600.0)
+    while cache.ahead.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert (cache.statistics().slots_free, cache.ahead.prefetcher.held) == (free, 0)
+    assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from math import isfinite
 
 from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey
@@ -44,7 +45,7 @@ class Ahead:
         self._thinking: asyncio.TimerHandle | None = None
         self._closed = False
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
-        self._most_pins = max(1, settings.share_bytes // chunk_bytes)
+        cpu.on_forget = self._removed
 
     @property
     def sessions(self) -> Sessions:
@@ -59,7 +60,6 @@ class Ahead:
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
         now_s = self._loop.time()
-        self.cpu.renew(keys)  # what is hot stays, until it is time to hold it
         hint = self.foresight.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         return self.prefetcher.begin(hint, now_s + look_s)
 
@@ -86,17 +86,24 @@ class Ahead:
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = PIN_S) -> int:
         """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.
 
-        Together, pins take no more than the prefetcher's share of the hot cache.
+        Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
+        writes their part of it. A chunk that was prefetched counts as used then.
         """
+        check_seconds("ttl_s", ttl_s)
         pinned = 0
         for key in keys:
             old = self._pins.pop(key, None)
-            lease = old[0] if old is not None else self.cpu.hold(key) if len(self._pins) < self._most_pins else None
             if old is not None:
                 old[1].cancel()
+                lease: Lease | None = old[0]
+            else:
+                lease = self.prefetcher.hand_over(key)
+                if lease is None and self.prefetcher.has_room:
+                    lease = self.cpu.hold(key)
             if lease is not None:
                 self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
                 pinned += 1
+            self.prefetcher.pinned = len(self._pins)
         return pinned
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
@@ -106,6 +113,12 @@ class Ahead:
             if pin is not None:
                 pin[1].cancel()
                 pin[0].release()
+        self.prefetcher.pinned = len(self._pins)
+
+    def _removed(self, key: ChunkKey) -> None:
+        """A chunk that was held or pinned is not in the hot cache any more."""
+        self.unpin([key])
+        self.prefetcher.removed(key)
 
     def _carry_out(self) -> None:
         """Fetch what the plan wants by now, and come back when there is something to think about."""
@@ -127,3 +140,9 @@ class Ahead:
             self._thinking.cancel()
         self.unpin(list(self._pins))
         await self.prefetcher.close()
+
+
+def check_seconds(name: str, value_s: float) -> None:
+    """Raises ValueError unless it is a length of time: a timer that is not a number upsets all others."""
+    if not (isfinite(value_s) and value_s >= 0):
+        raise ValueError(f"{name}: expected a number of seconds from 0 on, found {value_s}")

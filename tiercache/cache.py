@@ -7,12 +7,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from math import isfinite
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.ahead import Ahead
+from tiercache.ahead import Ahead, check_seconds
 from tiercache.assembly import arena_settings, make_device, make_tiers
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
@@ -394,10 +396,15 @@ class TierCache:
         `deadline` is in how many seconds they will be needed: among prefetches of one `priority` (smaller goes first) the
         sooner one does. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once;
         await the handle for what became of it, or look at its `progress`, or `cancel()` it. Demand reads go first, and all
-        prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. Raises ConfigError with
-        `local_cpu: false`: there is no hot cache to promote into.
+        prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0. Raises
+        ValueError or TypeError for times and priorities that are no numbers, and ConfigError with `local_cpu: false`: there
+        is no hot cache to promote into.
         """
         self._check_open()
+        if not isfinite(deadline):
+            raise ValueError(f"deadline: expected a number of seconds, found {deadline}")
+        check_seconds("ttl", ttl)
+        priority = index(priority)
         if not self.cpu.keep:
             raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
         given = list(what)

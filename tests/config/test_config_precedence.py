@@ -136,6 +136,12 @@ def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
     assert any("numa_mode: manual" in warning for warning in config.warnings)
 
 
+def test_admission_without_a_disk_tier_gets_a_warning(load_text) -> None:
+    (warning,) = load_text("gds_path: /g\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings
+    assert warning.startswith("flash_admission: of the disk tier only")
+    assert load_text("local_disk: /d\nmax_local_disk_size: 1\nflash_bytes_per_day: 1e9\n").warnings == ()
+
+
 def test_memory_to_leave_free_lowers_the_arena_and_says_so(load_text) -> None:
     config = load_text("max_local_cpu_size: 1000000\nreserve_local_cpu_size: 0.001")
     assert 0 < config.max_local_cpu_size < 1000000

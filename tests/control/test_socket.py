@@ -234,6 +234,14 @@ async def test_wrong_place_is_one_sentence(tmp_path: Path) -> None:
         Config(control_socket="/" + "x" * 100)
 
 
+async def test_file_that_is_no_socket_is_not_removed(tmp_path: Path, place: Path) -> None:
+    place.write_text("somebody's")
+    with pytest.raises(ConfigError, match="no socket can be made at .*: .* no socket"):
+        async with TierCache.open(config_of(tmp_path), LAYOUT):
+            pass
+    assert place.read_text() == "somebody's"
+
+
 async def test_each_rank_has_a_socket(tmp_path: Path) -> None:
     layouts = [Layout("m", chunk_tokens=16, bytes_per_token=4096, rank=rank, world_size=2) for rank in (0, 1)]
     async with (

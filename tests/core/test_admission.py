@@ -51,12 +51,18 @@ def test_no_rate_is_no_limit() -> None:
 
 
 def test_what_a_quiet_hour_left_may_be_spent_and_no_more() -> None:
-    governor = Governor(24 * 100, burst_s=3600)
+    governor = Governor(25 * 100, burst_s=3600)
     assert [governor.allows(50, 0.0) for _ in range(3)] == [True, True, False]
     assert governor.refused_bytes == 50
     assert governor.allows(50, 1800.0)
     assert not governor.allows(50, 1800.0)
     assert [governor.allows(50, 10 * DAY_S) for _ in range(3)] == [True, True, False], "idle days are not saved up"
+
+
+def test_no_day_sees_more_than_the_limit() -> None:
+    governor = Governor(DAY_S)
+    written = [second for second in range(0, 2 * int(DAY_S), 10) if governor.allows(20, second)]
+    assert 0.95 * DAY_S < 20 * sum(second < DAY_S for second in written) <= DAY_S
 
 
 def test_a_failed_write_costs_nothing() -> None:

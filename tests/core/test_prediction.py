@@ -189,3 +189,16 @@ def test_the_same_history_gives_the_same_predictions() -> None:
         return [sessions.finished("mine", KEYS, 100.0, "tool"), sessions.predict("mine", 130.0)]
 
     assert tell() == tell()
+
+
+def test_memory_is_bounded_whoever_is_told_of_and_in_whatever_words() -> None:
+    sessions = Sessions(limit=10)
+    for number in range(1000):
+        sessions.finished(f"s{number}", [b"k"], float(number), kind=f"kind {number}")
+    assert len(sessions) == 10, "also those that never said that they began"
+    assert len(sessions._population) <= 257
+    workflows = Workflows(limit=2000)
+    for number in range(1000):
+        workflows.arrived("run", f"step {number}", [b"k"], float(number))
+        workflows.finished("run", "hub", float(number))
+    assert len(workflows._steps["hub"].followed) <= 64

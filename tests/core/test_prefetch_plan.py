@@ -179,6 +179,15 @@ def test_victims_that_are_expected_sooner_are_passed_over_with_all_that_comes_wi
     assert not plan.finds_room(lambda: b"s", lambda keys: None, late, 0.0), "and the search has an end"
 
 
+def test_a_victim_goes_for_what_is_twice_as_likely_and_never_for_a_lower_priority() -> None:
+    plan = plan_of()
+    plan.offer(expecting("v", 10.0), 0.0)
+    rate = 0.95 / 2 / 10
+    assert not plan.yields_to(b"v", Fetch(b"f", None, "hints", 1.9 * rate, 5.0, 0), 0.0), "not for a little"
+    assert plan.yields_to(b"v", Fetch(b"f", None, "hints", 2.1 * rate, 5.0, 0), 0.0)
+    assert not plan.yields_to(b"v", Fetch(b"f", None, "hints", 100 * rate, 0.1, priority=1), 0.0)
+
+
 def test_without_room_it_is_tried_a_little_later() -> None:
     plan = plan_of()
     plan.offer(expecting("ab"), 0.0)

@@ -114,6 +114,30 @@ def test_a_bad_session_is_skipped_as_a_whole(tmp_path: Path) -> None:
     assert "line 2: requests[1].t: 4 s is before 5 s" in trace.problems[0]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"hash_ids": [1, 1 << 64]}, "found 18446744073709551616"),
+        ({"api_time": -3.0}, "api_time: expected a number of seconds"),
+    ],
+)
+def test_a_session_that_cannot_be_replayed_is_found_when_it_is_read(
+    wrong: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    turn = {"t": 0, "in": 10, "out": 1, "hash_ids": [1]}
+    sessions = [{"id": "a", "requests": [turn]}, {"id": "b", "requests": [turn | wrong]}]
+    trace = Trace(written(tmp_path / "t", *sessions))
+    assert len(list(trace)) == 1
+    assert problem in trace.problems[0]
+
+
+@pytest.mark.parametrize("name", ["duration_s", "lead_s"])
+def test_lengths_of_time_are_not_negative(name: str, tmp_path: Path) -> None:
+    trace = Trace(written(tmp_path / "t", {"time_s": 1, "blocks": [1]}, {"time_s": 2, "blocks": [1], name: -5}))
+    assert len(list(trace)) == 1
+    assert f"line 2: {name}: expected a number of seconds from 0 on, found -5" in trace.problems[0]
+
+
 def test_few_problems_are_kept_and_all_counted(tmp_path: Path) -> None:
     trace = Trace(written(tmp_path / "t", mooncake(0, 1), *["{"] * 100))
     assert len(list(trace)) == 1

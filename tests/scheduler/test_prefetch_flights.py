@@ -125,6 +125,26 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
     assert bench.is_whole()
 
 
+async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench) -> None:
+    keys = bench.keep_on_tier(range(1, 60))
+    reader = reader_of(bench)
+    room = bench.cpu.pool.count - bench.cpu.budget.read_floor - bench.cpu.budget.write_floor
+    holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
+    waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
+    while not bench.cpu._waiters:
+        await asyncio.sleep(0)
+    began_s = asyncio.get_running_loop().time()
+    lease = await reader.fetch(keys[-1], soon())
+    assert lease is not None
+    assert asyncio.get_running_loop().time() - began_s < 1.0
+    lease.release()
+    for hold in [*holds, *await asyncio.gather(*waiting)]:
+        if hold is not None:
+            hold.release()
+    assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
+    assert bench.is_whole()
+
+
 @pytest.mark.parametrize("delay", range(12))
 async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))

@@ -211,25 +211,72 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
         await asyncio.sleep(0)
 
 
-async def test_no_prefetch_takes_the_place_of_what_is_needed_sooner(bench: Bench) -> None:
-    """All that is hot is expected in a second, and only two of it can be held."""
-    work = Prefetching(bench, share=2)
-    hot = list(range(100, 100 + SLOTS))
-    for number in hot:
-        bench.make_hot(number).release()
-    first = work.hint([chunk(number)[0] for number in hot], due_in_s=1.0)
-    later = work.hint(bench.keep_on_tier([1]), due_in_s=5.0)
-    async with asyncio.timeout(5.0):
-        while not (first.done and later.progress.found):
-            await asyncio.sleep(0)
-        while work.plan._entries["hints", later.subject].paused_until_s < 0:
-            await asyncio.sleep(0)
-    assert all(bench.cpu.contains(chunk(number)[0]) for number in hot)
-    assert not later.done and bench.memory.counters.reads == 0
-    work.prefetcher.let_go()
-    first.cancel()
-    work.plan.withdraw("hints", first.subject)
-    async with asyncio.timeout(5.0):
-        assert (await later).promoted == 1
+@pytest.mark.parametrize(("share", "ttl_s"), [(4, 5.0), (0, 5.0), (4, 0.0)])
+async def test_who_waits_learns_that_the_time_is_over(bench: Bench, share: int, ttl_s: float) -> None:
+    work = Prefetching(bench, share=share)
+    handle = work.hint(bench.keep_on_tier(range(1, 11)), ttl_s=ttl_s)
+    async with asyncio.timeout(60.0):
+        progress = await handle
+    assert progress.done and progress.promoted + progress.cancelled == 10 and progress.cancelled >= 6
+    assert not work.prefetcher._handles and not work.prefetcher._by_key
     await work.prefetcher.close()
     assert bench.is_whole()
+
+
+async def test_time_is_over_also_where_the_bandwidth_allows_nothing(bench: Bench) -> None:
+    work = Prefetching(bench, bytes_per_s=1.0)
+    handle = work.hint(bench.keep_on_tier(range(1, 5)), ttl_s=5.0)
+    async with asyncio.timeout(60.0):
+        assert (await handle).cancelled == 4
+    await work.prefetcher.close()
+
+
+async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 3))
+    work.bench.tier.gate.clear()
+    first = work.hint(keys)
+    await work.bench.tier.until_entered(2)
+    using = [asyncio.create_task(work.use(key)) for key in keys]
+    await asyncio.sleep(0)
+    second = work.hint(keys)
+    while work.prefetcher._looking:
+        await asyncio.sleep(0)
+    assert not second.done, "it is still on its way"
+    work.bench.tier.gate.set()
+    await asyncio.gather(*using)
+    assert (await first).promoted == (await second).promoted == 2
+    while work.prefetcher._reads:
+        await asyncio.sleep(0)
+    assert work.account() == {"fetched": 2, "late": 2}
+    assert work.plan.waiting_bytes == 0
+
+
+async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(work: Prefetching) -> None:
+    bench = work.bench
+    for number in range(1, 9):
+        bench.make_hot(number).release()
+    for number in range(40, 64):
+        bench.make_hot(number).release()
+    announced = bench.keep_on_tier(range(1, 9))
+    later = work.hint(announced, due_in_s=20.0)
+    await work.hint(bench.keep_on_tier(range(20, 32)))
+    assert all(bench.cpu.contains(key) for key in announced), "the 24 that nobody expects went first"
+    assert (await later).promoted == 8
+    assert work.account()["fetched"] == 12
+
+
+async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> None:
+    """It is hot, and more than the share keeps; nothing else is there to be evicted."""
+    work = Prefetching(bench, share=8)
+    for number in range(1, SLOTS + 1):
+        bench.make_hot(number).release()
+    first = work.hint(bench.keep_on_tier(range(1, SLOTS + 1)), ttl_s=5.0)
+    assert (await first).promoted == SLOTS
+    for key in first.keys[:4]:
+        await work.use(key)
+    second = work.hint(bench.keep_on_tier(range(50, 53)), ttl_s=5.0)
+    while work.prefetcher._looking:
+        await asyncio.sleep(0)
+    assert not second.done and not work.prefetcher._reads
+    assert all(bench.cpu.contains(key) for key in first.keys)
+    await work.prefetcher.close()

@@ -64,3 +64,10 @@ def test_warnings_are_bounded() -> None:
     warned: set[str] = set()
     wishes_of({f"tiercache.{number}": 1 for number in range(1000)}, warned)
     assert len(warned) == 100
+
+
+def test_value_that_is_nested_too_deep_to_be_shown_is_ignored_like_others() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert wishes_of({"tiercache.pin_s": deep, "tiercache.session": "s"}, set()) == Wishes(session="s")

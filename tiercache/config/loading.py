@@ -155,6 +155,11 @@ class _Resolution:
         warnings = self._without_effect()
         if self.values.get("local_disk") and not self.values.get("max_local_disk_size"):
             warnings.append("the disk tier is off: local_disk is set, but max_local_disk_size is 0 (GB)")
+        disk = self.values.get("local_disk") and self.values.get("max_local_disk_size")
+        options = ("flash_admission", "flash_bytes_per_day")
+        disk_only = [key for key in options if self.values.get(key) not in (None, 0, "all")]
+        if disk_only and not disk:
+            warnings.append(f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything")
         if str(self.values.get("remote_url") or "").startswith("hf3fs://"):
             warnings.append(
                 "remote_url: hf3fs:// is the old form; use remote_storage_plugins: [hf3fs] with hf3fs_base_path"

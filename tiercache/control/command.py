@@ -37,11 +37,15 @@ def serve_control_command(
 
 
 def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
-    """How the application is served: a bounded number of connections, and no log line for a request."""
+    """How the application is served: a bounded number of connections, none of them silent for long, and no log line for a
+    request."""
     import uvicorn
+
+    from tiercache.control.connections import Connection
 
     return uvicorn.Config(
         app,
+        http=Connection,
         host=host,
         port=port,
         log_level="info",

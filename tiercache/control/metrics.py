@@ -85,7 +85,7 @@ def _families(found: list[tuple[str, dict[str, Any]]]) -> Iterator[Metric]:
     ]
     yield _counter(
         "prefetch_bytes",
-        "Bytes prefetched, by predictor and by what became of them; fetched is their sum and what still waits.",
+        "Bytes by predictor: fetched; of these used, late, evicted, wasted (the others wait); cancelled were not fetched.",
         ["socket", "predictor", "outcome"],
         prefetched,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -50,6 +51,8 @@ class ControlServer:
         try:
             self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if self.path.exists() and not self.path.is_socket():
+                raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._serve, sock=_bound(self.path))
         except BlockingIOError:

@@ -99,12 +99,14 @@ class Governor:
     """A token bucket in bytes a day.
 
     Time passed earns bytes; unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left,
-    and no day ever sees more than its rate and one burst. `bytes_per_day` 0 lets everything through.
+    and no span of a day ever sees more than `bytes_per_day`, its burst included: in the long run 4 % less is written.
+    `bytes_per_day` 0 lets everything through.
     """
 
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:
         self.bytes_per_day = bytes_per_day
-        self.burst_bytes = bytes_per_day * burst_s / DAY_S
+        self._bytes_per_s = bytes_per_day / (DAY_S + burst_s)
+        self.burst_bytes = self._bytes_per_s * burst_s
         self.refused_bytes = 0
         self._tokens_bytes = self.burst_bytes
         self._at_s: float | None = None
@@ -114,7 +116,7 @@ class Governor:
         if self.bytes_per_day <= 0:
             return True
         if self._at_s is not None and now_s > self._at_s:
-            earned_bytes = (now_s - self._at_s) * self.bytes_per_day / DAY_S
+            earned_bytes = (now_s - self._at_s) * self._bytes_per_s
             self._tokens_bytes = min(self.burst_bytes, self._tokens_bytes + earned_bytes)
         self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
         # A chunk larger than the burst may go when the bucket is full, and is paid for afterwards.

@@ -66,7 +66,7 @@ class Account:
     evicted_bytes: int = 0
     """Evicted before they were used."""
     wasted_bytes: int = 0
-    """Not used by the time that the prediction allowed, or until the end."""
+    """Not used by the time that the prediction allowed, or until the end, or before somebody removed them."""
     cancelled_bytes: int = 0
     """Planned and not fetched any more: asked for before, withdrawn, or expired. Cost nothing."""
 
@@ -129,6 +129,8 @@ class PrefetchPlan:
         self.settings = settings
         self.chunk_bytes = chunk_bytes
         self.accounts: dict[str, Account] = {}
+        self.kept_bytes = 0
+        """Of the share: what the driver keeps besides what was fetched (hot chunks that are expected, and pins)."""
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._due: dict[int, _Entry] = {}
         """Whose time has come, by number."""
@@ -178,6 +180,10 @@ class PrefetchPlan:
             self._account(predictor).cancelled_bytes += missing * self.chunk_bytes
             self._drop(name, entry)
 
+    def acts_on(self, predictor: str, subject: str) -> bool:
+        """Whether its latest prediction still counts: it was neither withdrawn nor has its time run out."""
+        return (predictor, subject) in self._entries
+
     # What to do
 
     def next(self, now_s: float, resident: Callable[[ChunkKey], bool]) -> Fetch | None:
@@ -186,10 +192,11 @@ class PrefetchPlan:
         `resident` says that a chunk needs no fetch: it is hot, or no tier has it.
         """
         chunk_bytes = self.chunk_bytes
-        if (len(self._ready) + len(self._in_flight) + 1) * chunk_bytes > self.settings.share_bytes:
+        if not self._has_room():
             self._expire(now_s)
             return None
         if not self._has_tokens(now_s):
+            self._expire(now_s)
             return None
         while (entry := self._choose(now_s)) is not None:
             keys = entry.prediction.keys
@@ -201,6 +208,9 @@ class PrefetchPlan:
                 self._current = None
                 self._due.pop(entry.number, None)
                 continue
+            if not self._has_room():  # what is hot already was kept, and took it
+                entry.cursor = position
+                return None
             entry.cursor = position + 1
             key, prediction = keys[position], entry.prediction
             self._in_flight[key] = prediction.predictor
@@ -308,6 +318,12 @@ class PrefetchPlan:
                 else:
                     del self._owners[key]
 
+    def removed(self, key: ChunkKey) -> None:
+        """Somebody removed it from the hot cache: it was fetched for nobody."""
+        predictor = self._ready.pop(key, None)
+        if predictor is not None:
+            self._account(predictor).wasted_bytes += self.chunk_bytes
+
     def finish(self) -> None:
         """Nothing more will come: what was fetched and not used is wasted."""
         for predictor in self._ready.values():
@@ -329,6 +345,11 @@ class PrefetchPlan:
     def waiting_bytes(self) -> int:
         """In the hot cache or on the way, and not used yet."""
         return (len(self._ready) + len(self._in_flight)) * self.chunk_bytes
+
+    @property
+    def ready(self) -> int:
+        """Chunks that were fetched and not used yet."""
+        return len(self._ready)
 
     def awaits(self, key: ChunkKey) -> bool:
         """Whether it was fetched and not used yet."""
@@ -448,6 +469,9 @@ class PrefetchPlan:
                 del owners[key]
         if self._current is entry:
             self._current = None
+
+    def _has_room(self) -> bool:
+        return self.waiting_bytes + self.kept_bytes + self.chunk_bytes <= self.settings.share_bytes
 
     def _has_tokens(self, now_s: float) -> bool:
         rate = self.settings.bytes_per_s

@@ -22,6 +22,7 @@ from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
 from tiercache.replay.simulator import Simulator
 
 PREDICTORS = ("hints", "sessions", "workflows")
+_PICTURES = (".png", ".svg", ".pdf")
 _UNBOUNDED = 1 << 40
 
 
@@ -79,15 +80,17 @@ def replay_command(options: Options) -> int:
         return _complain(str(error))
     except OSError as error:
         return _complain(f"{error.filename or 'the trace'}: {error.strerror or error}")
-    if options.json_file is not None:
-        options.json_file.write_text(json.dumps(found, indent=1) + "\n")
-    if options.plot_file is not None:
-        try:
+    try:
+        if options.json_file is not None:
+            options.json_file.write_text(json.dumps(found, indent=1) + "\n")
+        if options.plot_file is not None:
             from tiercache.replay.plot import plot
 
             plot(sections, options.plot_file)
-        except ImportError:
-            return _complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
+    except ImportError:
+        return _complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror or error}")
     return 1 if skipped else 0
 
 
@@ -172,11 +175,31 @@ def _check(options: Options) -> None:
         for name in found:
             if name not in known:
                 raise SettingError(f"{option}: expected one or more of {', '.join(known)}, found {name!r}")
+    for option, values in (
+        ("--sweep", options.ram),
+        ("--flash", options.flash),
+        ("--policy", options.policies),
+        ("--admission", options.admissions),
+        ("--gib-per-day", options.gib_per_day),
+        ("--prefetch", options.prefetch),
+    ):
+        if not values:
+            raise SettingError(f"{option}: expected at least one value, found none")
+    for name in options.prefetch:
+        if "none" in (parts := name.split("+")) and len(parts) > 1:
+            raise SettingError(f"--prefetch: none goes with no other, found {name!r}")
+    for gib_per_day in options.gib_per_day:
+        if not 0 <= gib_per_day < float("inf"):
+            raise SettingError(f"--gib-per-day: expected numbers from 0 on, found {gib_per_day:g}")
     if not 0 <= options.measure_from < 1:
         raise SettingError(f"--measure-from: expected a part from 0 to below 1, found {options.measure_from:g}")
     for file in (options.json_file, options.plot_file):
         if file is not None and not file.resolve().parent.is_dir():
             raise SettingError(f"{file.parent} is not a directory")
+        if file is not None and file.is_dir():
+            raise SettingError(f"{file} is a directory; expected the name of a file")
+    if options.plot_file is not None and options.plot_file.suffix not in _PICTURES:
+        raise SettingError(f"--plot: expected a name that ends in {', '.join(_PICTURES)}, found {options.plot_file}")
 
 
 def hardware_of(

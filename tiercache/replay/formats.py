@@ -243,6 +243,8 @@ def _own(line: bytes, scope: bytes) -> Request:
         raise ValueError(f"block_tokens: expected at least 1, found {found.block_tokens}")
     tokens = len(found.blocks) * found.block_tokens if found.input_tokens is None else found.input_tokens
     _check(found.time_s, tokens, found.output_tokens)
+    _check_duration("duration_s", found.duration_s)
+    _check_duration("lead_s", found.lead_s)
     session = found.session if found.session is None or not scope else scope.decode() + found.session
     return Request(
         found.time_s,
@@ -269,8 +271,10 @@ def _session(line: bytes) -> _Session:
         _check(entry.t, entry.in_, entry.out)
         if entry.t < latest_s:
             raise ValueError(f"requests[{turn}].t: {entry.t:g} s is before {latest_s:g} s, of the one before it")
-        if entry.hash_ids and min(entry.hash_ids) < 0:
-            raise ValueError(f"requests[{turn}].hash_ids: expected numbers from 0 on, found {min(entry.hash_ids)}")
+        _check_duration(f"requests[{turn}].api_time", entry.api_time)
+        wrong = [number for number in entry.hash_ids if not 0 <= number < 1 << 64]
+        if wrong:
+            raise ValueError(f"requests[{turn}].hash_ids: expected numbers in 0 .. 2**64-1, found {wrong[0]}")
         latest_s = entry.t
     return session
 
@@ -280,6 +284,11 @@ def _check(time: float, input_tokens: int, output_tokens: int) -> None:
         raise ValueError(f"time: expected a number from 0 on, found {time}")
     if input_tokens < 0 or output_tokens < 0:
         raise ValueError(f"lengths: expected 0 or more tokens, found {min(input_tokens, output_tokens)}")
+
+
+def _check_duration(name: str, seconds: float | None) -> None:
+    if seconds is not None and seconds < 0:
+        raise ValueError(f"{name}: expected a number of seconds from 0 on, found {seconds:g}")
 
 
 def _keys(ids: list[int] | tuple[int, ...], scope: bytes) -> list[ChunkKey]:

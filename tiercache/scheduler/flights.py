@@ -164,17 +164,27 @@ class Flights:
         if not source.may_have(key) or not source.would_serve(source.estimate.concurrency, take_probe=True):
             return None
         purpose = flight.purpose
+        slot = None
+        if purpose is Purpose.PREFETCH:
+            # Before the place: while it waits for room it must not hold up demand reads.
+            slot = await self._slot(flight)
+            if slot is None:
+                return None
         began_s = loop.time()
         try:
             async with asyncio.timeout_at(source.until_s(flight.deadline_s)):
                 await source.places.acquire(purpose)
-        except TimeoutError:
+        except BaseException as error:
+            if slot is not None:
+                self.cpu.abandon(slot, purpose)
+            if not isinstance(error, TimeoutError):
+                raise
             # All places taken for a whole deadline: the tier hangs, though this read never reached it.
             source.waited_in_vain(began_s)
             return None
-        slot = None
         try:
-            slot = await self._slot(flight)
+            if slot is None:
+                slot = await self._slot(flight)
         finally:
             if slot is None:
                 source.places.release(purpose)

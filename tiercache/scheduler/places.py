@@ -39,7 +39,7 @@ class Places:
         except BaseException:
             if turn.done() and not turn.cancelled():
                 self.release(purpose)  # it came at this very moment
-            else:
+            elif turn in waiting:  # not passed over since it was cancelled
                 waiting.remove(turn)
             raise
 

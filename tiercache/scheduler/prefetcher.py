@@ -32,6 +32,7 @@ class PrefetchProgress:
     missing: int
     """Found in no tier, behind such a gap, or lost on the way."""
     cancelled: int
+    """Not fetched any more: by `cancel`, because the cache was closed, or because nobody came within the `ttl`."""
     chunk_bytes: int
 
     @property
@@ -56,6 +57,7 @@ class PrefetchHandle:
         self.keys = keys
         self._prefetcher = prefetcher
         self._found = 0
+        self._looked = False
         self._left: set[ChunkKey] = set(keys)
         self._promoted = 0
         self._cancelled = 0
@@ -120,6 +122,8 @@ class Prefetcher:
         self._lanes = max(2, reader.read_concurrency)
         self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
         self._holds: dict[ChunkKey, Lease] = {}
+        self.pinned = 0
+        """Chunks that somebody else keeps, out of the same share."""
         self._handles: dict[str, PrefetchHandle] = {}
         self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
         self._looking: set[asyncio.Task[None]] = set()
@@ -135,6 +139,17 @@ class Prefetcher:
     def held(self) -> int:
         """Chunks that are kept for somebody to come."""
         return len(self._holds)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more chunk that is hot may be kept: within the share, and leaving reads and writes theirs."""
+        kept = len(self._holds) + len(self._reads) + self.pinned
+        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self.reader.cpu.spare
+
+    def hand_over(self, key: ChunkKey) -> Lease | None:
+        """The hold on a chunk, for whoever keeps it from now on: he counts as the one that it was fetched for."""
+        self.plan.asked([key])
+        return self._holds.pop(key, None)
 
     def is_in_flight(self, key: ChunkKey) -> bool:
         return key in self._reads
@@ -165,6 +180,14 @@ class Prefetcher:
     def asked(self, key: ChunkKey) -> None:
         """Somebody came for a chunk that is held for him, or on its way for him."""
         self.plan.asked([key])
+        hold = self._holds.pop(key, None)
+        if hold is not None:
+            hold.release()
+            self._pump_soon()
+
+    def removed(self, key: ChunkKey) -> None:
+        """A chunk that is held was removed from the hot cache: nobody can find it any more."""
+        self.plan.removed(key)
         hold = self._holds.pop(key, None)
         if hold is not None:
             hold.release()
@@ -207,7 +230,10 @@ class Prefetcher:
         handle._found = found
         handle._give_up(prediction.keys[found:], cancelled=False)
         if found and not handle.done:
+            self.reader.cpu.renew(prediction.keys[:found])
             self.offer(replace(prediction, keys=prediction.keys[:found]))
+            handle._looked = True
+            self._end_if_expired(handle)
 
     def _pump_soon(self) -> None:
         """Once for all that happens in this turn of the loop."""
@@ -222,6 +248,7 @@ class Prefetcher:
             return
         now_s = self._loop.time()
         cpu = self.reader.cpu
+        self._count_kept()
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
             if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
                 self.plan.no_room(fetch, now_s)
@@ -230,8 +257,10 @@ class Prefetcher:
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s
             self._release_unexpected()
+            for handle in list(self._handles.values()):
+                self._end_if_expired(handle)
         wakes = [wake_s for wake_s in (self.plan.wake_s(now_s),) if wake_s is not None]
-        if self._holds:
+        if self._holds or self._handles:
             wakes.append(self._swept_s + _SWEEP_S)
         if self._timer is not None:
             self._timer.cancel()
@@ -249,6 +278,8 @@ class Prefetcher:
                 self.plan.failed(key)
             else:
                 self.plan.fetched(key)
+                if not hold.findable:  # removed as soon as it had come
+                    self.plan.removed(key)
                 if self.plan.awaits(key):
                     self._keep(key, hold)
                 else:
@@ -257,13 +288,15 @@ class Prefetcher:
 
     def _is_hot(self, key: ChunkKey) -> bool:
         """Asked by the plan about a chunk that is expected: if it is there already it is kept there."""
+        if key in self._reads:
+            return True  # somebody came for it already; whoever waits is told when it is here
         if not self.reader.cpu.contains(key):
             return False
-        room = self.plan.settings.share_bytes - len(self._holds) * self.plan.chunk_bytes
-        if key not in self._holds and room >= self.plan.chunk_bytes:
+        if key not in self._holds and self.has_room:
             hold = self.reader.cpu.hold(key)
             if hold is not None:
                 self._keep(key, hold)
+                self._count_kept()
         self._tell(key, promoted=True)
         return True
 
@@ -276,9 +309,17 @@ class Prefetcher:
             old.release()
         self._holds[key] = hold
 
+    def _count_kept(self) -> None:
+        self.plan.kept_bytes = (len(self._holds) - self.plan.ready + self.pinned) * self.plan.chunk_bytes
+
     def _release_unexpected(self) -> None:
         for key in [key for key in self._holds if not self.plan.expects(key)]:
             self._holds.pop(key).release()
+
+    def _end_if_expired(self, handle: PrefetchHandle) -> None:
+        """Its time is over: what is not on its way by now will not be fetched for it."""
+        if handle._looked and not self.plan.acts_on("hints", handle.subject):
+            handle._give_up([key for key in handle._left if key not in self._reads], cancelled=True)
 
     def _tell(self, key: ChunkKey, *, promoted: bool) -> None:
         for handle in list(self._by_key.get(key, ())):

@@ -78,6 +78,11 @@ class Lease:
         return self._held().key
 
     @property
+    def findable(self) -> bool:
+        """Whether others find the chunk: nobody has removed it since."""
+        return self._held().hot
+
+    @property
     def payload_bytes(self) -> int:
         return self._held().payload_bytes
 
@@ -145,6 +150,8 @@ class CpuTier(Tier):
         """Called when a chunk is read that is held for somebody to come."""
         self.on_evict: Callable[[ChunkKey], None] | None = None
         """Called when a chunk was evicted, and not when somebody removed it."""
+        self.on_forget: Callable[[ChunkKey], None] | None = None
+        """Called when a chunk was removed that is held for somebody to come."""
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -226,15 +233,19 @@ class CpuTier(Tier):
         return self.pool.free + self._evictable
 
     def next_victim(self) -> ChunkKey | None:
-        """The chunk that would be evicted for the next slot; None when one is free, or none can go."""
-        if self.pool.free:
-            return None
-        while (key := self._order.coldest()) is not None:
+        """Which chunk would be evicted for a slot now; None where one is free, or none can be had."""
+        while not self.pool.free and self._evictable:
+            key = self._order.coldest()
+            assert key is not None
             if self._entries[key].held_for is None:
                 return key
-            _, entry = self._order.pop_victim()
-            entry.parked = True
+            self._order.pop_victim()[1].parked = True
         return None
+
+    @property
+    def spare(self) -> bool:
+        """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""
+        return self.budget.allows(Purpose.PREFETCH, self.obtainable)
 
     def try_reserve(self, purpose: Purpose) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait.
@@ -325,6 +336,8 @@ class CpuTier(Tier):
             self._evictable -= 1
             self.pool.give_back(entry.slot)
             self._wake()
+        elif entry.holds and self.on_forget is not None:
+            self.on_forget(key)
         return True
 
     def clear(self) -> int:

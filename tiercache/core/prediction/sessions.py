@@ -11,6 +11,8 @@ from tiercache.core.prediction.base import Prediction
 from tiercache.core.prediction.gaps import Gaps
 
 _OWN_LIMIT = 32
+_MOST_KINDS = 256
+"""Words for how a turn ended that gaps are learnt apart for; further ones share one distribution."""
 _LEAST_KNOWN = 8.0
 """Gaps that must have been seen before anything is said."""
 _LONG = 0.9
@@ -48,27 +50,23 @@ class Sessions:
 
     def arrived(self, session: str, now_s: float) -> None:
         """A turn begins: the gap before it is known now."""
-        state = self._sessions.get(session)
-        if state is None:
-            state = self._make(session)
-        else:
-            self._sessions.move_to_end(session)
-            if state.answered:
-                if state.presumed_lost:
-                    self._of(state.kind).forget_lost()
-                    state.presumed_lost = False
-                gap_s = max(0.0, now_s - state.ended_s)
-                self._of(state.kind).add(gap_s)
-                if state.own is None:
-                    state.own = Gaps(_OWN_LIMIT)
-                state.own.add(gap_s)
+        state = self._state(session)
+        if state.answered:
+            if state.presumed_lost:
+                self._of(state.kind).forget_lost()
+                state.presumed_lost = False
+            gap_s = max(0.0, now_s - state.ended_s)
+            self._of(state.kind).add(gap_s)
+            if state.own is None:
+                state.own = Gaps(_OWN_LIMIT)
+            state.own.add(gap_s)
         state.answered = False
 
     def finished(
         self, session: str, keys: Sequence[ChunkKey], now_s: float, kind: str | None = None
     ) -> Prediction | None:
         """A turn ended at `now_s`; `keys` are what the next one will begin with. None while too little is known."""
-        state = self._sessions.get(session) or self._make(session)
+        state = self._state(session)
         state.keys, state.ended_s, state.kind, state.answered = keys, now_s, kind or "", True
         return self.predict(session, now_s)
 
@@ -115,10 +113,14 @@ class Sessions:
         state = self._sessions.get(session)
         return state is not None and state.own is not None
 
-    def _make(self, session: str) -> _Session:
-        state = self._sessions[session] = _Session()
-        if len(self._sessions) > self.limit:
-            self._lose(*self._sessions.popitem(last=False))
+    def _state(self, session: str) -> _Session:
+        state = self._sessions.get(session)
+        if state is None:
+            state = self._sessions[session] = _Session()
+            if len(self._sessions) > self.limit:
+                self._lose(*self._sessions.popitem(last=False))
+        else:
+            self._sessions.move_to_end(session)
         return state
 
     def _lose(self, session: str, state: _Session) -> None:
@@ -128,5 +130,7 @@ class Sessions:
     def _of(self, kind: str) -> Gaps:
         gaps = self._population.get(kind)
         if gaps is None:
-            gaps = self._population[kind] = Gaps()
+            if len(self._population) >= _MOST_KINDS:
+                kind = ""
+            gaps = self._population.setdefault(kind, Gaps())
         return gaps

@@ -11,6 +11,7 @@ from tiercache.core.prediction.base import Prediction
 from tiercache.core.prediction.gaps import Gaps
 
 _LEAST_SEEN = 3
+_MOST_FOLLOWERS = 64
 
 
 @dataclass(slots=True)
@@ -25,7 +26,7 @@ class _Step:
 class Workflows:
     """Learns, from the steps that runs go through, which step follows which, how soon, and with which shared prefix.
 
-    `limit` bounds the steps (the least recent is forgotten) and the runs that are under way.
+    `limit` bounds the steps (the least recent is forgotten) and the runs that are under way; a step has few followers.
     """
 
     name = "workflows"
@@ -44,8 +45,7 @@ class Workflows:
         before = self._runs.pop(run, None)
         if before is not None:
             name, ended_s = before
-            gaps = self._step(name).followed.setdefault(step, Gaps(256))
-            gaps.add(max(0.0, now_s - ended_s))
+            self._gaps(name, step).add(max(0.0, now_s - ended_s))
 
     def finished(self, run: str, step: str, now_s: float) -> list[Prediction]:
         """`step` ended in `run`: what may follow, the most probable first."""
@@ -53,7 +53,7 @@ class Workflows:
         self._runs.move_to_end(run)
         if len(self._runs) > self.limit:
             _, (name, _) = self._runs.popitem(last=False)
-            self._step(name).followed.setdefault("", Gaps(256)).add_lost()
+            self._gaps(name, "").add_lost()
         followed = self._step(step).followed
         total = sum(gaps.count for gaps in followed.values())
         if total < _LEAST_SEEN:
@@ -82,7 +82,17 @@ class Workflows:
         """The run has ended; what its last step was followed by is: nothing."""
         last = self._runs.pop(run, None)
         if last is not None:
-            self._step(last[0]).followed.setdefault("", Gaps(256)).add_lost()
+            self._gaps(last[0], "").add_lost()
+
+    def _gaps(self, name: str, follower: str) -> Gaps:
+        """How long after step `name` that follower came. Of too many followers the one seen least is forgotten."""
+        followed = self._step(name).followed
+        gaps = followed.get(follower)
+        if gaps is None:
+            if len(followed) >= _MOST_FOLLOWERS:
+                del followed[min(followed, key=lambda other: followed[other].count)]
+            gaps = followed[follower] = Gaps(256)
+        return gaps
 
     def _step(self, name: str) -> _Step:
         state = self._steps.get(name)

@@ -87,6 +87,8 @@ def _shown(value: Any) -> str:
         return repr(value)
     except ValueError:
         return "a number of thousands of digits"
+    except RecursionError:
+        return "a value that is nested too deep"
 
 
 def _name(value: Any) -> str | None:

@@ -282,3 +282,11 @@ class PlanAgainstModel(RuleBasedStateMachine):
 
 TestPlan = PlanAgainstModel.TestCase
 TestPlan.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+
+
+def test_bandwidth_that_was_not_used_is_not_saved_up() -> None:
+    plan = plan_of(bytes_per_s=4.0 * CHUNK, burst_s=0.5)
+    assert fetches(plan, 0.0) == ""
+    assert plan.wake_s(0.0) is None
+    plan.offer(expecting("abcdefghij", 100.0), 0.0)
+    assert fetches(plan, 100.0) == "ab", "half a second's worth, however long nothing was fetched"

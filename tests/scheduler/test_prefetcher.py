@@ -266,7 +266,7 @@ async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(wo
 
 
 async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> None:
-    """It is hot, and more than the share keeps; nothing else is there to be evicted."""
+    """It is hot, and more than the share keeps; only what was used already may go."""
     work = Prefetching(bench, share=8)
     for number in range(1, SLOTS + 1):
         bench.make_hot(number).release()
@@ -274,9 +274,19 @@ async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> No
     assert (await first).promoted == SLOTS
     for key in first.keys[:4]:
         await work.use(key)
-    second = work.hint(bench.keep_on_tier(range(50, 53)), ttl_s=5.0)
-    while work.prefetcher._looking:
-        await asyncio.sleep(0)
-    assert not second.done and not work.prefetcher._reads
-    assert all(bench.cpu.contains(key) for key in first.keys)
+    assert (await work.hint(bench.keep_on_tier(range(50, 54)), ttl_s=5.0)).promoted == 4
+    assert not any(bench.cpu.contains(key) for key in first.keys[:4]), "used, and the most recently of all"
+    assert all(bench.cpu.contains(key) for key in first.keys[4:])
     await work.prefetcher.close()
+
+
+async def test_what_was_used_and_evicted_is_not_fetched_again(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 5))
+    await work.hint(keys, ttl_s=60.0)
+    for key in keys:
+        await work.use(key)
+    for number in range(100, 100 + 3 * SLOTS):
+        work.bench.make_hot(number).release()
+    assert not any(work.bench.cpu.contains(key) for key in keys)
+    await asyncio.sleep(10.0)
+    assert work.account() == {"fetched": 4, "used": 4}

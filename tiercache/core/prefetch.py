@@ -301,6 +301,10 @@ class PrefetchPlan:
             elif key in in_flight:
                 self._account(in_flight.pop(key)).late_bytes += self.chunk_bytes
 
+    def met(self, key: ChunkKey) -> None:
+        """Whoever was expected first for it has come: when it is evicted now, it is not fetched again for him."""
+        self._owners.pop(key, None)
+
     def evicted(self, keys: Sequence[ChunkKey], now_s: float) -> None:
         """They left the hot cache."""
         self._turnover_bytes = self._turnover(now_s) + len(keys) * self.chunk_bytes

@@ -180,6 +180,7 @@ class Prefetcher:
     def asked(self, key: ChunkKey) -> None:
         """Somebody came for a chunk that is held for him, or on its way for him."""
         self.plan.asked([key])
+        self.plan.met(key)
         hold = self._holds.pop(key, None)
         if hold is not None:
             hold.release()

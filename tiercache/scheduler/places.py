@@ -39,7 +39,7 @@ class Places:
         except BaseException:
             if turn.done() and not turn.cancelled():
                 self.release(purpose)  # it came at this very moment
-            else:
+            elif turn in waiting:  # whoever gave a place back at this very moment has passed over it
                 waiting.remove(turn)
             raise
 

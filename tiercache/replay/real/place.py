@@ -13,6 +13,7 @@ from tiercache.config import Config
 from tiercache.config.schema import GB, available_memory_bytes
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
+from tiercache.memory.arena import HUGE_PAGE_BYTES
 from tiercache.memory.slots import FEWEST_SLOTS
 from tiercache.replay.setting import Setting, SettingError
 from tiercache.tiers.disk import DiskTier
@@ -28,6 +29,12 @@ def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory
     if setting.ram_blocks < FEWEST_SLOTS:
         raise SettingError(f"--real: expected room for {FEWEST_SLOTS} blocks in RAM, found {setting.ram_blocks}")
     needed_bytes = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS) * chunk_bytes
+    if needed_bytes < HUGE_PAGE_BYTES / 2:
+        # The arena is whole pages. Where most of it was put aside, its batches and floors would be too large for the rest.
+        raise SettingError(
+            f"--real: expected at least {HUGE_PAGE_BYTES / 2 / 1024:.0f} KiB in RAM, found {needed_bytes / 1024:.0f}; "
+            "choose a larger --real-chunk-kib"
+        )
     memory_bytes = available_memory_bytes()
     if memory_bytes is not None and needed_bytes > _FREE_SHARE * memory_bytes:
         raise SettingError(f"--real: needs {needed_bytes / GB:.1f} GiB of memory; choose a smaller --real-chunk-kib")

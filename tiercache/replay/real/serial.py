@@ -2,9 +2,9 @@
 the same for each request.
 
 A request looks up its chunks, gets the hot ones in one batch and the others one by one, and puts what is lacking one by one.
-Nothing happens beside anything else: where reads overlap, the machine's speed decides when room is made and which chunks are
-leased at that moment, and the order of eviction (COST above all, whose clock is insertions) chooses a little differently from
-run to run.
+Nothing happens beside anything else: where reads overlap, the machine's speed decides when room is made and which chunks
+are leased at that moment, and the order of eviction (COST above all, whose clock is insertions) chooses a little differently
+from run to run.
 """
 
 from __future__ import annotations

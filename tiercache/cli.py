@@ -129,9 +129,13 @@ def replay(
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line instead of skipping it.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture to this file.")] = None,
+    real: Annotated[Path | None, typer.Option(help="Play it through a real cache, too, with its files here.")] = None,
+    real_chunk_kib: Annotated[int, typer.Option(min=4, help="Bytes of a block then, in KiB.")] = 64,
+    speed_up: Annotated[float, typer.Option(min=0.01, help="Of its timed part: trace time over real time.")] = 60.0,
 ) -> None:
     """Simulate tiers and policies over traces: how much RAM and flash, and what it buys. Lists: all combinations."""
     from tiercache.replay.command import Options, hardware_of, replay_command
+    from tiercache.replay.real.command import RealOptions
     from tiercache.replay.setting import Setting
 
     hardware = hardware_of(bytes_per_token, prefill_tokens_per_s, ram_gb_per_s, flash_gb_per_s, engines)
@@ -156,6 +160,7 @@ def replay(
         session_interval_s=session_interval_s,
         json_file=json_file,
         plot_file=plot_file,
+        real=None if real is None else RealOptions(real, real_chunk_kib * 1024, speed_up),
         base=Setting(0, hint_lead_s=hint_lead_s, hint_error=hint_error, hardware=hardware),
     )
     raise typer.Exit(replay_command(options))

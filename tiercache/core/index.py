@@ -59,6 +59,10 @@ class CappedIndex:
         if key in self.order.entries:
             self.order.touch(key)
 
+    def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
+        """Note a use of those of `keys` that are resident; they are a prefix, of which the head is to stay longest."""
+        self.order.touch_prefix(keys)
+
     def remove(self, key: ChunkKey) -> int | None:
         """Forget `key`; returns the bytes that it occupied, None when it was not resident."""
         occupied = self.order.discard(key)

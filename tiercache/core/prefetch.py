@@ -118,6 +118,9 @@ class _Entry:
         return prediction.probability / 2 / max(_NEAR_S, end_s - now_s)
 
 
+_NOBODY: tuple[_Entry | None, int] = (None, 0)
+
+
 class PrefetchPlan:
     """All methods are synchronous and take the time (seconds of one monotonic clock) where they need it.
 
@@ -257,8 +260,9 @@ class PrefetchPlan:
         """
         left = _RENEWED
         while left > 0 and (victim := next_victim()) is not None and not self.yields_to(victim, fetch, now_s):
-            keys = self._owners[victim][0].prediction.keys
-            renew(keys)
+            entry = self._owners[victim][0]
+            keys = entry.prediction.keys
+            renew([key for key in keys if self._owners.get(key, _NOBODY)[0] is entry])
             left -= len(keys)
         return left > 0
 

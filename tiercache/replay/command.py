@@ -17,6 +17,7 @@ from tiercache.core.eviction import ORDERS
 from tiercache.errors import TierCacheError
 from tiercache.replay.bounds import Survey, optimal_hits, survey
 from tiercache.replay.formats import Trace
+from tiercache.replay.real.command import RealOptions, compare, comparison_table
 from tiercache.replay.report import Row, row_of, table, title
 from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
 from tiercache.replay.simulator import Simulator
@@ -46,27 +47,38 @@ class Options:
     session_interval_s: float = 0.0
     json_file: Path | None = None
     plot_file: Path | None = None
+    real: RealOptions | None = None
+    """Play it for real, too. One setting only."""
     base: Setting = field(default_factory=lambda: Setting(0))
     """Speeds, and what else is the same in all simulations."""
 
 
 def replay_command(options: Options) -> int:
-    """Exit status 2 for a wrong argument or a trace that cannot be replayed, 1 when lines of one were skipped."""
+    """Exit status 2 for a wrong argument or a trace that cannot be replayed, 1 when lines of one were skipped, or when what
+    was played for real is not what was simulated."""
     sections: dict[str, list[Row]] = {}
     found: list[dict[str, Any]] = []
-    skipped = 0
+    skipped = unequal = 0
     output = Console() if sys.stdout.isatty() else Console(width=200)
     try:
         _check(options)
         for path in options.traces:
             trace = Trace(path, options.strict, options.session_interval_s, options.repeat, options.limit)
-            looked = survey(trace, unique=options.bounds or _needs_unique(options))
+            looked = survey(trace, unique=options.bounds or options.real is not None or _needs_unique(options))
             measure_from = int(looked.requests * options.measure_from)
             for problem in trace.problems:
                 print(f"skipped: {problem}", file=sys.stderr)
             if trace.skipped > len(trace.problems):
                 print(f"skipped: {trace.skipped - len(trace.problems)} more lines of {path}", file=sys.stderr)
             skipped += trace.skipped
+            if options.real is not None:
+                ((_, _, setting),) = _settings(options, looked)
+                compared = compare(trace, looked, setting, options.real)
+                unequal += not compared.equal
+                name = f"{path.name}: {looked.requests:,} requests, {_name(options, setting)}"
+                output.print(comparison_table(name, compared))
+                found.append({"trace": path.name, "requests": looked.requests, "real": compared.to_dict()})
+                continue
             rows = list(_rows(options, trace, looked, measure_from))
             sections[path.name] = rows
             output.print(table(title(path.name, looked, measure_from), rows))
@@ -83,7 +95,7 @@ def replay_command(options: Options) -> int:
     try:
         if options.json_file is not None:
             options.json_file.write_text(json.dumps(found, indent=1) + "\n")
-        if options.plot_file is not None:
+        if options.plot_file is not None and sections:
             from tiercache.replay.plot import plot
 
             plot(sections, options.plot_file)
@@ -91,24 +103,30 @@ def replay_command(options: Options) -> int:
         return _complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror or error}")
-    return 1 if skipped else 0
+    return 1 if skipped or unequal else 0
 
 
-def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> Iterator[Row]:
+def _settings(options: Options, looked: Survey) -> list[tuple[str, str, Setting]]:
+    """All combinations, with the sizes of RAM and flash as they were asked for."""
     block_bytes = looked.block_tokens * options.base.hardware.bytes_per_token
-    sizes: dict[int, str] = {}
-    combined: dict[tuple[int, int], None] = {}
     settings = []
     for ram in options.ram:
         ram_blocks = parse_size(ram, block_bytes, looked.unique_blocks)
         ram_blocks = _UNBOUNDED if ram_blocks is None else ram_blocks
         for flash in options.flash:
             flash_blocks = parse_size(flash, block_bytes, looked.unique_blocks)
-            total = _UNBOUNDED if flash_blocks is None else ram_blocks + flash_blocks
-            sizes[total] = ram if not flash_blocks else f"{ram}+{flash}"
-            combined[ram_blocks, total] = None
             for setting in _variants(options, ram_blocks, flash_blocks):
                 settings.append((ram, flash, setting))
+    return settings
+
+
+def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> Iterator[Row]:
+    block_bytes = looked.block_tokens * options.base.hardware.bytes_per_token
+    settings = _settings(options, looked)
+    sizes: dict[int, str] = {}
+    for ram, flash, setting in settings:
+        total = _UNBOUNDED if setting.flash_blocks is None else setting.ram_blocks + setting.flash_blocks
+        sizes[total] = ram if not setting.flash_blocks else f"{ram}+{flash}"
     if options.bounds:
         yield _simulated("no cache", options.base, trace, looked, measure_from)
     for ram, flash, setting in settings:
@@ -191,6 +209,9 @@ def _check(options: Options) -> None:
     for gib_per_day in options.gib_per_day:
         if not 0 <= gib_per_day < float("inf"):
             raise SettingError(f"--gib-per-day: expected numbers from 0 on, found {gib_per_day:g}")
+    lists = (options.ram, options.flash, options.policies, options.admissions, options.gib_per_day, options.prefetch)
+    if options.real is not None and any(len(values) != 1 for values in lists):
+        raise SettingError("--real: expected one setting, found lists of sizes, policies, admissions or prefetches")
     if not 0 <= options.measure_from < 1:
         raise SettingError(f"--measure-from: expected a part from 0 to below 1, found {options.measure_from:g}")
     for file in (options.json_file, options.plot_file):

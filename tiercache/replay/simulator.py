@@ -1,8 +1,9 @@
 """A discrete-event simulation of the cache: real policies and indexes, simulated bytes and time.
 
 What is in a tier changes at the moment that a request comes, in the order of the trace, so that hit rates are those of the
-policy and do not depend on speeds. Time enters where it matters: when a demand read or a prefetch is done, what a
-request waits for, and when a turn has ended. Demand reads go before prefetches, block by block.
+policy and do not depend on speeds; it changes in the order in which the live cache does it, which `tiercache replay --real`
+shows. Time enters where it matters: when a demand read or a prefetch is done, what a request waits for, and when a turn has
+ended. Demand reads go before prefetches, block by block.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from tiercache.core.admission import Governor, LiveSession, make_admission
+from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, make_admission
 from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
@@ -20,11 +21,9 @@ from tiercache.replay.formats import Request
 from tiercache.replay.programs import Programs
 from tiercache.replay.setting import Setting
 
-_REMEMBERED = 4
-
 
 class Simulator:
-    """One setting. `run` once."""
+    """One setting. `run` once, or piece by piece."""
 
     def __init__(self, setting: Setting, block_tokens: int) -> None:
         self.setting = setting
@@ -35,8 +34,7 @@ class Simulator:
         self.flash: CappedIndex | None = None
         if setting.flash_blocks is None or setting.flash_blocks > 0:
             self.flash = CappedIndex(make_order(setting.flash_policy))
-        limit = _REMEMBERED * max(setting.ram_blocks, setting.flash_blocks or 1 << 40)
-        self.admission = make_admission(setting.admission, limit)
+        self.admission = make_admission(setting.admission, REMEMBERED_KEYS)
         self.governor = Governor(setting.flash_bytes_per_day)
         self._ram_cap_bytes = setting.ram_blocks * self.block_bytes
         self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
@@ -102,6 +100,8 @@ class Simulator:
     def _promote(self, plan: PrefetchPlan, fetch: Fetch, now_s: float) -> None:
         """A block has been read: it takes the place of one that is expected later, or is dropped."""
         ram = self.ram
+        if self.flash is not None:
+            self.flash.touch(fetch.key)
         if fetch.key in ram:
             plan.fetched(fetch.key)
             return
@@ -136,7 +136,8 @@ class Simulator:
             self.programs.plan.asked(keys)
             self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
-        self._keep(request, keys, hot)
+        self._deliver(keys, 0, found, request.time_s)
+        self._put(keys, found, request.time_s)
 
     def _found(self, keys: list[ChunkKey], hot: int) -> int:
         """How far the contiguous prefix reaches in both tiers together."""
@@ -199,36 +200,52 @@ class Simulator:
         for key in request.keys:
             admission.used(key)
 
-    def _keep(self, request: Request, keys: list[ChunkKey], hot: int) -> None:
-        """Everything that the request needed is in RAM now, and on flash what deserves it."""
-        ram, block_bytes = self.ram, self.block_bytes
-        entries, add = ram.order.entries, ram.add
-        ram.order.touch_prefix(keys)
-        inserted = 0
-        parent = None
-        for key in keys:
-            if key not in entries:
-                add(key, block_bytes, parent=parent)
-                inserted += 1
-            parent = key
-        if ram.used_bytes > self._ram_cap_bytes:
-            self._evict_ram(ram.used_bytes - self._ram_cap_bytes, request.time_s)
-        self.figures.inserted_blocks += inserted
+    def _deliver(self, keys: list[ChunkKey], begin: int, end: int, now_s: float) -> None:
+        """One batched get."""
+        entries, part = self.ram.order.entries, keys[begin:end]
+        self.ram.touch_prefix(part)
+        # Which are read is known before any comes: one that leaves meanwhile was delivered by then.
+        for place in [place for place in range(begin, end) if keys[place] not in entries]:
+            self._into_ram(keys[place], keys[place - 1] if place else None, now_s)
         if self.flash is not None:
-            self._write(request, self.flash)
+            self.flash.touch_prefix(part)
+            if self.setting.admission == "all":
+                return  # it was written when it was put, and is not written again when it has left
+            # What made room for others of the same request is not there to be written.
+            for key in [key for key in part if key not in self.flash and key in entries]:
+                self._write(key, self.flash, now_s)
 
-    def _write(self, request: Request, flash: CappedIndex) -> None:
-        """Offer to flash what it lacks of the request's blocks."""
-        entries, touch, block_bytes = flash.order.entries, flash.order.touch, self.block_bytes
-        admits = self.admission.admits
-        for key in reversed(request.keys):
-            if key in entries:
-                touch(key)
-            elif admits(key):
-                if self.governor.allows(block_bytes, request.time_s):
-                    flash.add(key, block_bytes)
-                    self.figures.flash_written_blocks += 1
-                else:
-                    self.figures.governed_blocks += 1
-        if self._flash_cap_bytes is not None and flash.used_bytes > self._flash_cap_bytes:
-            flash.evict(flash.used_bytes - self._flash_cap_bytes)
+    def _put(self, keys: list[ChunkKey], begin: int, now_s: float) -> None:
+        """What was computed, chunk by chunk."""
+        parent = keys[begin - 1] if begin else None
+        for key in keys[begin:]:
+            self.ram.touch(key)
+            self._into_ram(key, parent, now_s)
+            parent = key
+            if self.flash is not None:
+                self.flash.touch(key)
+                self._write(key, self.flash, now_s)
+        self.ram.order.follow(keys)
+
+    def _into_ram(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
+        """Room is made for one chunk at a time, before it comes."""
+        ram = self.ram
+        if key in ram.order.entries or not self._ram_cap_bytes:
+            return
+        lacking_bytes = ram.used_bytes + self.block_bytes - self._ram_cap_bytes
+        if lacking_bytes > 0:
+            self._evict_ram(lacking_bytes, now_s)
+        ram.add(key, self.block_bytes, parent=parent)
+        self.figures.inserted_blocks += 1
+
+    def _write(self, key: ChunkKey, flash: CappedIndex, now_s: float) -> None:
+        """Offer a block to flash, which may have it, or not want it."""
+        if key in flash.order.entries or not self.admission.admits(key):
+            return
+        if not self.governor.allows(self.block_bytes, now_s):
+            self.figures.governed_blocks += 1
+            return
+        if self._flash_cap_bytes is not None:
+            flash.evict(flash.used_bytes + self.block_bytes - self._flash_cap_bytes)
+        flash.add(key, self.block_bytes)
+        self.figures.flash_written_blocks += 1

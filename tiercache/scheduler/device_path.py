@@ -202,7 +202,12 @@ class DevicePath:
         if after is not None and not await self._has_happened(after, deadline_s):
             return 0
         delivered = bytearray(len(keys))
-        hot = {position: lease for position, key in enumerate(keys) if (lease := self._lease_now(key)) is not None}
+        self.cpu.touch_prefix(keys)
+        hot = {
+            position: lease
+            for position, key in enumerate(keys)
+            if (lease := self._lease_now(key, noted=True)) is not None
+        }
         size = max(1, self.device.pool.count // 4)
         positions = list(hot)
         work = [
@@ -249,8 +254,8 @@ class DevicePath:
         part = [(position, hot.pop(position)) for position in positions]
         await self._hand_over(part, payloads, delivered, deadline_s)
 
-    def _lease_now(self, key: ChunkKey) -> Lease | None:
-        return self._host_reader.lease_now(key) or self._device_reader.lease_now(key)
+    def _lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        return self._host_reader.lease_now(key, noted=noted) or self._device_reader.lease_now(key)
 
     async def _lane(
         self,

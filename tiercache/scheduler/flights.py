@@ -43,10 +43,11 @@ Arrival = asyncio.Future[Lease | None]
 
 
 class _Flight:
-    __slots__ = ("begun", "deadline_s", "purpose", "task", "waiters")
+    __slots__ = ("begun", "deadline_s", "parent", "purpose", "task", "waiters")
 
-    def __init__(self, purpose: Purpose, deadline_s: float) -> None:
+    def __init__(self, purpose: Purpose, deadline_s: float, parent: ChunkKey | None) -> None:
         self.purpose = purpose
+        self.parent = parent
         self.deadline_s = deadline_s
         self.begun = False
         """Whether a tier has begun to read. Until then a prefetch can be overtaken."""
@@ -79,8 +80,15 @@ class Flights:
         """Reads that outlived their deadline and still hold a slot."""
         return len(self._stuck)
 
-    async def fetch(self, key: ChunkKey, deadline_s: float, purpose: Purpose = Purpose.READ) -> Lease | None:
-        """A lease on a chunk that is not hot, from whichever tier has it; None on a miss or at the deadline.
+    async def fetch(
+        self,
+        key: ChunkKey,
+        deadline_s: float,
+        purpose: Purpose = Purpose.READ,
+        parent: ChunkKey | None = None,
+    ) -> Lease | None:
+        """A lease on a chunk that is not hot, from whichever tier has it; None on a miss or at the deadline. `parent` is the
+        chunk before it in its prefix, if that is known.
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
@@ -99,7 +107,7 @@ class Flights:
             self.counters.misses += 1
             return None
         else:
-            flight = self._take_off(key, purpose, deadline_s, overtaken=flight)
+            flight = self._take_off(key, purpose, deadline_s, parent, overtaken=flight)
         arrival: Arrival = asyncio.get_running_loop().create_future()
         flight.waiters.append((arrival, purpose))
         try:
@@ -129,8 +137,10 @@ class Flights:
             _tell(flight, None, self.cpu)
         self._flights.clear()
 
-    def _take_off(self, key: ChunkKey, purpose: Purpose, deadline_s: float, overtaken: _Flight | None) -> _Flight:
-        flight = _Flight(purpose, deadline_s)
+    def _take_off(
+        self, key: ChunkKey, purpose: Purpose, deadline_s: float, parent: ChunkKey | None, overtaken: _Flight | None
+    ) -> _Flight:
+        flight = _Flight(purpose, deadline_s, parent)
         if overtaken is not None:
             # It holds nothing yet; who waits for it waits for this one.
             self.counters.overtaken += 1
@@ -221,7 +231,7 @@ class Flights:
         if length is None:
             self.cpu.abandon(slot, purpose)
             return None
-        return self.cpu.publish(key, slot, length, purpose)
+        return self.cpu.publish(key, slot, length, purpose, flight.parent)
 
     async def _slot(self, flight: _Flight) -> Slot | None:
         slot = self.cpu.try_reserve(flight.purpose)
@@ -249,10 +259,18 @@ def read_into_host(tier: Tier, key: ChunkKey, into: np.ndarray) -> Coroutine[Any
 
 
 def _tell(flight: _Flight, key: ChunkKey | None, cpu: CpuTier) -> None:
-    """Give everybody who waits a lease of their own on the chunk, or None."""
+    """Give everybody who waits a lease of their own on the chunk, or None.
+
+    What was read because somebody asked came in with that use: it is not counted a second time.
+    """
+    noted = flight.purpose is Purpose.READ
     for arrival, purpose in flight.waiters:
         if not arrival.done():
             lease = None
             if key is not None:
-                lease = cpu.hold(key) if purpose is Purpose.PREFETCH else cpu.lease(key)
+                if purpose is Purpose.PREFETCH:
+                    lease = cpu.hold(key)
+                else:
+                    lease = cpu.lease(key, noted=noted)
+                    noted = False
             arrival.set_result(lease)

@@ -271,7 +271,7 @@ class Prefetcher:
         key = fetch.key
         hold: Lease | None = None
         try:
-            hold = await self.reader.promote(key, self._loop.time() + self.read_s)
+            hold = await self.reader.promote(key, self._loop.time() + self.read_s, fetch.parent)
         finally:
             del self._reads[key]
             self._tell(key, promoted=hold is not None)

@@ -69,23 +69,24 @@ class Reader:
     def breakers(self) -> dict[str, str]:
         return {source.tier.name: source.breaker.state.value for source in self._sources}
 
-    def lease_now(self, key: ChunkKey) -> Lease | None:
-        """The chunk if it is hot. Does not count a miss."""
-        lease = self.cpu.lease(key)
+    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        """The chunk if it is hot. Does not count a miss, nor a use that is `noted` already."""
+        lease = self.cpu.lease(key, noted=noted)
         if lease is not None:
             self.counters.hits[self.cpu.name] += 1
         return lease
 
-    async def fetch(self, key: ChunkKey, deadline_s: float) -> Lease | None:
-        """A lease on the chunk from whichever tier has it; None on a miss or at the deadline.
+    async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
+        """A lease on the chunk from whichever tier has it; None on a miss or at the deadline. `parent` is the chunk before
+        it in its prefix, if that is known.
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
-        return self.lease_now(key) or await self.flights.fetch(key, deadline_s)
+        return self.lease_now(key) or await self.flights.fetch(key, deadline_s, parent=parent)
 
-    async def promote(self, key: ChunkKey, deadline_s: float) -> Lease | None:
+    async def promote(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
         """As `fetch`, for somebody who may come: any demand read goes first, and the lease is a hold, no use."""
-        return self.cpu.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH)
+        return self.cpu.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH, parent)
 
     async def deliver(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], deadline_s: float) -> int:
         """Hand each chunk to its sink on a worker thread; returns how many of the contiguous prefix were delivered.
@@ -94,7 +95,12 @@ class Reader:
         run. No sink runs after this has returned or raised. A sink that raises ends the prefix.
         """
         delivered = bytearray(len(keys))
-        hot = {position: lease for position, key in enumerate(keys) if (lease := self.lease_now(key)) is not None}
+        self.cpu.touch_prefix(keys)
+        hot = {
+            position: lease
+            for position, key in enumerate(keys)
+            if (lease := self.lease_now(key, noted=True)) is not None
+        }
         work = [
             asyncio.ensure_future(self._hand_over(part, sinks, delivered))
             for part in _split(list(hot.items()), self.cpu.copiers.threads)
@@ -195,7 +201,7 @@ class Reader:
         for position in positions:
             if position > gap[0]:
                 return
-            lease = await self.fetch(keys[position], deadline_s)
+            lease = await self.fetch(keys[position], deadline_s, keys[position - 1] if position else None)
             if lease is None:
                 gap[0] = min(gap[0], position)
                 return

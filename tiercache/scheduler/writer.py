@@ -323,6 +323,7 @@ class FanOut:
             for lease in leases:
                 for writer in self.writers:
                     if writer.tier.contains(lease.key):
+                        writer.tier.used([lease.key])
                         continue
                     own = another(lease.key, writer.tier)
                     if own is not None and not writer.enqueue_nowait(own):

@@ -109,7 +109,8 @@ class Tier(ABC):
         """
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """A request was served with `keys` from somewhere; returns those that the tier lacks and has reason to want now."""
+        """A request was served with `keys` from somewhere, or put them though they are here; returns those that the tier
+        lacks and has reason to want now."""
         return ()
 
     def continued(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - most tiers take everything

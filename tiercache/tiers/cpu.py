@@ -187,15 +187,16 @@ class CpuTier(Tier):
                 return position
         return len(keys)
 
-    def lease(self, key: ChunkKey, *, writes: bool = False) -> Lease | None:
-        """Hold a resident chunk; None when it is not here. A reader's lease counts as a use, a writer's does not."""
+    def lease(self, key: ChunkKey, *, writes: bool = False, noted: bool = False) -> Lease | None:
+        """Hold a resident chunk; None when it is not here. A reader's lease counts as a use unless that use is `noted`
+        already, a writer's does not."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         if not writes:
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
-            if not entry.parked:
+            if not entry.parked and not noted:
                 self._order.touch(key)
             if entry.holds and self.on_use is not None:
                 self.on_use(key)
@@ -212,6 +213,10 @@ class CpuTier(Tier):
             entry = self._entries.get(key)
             if entry is not None and not entry.parked:
                 self._order.touch(key)
+
+    def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
+        """Note one use of those of `keys` that are resident, so that the tail of the prefix is colder than its head."""
+        self._order.touch_prefix(keys)
 
     def renew(self, keys: Sequence[ChunkKey]) -> None:
         """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
@@ -297,8 +302,11 @@ class CpuTier(Tier):
             if slot is not None or late:
                 return slot
 
-    def publish(self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose) -> Lease:
-        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose.
+    def publish(
+        self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose, parent: ChunkKey | None = None
+    ) -> Lease:
+        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose. `parent` is the chunk before it in
+        its prefix, if the caller knows it.
 
         When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
         first copy keeps it, and equal keys have equal bytes.
@@ -312,7 +320,7 @@ class CpuTier(Tier):
             return lease
         entry = _Entry(key, slot, payload_bytes)
         self._entries[key] = entry
-        self._order.insert(key, entry)
+        self._order.insert(key, entry, parent)
         self._evictable += 1
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes

@@ -19,7 +19,7 @@ import aiofiles
 import numpy as np
 import xxhash
 
-from tiercache.core.admission import Governor, make_admission
+from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
 from tiercache.core.eviction import make_order
 from tiercache.core.header import file_bytes
 from tiercache.core.index import CappedIndex
@@ -42,7 +42,6 @@ _ATTEMPTS = 4
 _AGING_STEP = 2048
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
-_ADMISSION_REMEMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class DiskSettings:
     """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
     tier opens."""
     threads: int = 4
-    """For reads; as many again for writes."""
+    """For reads; as many again for writes. 1: one chunk after the other, in the order in which they were asked for."""
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
@@ -87,7 +86,7 @@ class DiskTier(Tier):
         self.settings = settings
         self.fingerprint = fingerprint
         # Two more than there are threads: a thread that is done finds its next job waiting, without a round by the loop.
-        places = settings.threads + 2
+        places = settings.threads + 2 if settings.threads > 1 else 1
         self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
         self._readers = Workers(f"{self.name}-read", settings.threads)
         self._writers = Workers(f"{self.name}-write", settings.threads)
@@ -97,7 +96,7 @@ class DiskTier(Tier):
         self._closing: set[asyncio.Future[None]] = set()
         """Volumes that are being closed."""
         self._refused: dict[ChunkKey, None] = {}
-        self.admission = make_admission(settings.admission, _ADMISSION_REMEMBERS)
+        self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = TierStatistics()
         self._closed = False
@@ -228,6 +227,9 @@ class DiskTier(Tier):
         return True
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        # Also what was hot: a chunk that leaves the hot cache after a hundred uses should not have left here long before.
+        for shelf in self._shelves:
+            shelf.index.touch_prefix(keys)
         if self.settings.admission == "all":
             return ()
         wanted = []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from tiercache.core.keys import ChunkKey
 
 
 class Family:
     """Parents and children among residents. Costs nothing for chunks whose parent is not known.
 
-    Nearly every chunk has one child, which is kept as its bare key; a set is made for the second one.
+    Nearly every chunk has one child, which is kept as its bare key; a container is made for the second one. It has an
+    order, so that equal uses give equal victims in every process: the child that came first goes first.
     """
 
     def __init__(self) -> None:
         self._parents: dict[ChunkKey, ChunkKey] = {}
-        self._children: dict[ChunkKey, ChunkKey | set[ChunkKey]] = {}
+        self._children: dict[ChunkKey, ChunkKey | OrderedDict[ChunkKey, None]] = {}
 
     def add(self, key: ChunkKey, parent: ChunkKey) -> None:
         """`key` follows `parent`; both are resident. A chunk cannot follow itself or one that follows it."""
@@ -21,22 +24,22 @@ class Family:
         there = self._children.get(parent)
         if there is None:
             self._children[parent] = key
-        elif isinstance(there, set):
-            there.add(key)
+        elif isinstance(there, OrderedDict):
+            there[key] = None
         else:
-            self._children[parent] = {there, key}
+            self._children[parent] = OrderedDict.fromkeys((there, key))
 
     def remove(self, key: ChunkKey) -> None:
         """`key` is resident no more. Its children have no parent then."""
         parent = self._parents.pop(key, None)
         if parent is not None:
             siblings = self._children[parent]
-            if isinstance(siblings, set) and len(siblings) > 1:
-                siblings.discard(key)
+            if isinstance(siblings, OrderedDict) and len(siblings) > 1:
+                siblings.pop(key, None)
             else:
                 del self._children[parent]
         orphans = self._children.pop(key, None)
-        if isinstance(orphans, set):
+        if isinstance(orphans, OrderedDict):
             for orphan in orphans:
                 del self._parents[orphan]
         elif orphans is not None:
@@ -48,7 +51,7 @@ class Family:
     def child(self, key: ChunkKey) -> ChunkKey | None:
         """One of the chunks that follow `key`; None when it is the last of its prefix."""
         children = self._children.get(key)
-        return next(iter(children)) if isinstance(children, set) else children
+        return next(iter(children)) if isinstance(children, OrderedDict) else children
 
     def __len__(self) -> int:
         return len(self._parents)

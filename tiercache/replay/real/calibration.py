@@ -1,0 +1,65 @@
+"""How fast this machine's memory and disk are, through the cache itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+
+from tiercache.cache import TierCache
+from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.replay.real.contents import Contents
+from tiercache.replay.real.place import opened
+from tiercache.replay.real.serial import ReplayFailed, check
+from tiercache.replay.setting import Setting
+
+_CHUNKS = 256
+_BATCH = 32
+_ROUNDS = 3
+_LEAST_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a simulation is told of a machine."""
+
+    ram_bytes_per_s: float
+    """Delivered from the hot cache in one batch."""
+    flash_bytes_per_s: float
+    """What a chunk of a batch that lies on the disk takes longer than a hot one."""
+    flash_latency_s: float
+    """What a get of a single chunk takes longer than that."""
+
+
+async def calibrated(chunk_bytes: int, directory: Path) -> Speeds:
+    """Medians of gets of one chunk and of 32 chunks, hot and cold. Needs an empty directory, and a second or two."""
+    contents = Contents(chunk_bytes)
+    keys = [blake2b(b"%d" % number, digest_size=KEY_BYTES).digest() for number in range(_CHUNKS)]
+    parts = [keys[start : start + _BATCH] for start in range(0, _CHUNKS, _BATCH)]
+    hot_s: list[float] = []
+    cold_s: list[float] = []
+    single_s: list[float] = []
+    async with opened(Setting(2 * _CHUNKS, None), chunk_bytes, 2 * _CHUNKS, directory, one_at_a_time=False) as cache:
+        await cache.put_from([(key, chunk_bytes, contents.source(key)) for key in keys])
+        await cache.flush()
+        for _ in range(_ROUNDS):
+            cache.clear_hot()
+            cold_s += [await _got_s(cache, contents, part) for part in parts]
+            hot_s += [await _got_s(cache, contents, part) for part in parts]
+            cache.clear_hot()
+            single_s += [await _got_s(cache, contents, [key]) for key in keys[::8]]
+    check(contents)
+    hot_chunk_s = median(hot_s) / _BATCH
+    flash_chunk_s = max(_LEAST_S, median(cold_s) / _BATCH - hot_chunk_s)
+    latency_s = max(0.0, median(single_s) - flash_chunk_s - hot_chunk_s)
+    return Speeds(chunk_bytes / hot_chunk_s, chunk_bytes / flash_chunk_s, latency_s)
+
+
+async def _got_s(cache: TierCache, contents: Contents, keys: Sequence[ChunkKey]) -> float:
+    began_s = time.perf_counter()
+    if await cache.get_to(keys, [contents.sink(key) for key in keys]) != len(keys):
+        raise ReplayFailed("calibration: a chunk that was written could not be read")
+    return time.perf_counter() - began_s

@@ -1,0 +1,73 @@
+"""What the chunks of a real replay contain: random bytes that follow from the key, so that each one read can be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.payloads import Source
+from tiercache.replay.formats import Request
+from tiercache.scheduler.reader import Sink
+
+_TAPE_BYTES = 8 << 20
+_STEP_BYTES = 64
+
+
+class Contents:
+    """A chunk is a piece of one random tape, from a place that its key says, with the key itself in front."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._tape = np.random.default_rng(0).integers(0, 256, _TAPE_BYTES + chunk_bytes, dtype=np.uint8)
+        self.wrong: list[ChunkKey] = []
+        """Keys for which something else was delivered."""
+
+    def source(self, key: ChunkKey) -> Source:
+        """What fills a slot with the chunk. For a worker thread."""
+
+        def fill(slot: np.ndarray) -> None:
+            np.copyto(slot, self._piece(key))
+            slot[: len(key)] = np.frombuffer(key, np.uint8)
+
+        return fill
+
+    def sink(self, key: ChunkKey) -> Sink:
+        """What takes a delivered chunk, copies it as an engine would, and checks all of it. For a worker thread."""
+
+        def take(chunk: np.ndarray) -> None:
+            taken = chunk.copy()
+            if (
+                taken.nbytes != self.chunk_bytes
+                or taken[: len(key)].tobytes() != key
+                or taken[len(key) :].tobytes() != self._piece(key)[len(key) :].tobytes()
+            ):
+                self.wrong.append(key)
+
+        return take
+
+    def _piece(self, key: ChunkKey) -> np.ndarray:
+        start = int.from_bytes(key[:8], "big") % (_TAPE_BYTES // _STEP_BYTES) * _STEP_BYTES
+        return self._tape[start : start + self.chunk_bytes]
+
+
+class Renamed:
+    """Requests with keys as a cache has them, and `speed_up` times as fast. To be iterated any number of times."""
+
+    def __init__(self, requests: Iterable[Request], speed_up: float = 1.0) -> None:
+        self._requests = requests
+        self._speed_up = speed_up
+
+    def __iter__(self) -> Iterator[Request]:
+        speed_up = self._speed_up
+        for request in self._requests:
+            yield replace(
+                request,
+                keys=[blake2b(key, digest_size=KEY_BYTES).digest() for key in request.keys],
+                time_s=request.time_s / speed_up,
+                duration_s=None if request.duration_s is None else request.duration_s / speed_up,
+                lead_s=None if request.lead_s is None else request.lead_s / speed_up,
+            )

@@ -1,0 +1,106 @@
+"""A cache with exactly the room of a simulated one: as many slots, and as many files, as there are blocks in its setting."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tiercache.cache import TierCache
+from tiercache.config import Config
+from tiercache.config.schema import GB, available_memory_bytes
+from tiercache.core.header import file_bytes
+from tiercache.core.layout import Layout
+from tiercache.memory.arena import HUGE_PAGE_BYTES
+from tiercache.memory.slots import FEWEST_SLOTS
+from tiercache.replay.setting import Setting, SettingError
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.volume import TOP_LEVELS
+
+DISK = "disk"
+_THREADS = 4
+_FREE_SHARE = 0.9
+
+
+def check_room(setting: Setting, chunk_bytes: int, unique_blocks: int, directory: Path) -> None:
+    """Whether the machine has the memory, and the directory the room. Raises SettingError."""
+    if setting.ram_blocks < FEWEST_SLOTS:
+        raise SettingError(f"--real: expected room for {FEWEST_SLOTS} blocks in RAM, found {setting.ram_blocks}")
+    needed_bytes = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS) * chunk_bytes
+    if needed_bytes < HUGE_PAGE_BYTES / 2:
+        # The arena is whole pages. Where most of it was put aside, its batches and floors would be too large for the rest.
+        raise SettingError(
+            f"--real: expected at least {HUGE_PAGE_BYTES / 2 / 1024:.0f} KiB in RAM, found {needed_bytes / 1024:.0f}; "
+            "choose a larger --real-chunk-kib"
+        )
+    memory_bytes = available_memory_bytes()
+    if memory_bytes is not None and needed_bytes > _FREE_SHARE * memory_bytes:
+        raise SettingError(f"--real: needs {needed_bytes / GB:.1f} GiB of memory; choose a smaller --real-chunk-kib")
+    if not directory.is_dir():
+        raise SettingError(f"--real: {directory} is not a directory")
+    flash_bytes = _flash_blocks(setting, unique_blocks) * file_bytes(chunk_bytes)
+    free_bytes = shutil.disk_usage(directory).free
+    if flash_bytes > _FREE_SHARE * free_bytes:
+        raise SettingError(
+            f"--real: needs {flash_bytes / GB:.1f} GiB in {directory}, which has {free_bytes / GB:.1f}; "
+            "choose a smaller --real-chunk-kib"
+        )
+
+
+@asynccontextmanager
+async def opened(
+    setting: Setting, chunk_bytes: int, unique_blocks: int, directory: Path, *, one_at_a_time: bool
+) -> AsyncIterator[TierCache]:
+    """A cache for `setting` with its files below `directory`, which is empty. What it holds is gone afterwards.
+
+    `one_at_a_time`: a single thread reads and writes, so that everything happens in the order in which it was asked for.
+    """
+    slots = min(setting.ram_blocks, unique_blocks + FEWEST_SLOTS)
+    values: dict[str, object] = {
+        # Half a chunk more, for what a size in GB loses in rounding.
+        "max_local_cpu_size": (slots + 0.5) * chunk_bytes / GB,
+        "cache_policy": setting.policy,
+        "prefetch_share": setting.prefetch_share,
+        "prefetch_bytes_per_s": setting.prefetch_bytes_per_s,
+        "close_timeout_s": 0.0,
+        "device": "none",
+    }
+    if setting.flash_blocks != 0:
+        made_bytes = await asyncio.to_thread(_make_directories, directory)
+        cap_bytes = made_bytes + (_flash_blocks(setting, unique_blocks) + 0.5) * file_bytes(chunk_bytes)
+        values |= {
+            "local_disk": str(directory),
+            "max_local_disk_size": cap_bytes / GB,
+            "disk_durability": "none",
+            "disk_io_threads": 1 if one_at_a_time else _THREADS,
+            "flash_admission": setting.admission,
+        }
+    layout = Layout("replay", chunk_tokens=1, bytes_per_token=chunk_bytes)
+    async with TierCache.open(Config.load(environ={}, overrides=values), layout) as cache:
+        disk = disk_of(cache)
+        if disk is not None:
+            await disk.scanned()
+        # An arena is made of whole huge pages: what is in it beyond the setting's size is put aside.
+        for _ in range(cache.cpu.pool.count - slots):
+            cache.cpu.pool.take()
+        yield cache
+
+
+def disk_of(cache: TierCache) -> DiskTier | None:
+    """The tier with the files, if there is one."""
+    return next((tier for tier in cache.tiers if isinstance(tier, DiskTier)), None)
+
+
+def _flash_blocks(setting: Setting, unique_blocks: int) -> int:
+    return unique_blocks if setting.flash_blocks is None else min(setting.flash_blocks, unique_blocks)
+
+
+def _make_directories(directory: Path) -> int:
+    """All that the tier will ever make, so that they take nothing from the room for chunks later. Returns their bytes."""
+    made_bytes = 0
+    for top in TOP_LEVELS:
+        (directory / top).mkdir()
+        made_bytes += (directory / top).stat().st_blocks * 512
+    return made_bytes

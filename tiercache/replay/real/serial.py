@@ -1,0 +1,167 @@
+"""The serial part: one request after the other, through the cache and through the simulator. What comes from where must be
+the same for each request.
+
+A request looks up its chunks, gets the hot ones in one batch and the others one by one, and puts what is lacking one by one.
+Nothing happens beside anything else: where reads overlap, the machine's speed decides when room is made and which chunks
+are leased at that moment, and the order of eviction (COST above all, whose clock is insertions) chooses a little differently
+from run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+
+from tiercache.cache import TierCache
+from tiercache.core.admission import LiveSession
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierCacheError
+from tiercache.replay.formats import Request
+from tiercache.replay.real.contents import Contents
+from tiercache.replay.real.place import DISK, disk_of
+from tiercache.replay.setting import Setting
+from tiercache.replay.simulator import Simulator
+
+
+class ReplayFailed(TierCacheError):
+    """The cache did not do what it has to: a chunk was wrong, or could not be stored."""
+
+
+@dataclass
+class Counts:
+    """In blocks."""
+
+    ram_blocks: int = 0
+    """Hit in RAM, in the contiguous prefix."""
+    flash_blocks: int = 0
+    """Read from flash, in the contiguous prefix."""
+    inserted_blocks: int = 0
+    """Came into RAM."""
+    flash_written_blocks: int = 0
+
+    def since(self, before: Counts) -> Counts:
+        """What was counted after `before`."""
+        return Counts(*(now - then for now, then in zip(asdict(self).values(), asdict(before).values(), strict=True)))
+
+
+@dataclass
+class Serial:
+    """Both sides of the serial part."""
+
+    requests: int
+    blocks: int
+    measured: Counts
+    simulated: Counts
+    differs: str = ""
+    """Where the two first differ; empty: nowhere."""
+
+
+class OneByOne(Simulator):
+    """Requests get their chunks as `play` does."""
+
+    def _arrive(self, request: Request) -> None:
+        keys, now_s = request.keys, request.time_s
+        hot = self.ram.prefix(keys)
+        found = self._found(keys, hot)
+        self._note_uses(request, found)
+        self._deliver(keys, 0, hot, now_s)
+        loaded, place = 0, hot
+        while place < found and (keys[place] in self.ram or (self.flash is not None and keys[place] in self.flash)):
+            loaded += keys[place] not in self.ram
+            self._deliver(keys, place, place + 1, now_s)
+            place += 1
+        self._put(keys, place, now_s)
+        self._count(request, hot, place, loaded, 0.0)
+
+
+async def play_serial(
+    cache: TierCache, contents: Contents, requests: Iterable[Request], setting: Setting, block_tokens: int
+) -> Serial:
+    """Play `requests` through both. Raises ReplayFailed for contents that are not what was stored."""
+    # Hit rates do not depend on foresight that is not there: prefetching belongs to the timed part.
+    simulator = OneByOne(replace(setting, prefetch=()), block_tokens)
+    found = Serial(0, 0, Counts(), Counts())
+    for request in requests:
+        before = found.measured, found.simulated
+        simulator.run([request])
+        await play(cache, contents, request)
+        found.requests += 1
+        found.blocks += len(request.keys)
+        found.measured, found.simulated = counted(cache), simulated(simulator)
+        measured, expected = found.measured.since(before[0]), found.simulated.since(before[1])
+        if measured != expected and not found.differs:
+            found.differs = f"request {found.requests}: measured {measured}, simulated {expected}"
+    if not found.differs:
+        found.differs = _residents_differ(cache, simulator)
+    return found
+
+
+async def play(cache: TierCache, contents: Contents, request: Request) -> None:
+    """One request, to its end. Cancelled, it leaves nothing behind but what it had stored."""
+    keys = request.keys
+    found = (await cache.lookup_keys(keys)).chunks
+    note_session(cache, keys, found)
+    hot = cache.lookup_hot(keys[:found])
+    delivered = await cache.get_to(keys[:hot], [contents.sink(key) for key in keys[:hot]])
+    await _flushed(cache)
+    while delivered < found and await cache.get_to([keys[delivered]], [contents.sink(keys[delivered])]):
+        cache.cpu.follow(keys[max(0, delivered - 1) : delivered + 1])
+        delivered += 1
+        await _flushed(cache)
+    previous = keys[:delivered][-1:]
+    for key in keys[delivered:]:
+        if not await cache.put_from([(key, contents.chunk_bytes, contents.source(key))]):
+            raise ReplayFailed("a chunk could not be put: no room came free in the hot cache")
+        cache.cpu.follow([*previous, key])
+        previous = [key]
+        await _flushed(cache)
+    cache.cpu.follow(keys)
+    check(contents)
+
+
+def note_session(cache: TierCache, keys: list[ChunkKey], found: int) -> None:
+    """What the simulator takes for a session that goes on: somebody who knows it says so to the tier."""
+    disk = disk_of(cache)
+    if disk is not None and isinstance(disk.admission, LiveSession) and found > 1:
+        for key in keys:
+            disk.admission.continued(key)
+
+
+def check(contents: Contents) -> None:
+    """Raises ReplayFailed when something wrong was delivered."""
+    if contents.wrong:
+        raise ReplayFailed(f"wrong KV was delivered for {len(contents.wrong)} chunks, first {contents.wrong[0].hex()}")
+
+
+def counted(cache: TierCache) -> Counts:
+    """What the cache has done since it was opened."""
+    known = cache.statistics()
+    disk = known.tiers.get(DISK)
+    hits = known.reader.hits
+    return Counts(hits["cpu"], hits.get(DISK, 0), known.tiers["cpu"].writes, disk.writes if disk is not None else 0)
+
+
+def simulated(simulator: Simulator) -> Counts:
+    figures = simulator.figures
+    return Counts(
+        figures.ram_blocks, figures.flash_blocks, figures.inserted_blocks, figures.flash_written_blocks
+    )
+
+
+async def _flushed(cache: TierCache) -> None:
+    if not (await cache.flush()).complete:
+        raise ReplayFailed("the disk tier did not write what it was given within a minute")
+
+
+def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
+    """Whether the tiers hold the same chunks at the end."""
+    known = cache.statistics()
+    tiers = [("RAM", simulator.ram, cache.cpu.contains, known.tiers["cpu"].resident)]
+    disk = disk_of(cache)
+    if simulator.flash is not None and disk is not None:
+        tiers.append(("flash", simulator.flash, disk.contains, known.tiers[DISK].resident))
+    for name, index, contains, resident in tiers:
+        missing = sum(not contains(key) for key in index.order.entries)
+        if missing or resident != len(index):
+            return f"at the end, {name} holds {resident} chunks, simulated {len(index)}, of which {missing} are missing"
+    return ""

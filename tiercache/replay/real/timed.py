@@ -1,0 +1,227 @@
+"""The timed part: requests come when the trace says, `speed_up` times as fast, whether or not earlier ones are done.
+
+Computing is waiting: tokens at the engine's rate, `speed_up` times as fast. All else is real: look-ups, gets, copies, reads
+past the page cache, puts, writes behind them, evictions, and announcements to the prefetcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tiercache.cache import TierCache
+from tiercache.core.prefetch import Account
+from tiercache.replay.figures import Figures, Quantiles
+from tiercache.replay.formats import Request
+from tiercache.replay.real.calibration import Speeds
+from tiercache.replay.real.contents import Contents
+from tiercache.replay.real.place import DISK
+from tiercache.replay.real.serial import check, note_session
+from tiercache.replay.setting import Setting
+from tiercache.replay.simulator import Simulator
+from tiercache.scheduler.prefetcher import PrefetchHandle
+
+_BEGIN_S = 0.1
+
+
+@dataclass
+class Timed:
+    """One side of the timed part. Times are of the compressed trace, in seconds."""
+
+    requests: int = 0
+    blocks: int = 0
+    ram_blocks: int = 0
+    """Hot when the request came, in the contiguous prefix of both tiers."""
+    flash_blocks: int = 0
+    """On flash then."""
+    lost_blocks: int = 0
+    """Found when the request came, and gone before they were delivered."""
+    written_blocks: int = 0
+    skipped_blocks: int = 0
+    """Not written to flash, or not kept at all, because there was no room in time."""
+    ttft: Quantiles = field(default_factory=Quantiles)
+    late_s: float = 0.0
+    """The latest that a request was begun after its time: more than some ms says that the machine was too busy."""
+    accounts: dict[str, Account] = field(default_factory=dict)
+
+
+def compressed(setting: Setting, speed_up: float, speeds: Speeds) -> Setting:
+    """What is simulated beside a real replay: the engine and the programs are faster, the machine is as it is."""
+    hardware = setting.hardware
+    return replace(
+        setting,
+        hint_lead_s=setting.hint_lead_s / speed_up,
+        hardware=replace(
+            hardware,
+            prefill_tokens_per_s=hardware.prefill_tokens_per_s * speed_up,
+            decode_tokens_per_s=hardware.decode_tokens_per_s * speed_up,
+            ram_bytes_per_s=speeds.ram_bytes_per_s,
+            flash_read_bytes_per_s=speeds.flash_bytes_per_s,
+            flash_latency_s=speeds.flash_latency_s,
+        ),
+    )
+
+
+def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: int) -> Timed:
+    """The same of the same requests, simulated."""
+    figures: Figures = Simulator(setting, block_tokens).run(requests)
+    return Timed(
+        figures.requests,
+        figures.blocks,
+        figures.ram_blocks,
+        figures.flash_blocks,
+        written_blocks=figures.flash_written_blocks,
+        ttft=figures.ttft,
+        accounts=figures.accounts,
+    )
+
+
+class Announcements:
+    """When which program says what it will ask for: as in `foresight`, so long before as the setting says, and not before
+    its last answer has ended. Pure."""
+
+    def __init__(self, lead_s: float) -> None:
+        self.lead_s = lead_s
+        self._coming: dict[str, deque[Request]] = {}
+        self._running: Counter[str] = Counter()
+
+    def at_s(self, request: Request) -> float:
+        """When it is announced if nothing is running; call it once for each request, in the order of the trace."""
+        if request.session is not None:
+            self._coming.setdefault(request.session, deque()).append(request)
+        return self._at_s(request)
+
+    def may(self, request: Request, now_s: float) -> bool:
+        """Whether it may be announced now."""
+        run = request.session
+        if now_s >= request.time_s:
+            return False
+        return run is None or (not self._running[run] and self._coming[run][0] is request)
+
+    def arrived(self, request: Request) -> None:
+        if request.session is not None:
+            self._coming[request.session].popleft()
+            self._running[request.session] += 1
+
+    def ended(self, request: Request, now_s: float) -> Request | None:
+        """Its answer has ended: the next one of its session, if that should have been announced by now."""
+        run = request.session
+        if run is None:
+            return None
+        self._running[run] -= 1
+        coming = self._coming[run]
+        if self._running[run] or not coming or self._at_s(coming[0]) > now_s or not self.may(coming[0], now_s):
+            return None
+        return coming[0]
+
+    def _at_s(self, request: Request) -> float:
+        return max(0.0, request.time_s - (self.lead_s if request.lead_s is None else request.lead_s))
+
+
+class Player:
+    """Plays requests through `cache` on the loop's clock. `play` once."""
+
+    def __init__(self, cache: TierCache, contents: Contents, setting: Setting, block_tokens: int) -> None:
+        """`setting` is the compressed one."""
+        self.found = Timed()
+        self._cache = cache
+        self._contents = contents
+        self._hardware = setting.hardware
+        self._block_tokens = block_tokens
+        self._engines = asyncio.Semaphore(setting.hardware.engines) if setting.hardware.engines else None
+        self._announcements = Announcements(setting.hint_lead_s) if "hints" in setting.prefetch else None
+        self._handles: dict[str, PrefetchHandle] = {}
+        self._loop = asyncio.get_running_loop()
+        self._begin_s = 0.0
+
+    async def play(self, requests: Iterable[Request]) -> Timed:
+        """Holds all requests, and a task for each that has not ended. Raises ReplayFailed for wrong contents.
+
+        Cancelled, it ends them all.
+        """
+        events: list[tuple[float, int, Request]] = []
+        for request in requests:
+            events.append((request.time_s, 1, request))
+            if self._announcements is not None:
+                events.append((self._announcements.at_s(request), 0, request))
+        events.sort(key=lambda event: event[:2])
+        self._begin_s = self._loop.time() + _BEGIN_S
+        async with asyncio.TaskGroup() as running:
+            for at_s, is_arrival, request in events:
+                await self._until(at_s)
+                if is_arrival:
+                    running.create_task(self._request(request))
+                else:
+                    self._announce(request)
+        await self._cache.flush()
+        return self._counted()
+
+    async def _request(self, request: Request) -> None:
+        cache, found, keys = self._cache, self.found, request.keys
+        found.late_s = max(found.late_s, self._now_s - request.time_s)
+        if self._announcements is not None:
+            self._announcements.arrived(request)
+        if self._engines is not None:
+            await self._engines.acquire()
+        try:
+            hit = await cache.lookup_keys(keys)
+            handle = self._handles.pop(_subject(request), None)
+            note_session(cache, keys, hit.chunks)
+            get = cache.get_to(keys[: hit.chunks], [self._contents.sink(key) for key in keys[: hit.chunks]])
+            delivered = await get
+            if handle is not None:
+                handle.cancel()
+            tokens = max(1, request.input_tokens - delivered * self._block_tokens)
+            await asyncio.sleep(tokens / self._hardware.prefill_tokens_per_s)
+        finally:
+            if self._engines is not None:
+                self._engines.release()
+        first_token_s = self._now_s
+        found.requests += 1
+        found.blocks += len(keys)
+        found.ram_blocks += hit.by_tier["cpu"]
+        found.flash_blocks += hit.by_tier.get(DISK, 0)
+        found.lost_blocks += hit.chunks - delivered
+        found.ttft.add(first_token_s - request.time_s)
+        length = self._contents.chunk_bytes
+        stored = await cache.put_from([(key, length, self._contents.source(key)) for key in keys[delivered:]])
+        found.skipped_blocks += len(keys) - delivered - stored
+        cache.cpu.follow(keys)
+        if self._announcements is not None:
+            end_s = first_token_s + request.output_tokens / self._hardware.decode_tokens_per_s
+            await self._until(end_s if request.duration_s is None else request.time_s + request.duration_s)
+            following = self._announcements.ended(request, self._now_s)
+            if following is not None:
+                self._announce(following)
+
+    def _announce(self, request: Request) -> None:
+        assert self._announcements is not None
+        if self._announcements.may(request, self._now_s):
+            self._handles[_subject(request)] = self._cache.prefetch(
+                request.keys, deadline=request.time_s - self._now_s
+            )
+
+    def _counted(self) -> Timed:
+        check(self._contents)
+        self._cache.ahead.prefetcher.let_go()
+        known = self._cache.statistics()
+        if DISK in known.tiers:
+            self.found.written_blocks = known.tiers[DISK].writes
+            writer = known.writers[DISK]
+            self.found.skipped_blocks += writer.skipped + writer.replaced + writer.dropped
+        self.found.accounts = known.prefetch
+        return self.found
+
+    @property
+    def _now_s(self) -> float:
+        """Since the trace began."""
+        return self._loop.time() - self._begin_s
+
+    async def _until(self, at_s: float) -> None:
+        await asyncio.sleep(max(0.0, at_s - self._now_s))
+
+
+def _subject(request: Request) -> str:
+    return request.session if request.session is not None else f"@{id(request)}"

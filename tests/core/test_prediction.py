@@ -35,6 +35,14 @@ def test_who_never_comes_back_counts() -> None:
     assert gaps.probability(0, 0, 1e6) > 0.5
 
 
+def test_those_that_were_lost_fade_with_the_others() -> None:
+    gaps = Gaps(limit=8)
+    for _ in range(200):
+        gaps.add(1.0)
+        gaps.add_lost()
+    assert gaps.probability(0.0, 0.0, 10.0) == pytest.approx(0.5, abs=0.1)
+
+
 def test_old_gaps_fade() -> None:
     gaps = Gaps(limit=100)
     for _ in range(100):

@@ -290,3 +290,10 @@ async def test_what_was_used_and_evicted_is_not_fetched_again(work: Prefetching)
     assert not any(work.bench.cpu.contains(key) for key in keys)
     await asyncio.sleep(10.0)
     assert work.account() == {"fetched": 4, "used": 4}
+
+
+async def test_chunks_that_are_announced_twice_in_one_prefetch_count_once(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 4))
+    progress = await work.hint([*keys, *keys, chunk(99)[0]])
+    assert (progress.asked, progress.found, progress.promoted, progress.missing) == (4, 3, 3, 1)
+    assert not work.prefetcher._by_key

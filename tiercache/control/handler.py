@@ -88,11 +88,11 @@ class Handler:
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:
         name = command.handle or secrets.token_hex(12)
+        keys = await self._naming.keys(self._cache, command)
         known = self._handles.get(name)
         if known is not None and not known.done:
             raise ControlError("refused", f"there is a prefetch {name!r} already, which has not ended")
         self._make_room()
-        keys = await self._naming.keys(self._cache, command)
         handle = self._cache.prefetch(
             keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority
         )

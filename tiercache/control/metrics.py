@@ -82,10 +82,11 @@ def _families(found: list[tuple[str, dict[str, Any]]]) -> Iterator[Metric]:
         for name, s in each
         for predictor, account in s["prefetch"].items()
         for outcome, amount in account.items()
+        if outcome != "fetched_bytes"  # it falls when a fetch fails, so it is no counter; the others make it up
     ]
     yield _counter(
         "prefetch_bytes",
-        "Bytes by predictor: fetched; of these used, late, evicted, wasted (the others wait); cancelled were not fetched.",
+        "Bytes by predictor: used, late, evicted or wasted, as soon as it is known which; cancelled were not fetched.",
         ["socket", "predictor", "outcome"],
         prefetched,
     )

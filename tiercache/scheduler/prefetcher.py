@@ -57,8 +57,11 @@ class PrefetchHandle:
         self.keys = keys
         self._prefetcher = prefetcher
         self._found = 0
+        self._reach = 0
+        """How many of `keys` the prefetcher looks out for."""
         self._looked = False
         self._left: set[ChunkKey] = set(keys)
+        self._asked = len(self._left)
         self._promoted = 0
         self._cancelled = 0
         self._ended = asyncio.Event()
@@ -68,13 +71,12 @@ class PrefetchHandle:
     @property
     def progress(self) -> PrefetchProgress:
         """At this moment."""
-        asked = len(set(self.keys))
         return PrefetchProgress(
-            asked=asked,
+            asked=self._asked,
             found=self._found,
             in_flight=sum(1 for key in self._left if self._prefetcher.is_in_flight(key)),
             promoted=self._promoted,
-            missing=asked - len(self._left) - self._promoted - self._cancelled,
+            missing=self._asked - len(self._left) - self._promoted - self._cancelled,
             cancelled=self._cancelled,
             chunk_bytes=self._prefetcher.plan.chunk_bytes,
         )
@@ -90,6 +92,12 @@ class PrefetchHandle:
     def __await__(self) -> Generator[object, None, PrefetchProgress]:
         yield from self._ended.wait().__await__()
         return self.progress
+
+    def _look_for(self, found: set[ChunkKey]) -> None:
+        """Some tier has these; the others are missing."""
+        self._found = len(found)
+        self._left &= found
+        self._end_if_done()
 
     def _settle(self, key: ChunkKey, *, promoted: bool) -> None:
         if key in self._left:
@@ -159,8 +167,6 @@ class Prefetcher:
         handle = PrefetchHandle(self, prediction.subject, prediction.keys)
         if not handle.done:
             self._handles[handle.subject] = handle
-            for key in set(prediction.keys):
-                self._by_key.setdefault(key, []).append(handle)
             task = self._loop.create_task(self._look(handle, prediction, deadline_s), name="tiercache-prefetch")
             self._looking.add(task)
             task.add_done_callback(self._looking.discard)
@@ -197,7 +203,7 @@ class Prefetcher:
     def forget(self, handle: PrefetchHandle) -> None:
         """It has ended."""
         if self._handles.pop(handle.subject, None) is not None:
-            for key in set(handle.keys):
+            for key in handle.keys[: handle._reach]:
                 handles = self._by_key.get(key, [])
                 if handle in handles:
                     handles.remove(handle)
@@ -228,11 +234,14 @@ class Prefetcher:
 
     async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
         found, _ = await self.reader.lookup(prediction.keys, deadline_s)
-        handle._found = found
-        handle._give_up(prediction.keys[found:], cancelled=False)
-        if found and not handle.done:
-            self.reader.cpu.renew(prediction.keys[:found])
-            self.offer(replace(prediction, keys=prediction.keys[:found]))
+        keys = prediction.keys[:found]
+        handle._look_for(set(keys))
+        if not handle.done:
+            handle._reach = found
+            for key in handle._left:
+                self._by_key.setdefault(key, []).append(handle)
+            self.reader.cpu.renew(keys)
+            self.offer(replace(prediction, keys=keys))
             handle._looked = True
             self._end_if_expired(handle)
 

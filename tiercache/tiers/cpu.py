@@ -29,7 +29,7 @@ logger = logging.getLogger("tiercache.cpu")
 
 
 class _Entry:
-    __slots__ = ("holds", "hot", "key", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
+    __slots__ = ("holds", "hot", "key", "parent", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
 
     def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
         self.key = key
@@ -39,6 +39,8 @@ class _Entry:
         self.write_leases = 0
         self.holds = 0
         self.parked = False
+        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
+        self.parent: ChunkKey | None = None
         self.hot = True
 
     @property
@@ -244,7 +246,7 @@ class CpuTier(Tier):
             assert key is not None
             if self._entries[key].held_for is None:
                 return key
-            self._order.pop_victim()[1].parked = True
+            self._park(self._order.pop_victim()[1])
         return None
 
     @property
@@ -428,18 +430,22 @@ class CpuTier(Tier):
             self._evictable += 1
             if entry.parked:
                 entry.parked = False
-                self._order.readmit(entry.key, entry)
+                self._order.readmit(entry.key, entry, entry.parent)
         self._wake()
 
     def _end_lease_from_anywhere(self, entry: _Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_lease, entry, purpose)
 
+    def _park(self, entry: _Entry) -> None:
+        entry.parked = True
+        entry.parent = self._order.victims_parent
+
     def _evict(self) -> Slot:
         while True:
             key, entry = self._order.pop_victim()
             if entry.held_for is not None:
-                entry.parked = True
+                self._park(entry)
                 continue
             del self._entries[key]
             self._evictable -= 1

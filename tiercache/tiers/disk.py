@@ -42,6 +42,8 @@ _ATTEMPTS = 4
 _AGING_STEP = 2048
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
+_PROBED = 1024
+"""Keys that are looked for in one hand-over."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,18 @@ class DiskTier(Tier):
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         position = self.prefix(keys)
-        if position == len(keys):
-            return position
-        unknown = [(self._places(key), key) for key in keys[position:] if key not in self._refused]
-        found = await self._metadata.submit(_existing, unknown)
-        for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
-            if key not in shelf.index:
-                shelf.index.add(key, occupied_bytes)
-        return position + self.prefix(keys[position:])
+        while position < len(keys):
+            part = keys[position : position + _PROBED]
+            unknown = [(self._places(key), key) for key in part if key not in self._refused]
+            found = await self._metadata.submit(_existing, unknown)
+            for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
+                if key not in shelf.index:
+                    shelf.index.add(key, occupied_bytes)
+            there = self.prefix(part)
+            position += there
+            if there < len(part):
+                break
+        return position
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._read(key, lambda volume: self._readers.submit(volume.read, key, into))

@@ -25,6 +25,8 @@ class EvictionOrder(ABC, Generic[V]):
     def __init__(self) -> None:
         self._family = Family()
         self._path: list[ChunkKey] = []
+        self.victims_parent: ChunkKey | None = None
+        """What the last victim followed: `readmit` wants to know, if it could not go."""
 
     @abstractmethod
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
@@ -89,8 +91,10 @@ class EvictionOrder(ABC, Generic[V]):
         if not self.entries:
             raise KeyError("nothing is resident")
         key = self._coldest()
+        self.victims_parent = None
         if len(self._family):
             key = self._tail_behind(key)
+            self.victims_parent = self._family.parent(key)
             self._family.remove(key)
         return key, self._evict(key)
 

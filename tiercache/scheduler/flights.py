@@ -179,8 +179,10 @@ class Flights:
             async with asyncio.timeout_at(source.until_s(flight.deadline_s)):
                 await source.places.acquire(purpose)
         except TimeoutError:
-            # All places taken for a whole deadline: the tier hangs, though this read never reached it.
-            source.waited_in_vain(began_s)
+            # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
+            # nothing: others go before it, and its like hold places while they wait for slots.
+            if purpose is Purpose.READ:
+                source.waited_in_vain(began_s)
             return None
         slot = None
         try:

@@ -189,8 +189,10 @@ class Flights:
                 self.cpu.abandon(slot, purpose)
             if not isinstance(error, TimeoutError):
                 raise
-            # All places taken for a whole deadline: the tier hangs, though this read never reached it.
-            source.waited_in_vain(began_s)
+            # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
+            # nothing: others go before it.
+            if purpose is Purpose.READ:
+                source.waited_in_vain(began_s)
             return None
         try:
             if slot is None:

@@ -30,35 +30,56 @@ class HostPath:
         self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
 
     async def put(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
-        """As `TierCache.put_from`."""
-        stored = 0
-        for start in range(0, len(items), self._batch_items):
-            stored += await self._put_batch(items[start : start + self._batch_items], wait_s)
+        """As `TierCache.put_from`. `wait_s` is for all of them together."""
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        stored = position = 0
+        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
+        while position < len(items):
+            batch = items[position : position + self._batch_items]
+            hot, passed = await self._put_batch(batch, elsewhere, deadline_s)
+            stored += hot
+            position += passed
+        for key, other in elsewhere:
+            # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
+            await asyncio.wait([other], timeout=max(0.0, deadline_s - asyncio.get_running_loop().time()))
+            stored += self.cpu.contains(key)
         return stored
 
-    async def _put_batch(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
+    async def _put_batch(
+        self,
+        items: Sequence[tuple[ChunkKey, int, Source]],
+        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]],
+        deadline_s: float,
+    ) -> tuple[int, int]:
+        """How many chunks are hot now, and how many of `items` that was about: the batch ends where a slot has to be waited
+        for, since whoever waits must not hold what others wait for."""
         fills: dict[ChunkKey, tuple[Slot, int, Source]] = {}
         leases: list[Lease] = []
-        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
+        passed = 0
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             for key, length, source in items:
-                if key in fills:
-                    continue
-                lease = self.cpu.lease(key, writes=True)
-                if lease is not None:
-                    self.cpu.touch([key])
-                    leases.append(lease)
-                elif key in self._filling:
-                    elsewhere.append((key, self._filling[key]))
-                else:
-                    slot = self.cpu.try_reserve(Purpose.WRITE)
-                    if slot is not None:
-                        self._filling[key] = filled
+                if key not in fills:
+                    lease = self.cpu.lease(key, writes=True)
+                    if lease is not None:
+                        self.cpu.touch([key])
+                        leases.append(lease)
+                    elif key in self._filling:
+                        elsewhere.append((key, self._filling[key]))
                     else:
-                        slot = await self._slot_to_fill(key, filled, wait_s)
-                    if slot is not None:
-                        fills[key] = (slot, length, source)
+                        slot = self.cpu.try_reserve(Purpose.WRITE)
+                        if slot is not None:
+                            self._filling[key] = filled
+                        elif fills or leases:
+                            break
+                        else:
+                            slot = await self._slot_to_fill(key, filled, deadline_s)
+                        if slot is not None:
+                            fills[key] = (slot, length, source)
+                        elif self.cpu.contains(key) or key in self._filling:
+                            # While we waited, somebody else began the same chunk, or finished it.
+                            elsewhere.append((key, self._filling.get(key, filled)))
+                passed += 1
             if fills:
                 work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in fills.values()]
                 await to_the_end(self.cpu.copiers.submit(_fill, work))
@@ -78,19 +99,14 @@ class HostPath:
             filled.set_result(None)
         stored = len(leases)
         await self._fan_out.offer(leases, self.lease_for)
-        for key, other in elsewhere:
-            # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
-            await asyncio.wait([other], timeout=wait_s)
-            stored += self.cpu.contains(key)
-        return stored
+        return stored, passed
 
-    async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], wait_s: float) -> Slot | None:
+    async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], deadline_s: float) -> Slot | None:
         """A slot for `key`, announced as being filled; None when none came free in time."""
-        slot = await self.cpu.reserve(Purpose.WRITE, wait_s)
+        slot = await self.cpu.reserve(Purpose.WRITE, deadline_s - asyncio.get_running_loop().time())
         if slot is None:
             self.skipped += 1
         elif self._filling.setdefault(key, filled) is not filled or self.cpu.contains(key):
-            # While we waited, somebody else began the same chunk, or finished it.
             self.cpu.abandon(slot, Purpose.WRITE)
             return None
         return slot

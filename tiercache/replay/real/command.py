@@ -96,7 +96,8 @@ def comparison_table(title: str, found: Compared) -> Table:
     speeds = found.speeds
     table.caption = (
         f"RAM {speeds.ram_bytes_per_s / 1e9:.2f} GB/s, flash {speeds.flash_bytes_per_s / 1e9:.2f} GB/s and "
-        f"{1e6 * speeds.flash_latency_s:.0f} us; begun up to {1e3 * found.measured.late_s:.0f} ms late; "
+        f"{1e6 * speeds.flash_latency_s:.0f} us; begun up to {1e3 * found.measured.late_s:.0f} ms late, "
+        f"{found.measured.moved} after their turn had come, when the last answer of their session was there; "
         + (f"DIFFERS: {serial.differs}" if serial.differs else "one by one: equal, request by request")
     )
     return table
@@ -138,7 +139,8 @@ def _timed_dict(timed: Timed) -> dict[str, Any]:
     return {
         "requests": timed.requests, "blocks": timed.blocks, "ram_blocks": timed.ram_blocks,
         "flash_blocks": timed.flash_blocks, "lost_blocks": timed.lost_blocks, "written_blocks": timed.written_blocks,
-        "skipped_blocks": timed.skipped_blocks, "late_s": timed.late_s, "ttft_mean_s": timed.ttft.mean, **quantiles,
+        "skipped_blocks": timed.skipped_blocks, "late_s": timed.late_s, "moved": timed.moved,
+        "ttft_mean_s": timed.ttft.mean, **quantiles,
         "accounts": {name: account.to_dict() for name, account in timed.accounts.items()},
     }  # fmt: skip
 

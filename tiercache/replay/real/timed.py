@@ -1,4 +1,5 @@
-"""The timed part: requests come when the trace says, `speed_up` times as fast, whether or not earlier ones are done.
+"""The timed part: requests come when the trace says, `speed_up` times as fast, whether or not those of others are done. A
+session sends its next one when it has the last answer, as it did when the trace was made.
 
 Computing is waiting: tokens at the engine's rate, `speed_up` times as fast. All else is real: look-ups, gets, copies, reads
 past the page cache, puts, writes behind them, evictions, and announcements to the prefetcher.
@@ -42,6 +43,8 @@ class Timed:
     skipped_blocks: int = 0
     """Not written to flash, or not kept at all, because there was no room in time."""
     ttft: Quantiles = field(default_factory=Quantiles)
+    moved: int = 0
+    """Requests that came later than in the trace, because their session still waited for its last answer."""
     late_s: float = 0.0
     """The latest that a request was begun after its time: more than some ms says that the machine was too busy."""
     accounts: dict[str, Account] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class Player:
         self._engines = asyncio.Semaphore(setting.hardware.engines) if setting.hardware.engines else None
         self._announcements = Announcements(setting.hint_lead_s) if "hints" in setting.prefetch else None
         self._handles: dict[str, PrefetchHandle] = {}
+        self._last: dict[str, asyncio.Task[None]] = {}
         self._loop = asyncio.get_running_loop()
         self._begin_s = 0.0
 
@@ -152,15 +156,23 @@ class Player:
             for at_s, is_arrival, request in events:
                 await self._until(at_s)
                 if is_arrival:
-                    running.create_task(self._request(request))
+                    run = request.session
+                    task = running.create_task(self._request(request, self._last.get(run) if run is not None else None))
+                    if run is not None:
+                        self._last[run] = task
                 else:
                     self._announce(request)
         await self._cache.flush()
         return self._counted()
 
-    async def _request(self, request: Request) -> None:
+    async def _request(self, request: Request, before: asyncio.Task[None] | None) -> None:
         cache, found, keys = self._cache, self.found, request.keys
-        found.late_s = max(found.late_s, self._now_s - request.time_s)
+        came_s = request.time_s
+        found.late_s = max(found.late_s, self._now_s - came_s)
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+            came_s = self._now_s
+            found.moved += 1
         if self._announcements is not None:
             self._announcements.arrived(request)
         if self._engines is not None:
@@ -184,7 +196,7 @@ class Player:
         found.ram_blocks += hit.by_tier["cpu"]
         found.flash_blocks += hit.by_tier.get(DISK, 0)
         found.lost_blocks += hit.chunks - delivered
-        found.ttft.add(first_token_s - request.time_s)
+        found.ttft.add(first_token_s - came_s)
         length = self._contents.chunk_bytes
         stored = await cache.put_from([(key, length, self._contents.source(key)) for key in keys[delivered:]])
         found.skipped_blocks += len(keys) - delivered - stored

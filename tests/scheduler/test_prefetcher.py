@@ -297,3 +297,35 @@ async def test_chunks_that_are_announced_twice_in_one_prefetch_count_once(work: 
     progress = await work.hint([*keys, *keys, chunk(99)[0]])
     assert (progress.asked, progress.found, progress.promoted, progress.missing) == (4, 3, 3, 1)
     assert not work.prefetcher._by_key
+
+
+async def test_the_search_for_a_victim_takes_the_loop_ten_times_a_second_at_most(
+    work: Prefetching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    def finds_none(*arguments: object) -> bool:
+        searches.append(loop.time())
+        return False
+
+    monkeypatch.setattr(work.plan, "finds_room", finds_none)
+    handles = [work.hint([key]) for key in work.bench.keep_on_tier(range(1, 31))]
+    await asyncio.sleep(2.0)
+    assert 10 <= len(searches) <= 21, "for different ones of the thirty"
+    monkeypatch.undo()
+    for handle in handles:
+        assert (await handle).promoted or handle.progress.cancelled
+
+
+async def test_chunks_that_are_gone_or_broken_when_they_are_read_are_missing(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 5))
+    work.bench.tier.gate.clear()
+    handle = work.hint(keys)
+    await work.bench.tier.until_entered(2)
+    del work.bench.memory.chunks[keys[1]]
+    del work.bench.memory.chunks[keys[3]]
+    work.bench.tier.gate.set()
+    progress = await handle
+    assert (progress.found, progress.promoted, progress.missing) == (4, 2, 2)
+    assert work.account() == {"fetched": 2, "cancelled": 2}

@@ -17,6 +17,7 @@ from tiercache.scheduler.reader import Reader
 from tiercache.tiers.cpu import Lease
 
 _SWEEP_S = 1.0
+_SEARCH_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,8 @@ class Prefetcher:
         self._looking: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = self._loop.time()
+        self._search_s = float("-inf")
+        """When a victim may be looked for again, after there was none."""
         self._pumping = False
         self._closed = False
         reader.cpu.on_use = self.asked
@@ -257,24 +260,33 @@ class Prefetcher:
         if self._closed:
             return
         now_s = self._loop.time()
-        cpu = self.reader.cpu
-        self._count_kept()
-        while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
-            if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
-                self.plan.no_room(fetch, now_s)
-                continue
-            self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
+        self._begin_reads(now_s)
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s
             self._release_unexpected()
             for handle in list(self._handles.values()):
                 self._end_if_expired(handle)
         wakes = [wake_s for wake_s in (self.plan.wake_s(now_s),) if wake_s is not None]
+        if now_s < self._search_s:
+            wakes = [self._search_s]
         if self._holds or self._handles:
             wakes.append(self._swept_s + _SWEEP_S)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(min(wakes), self.pump) if wakes else None
+
+    def _begin_reads(self, now_s: float) -> None:
+        if now_s < self._search_s:
+            return
+        cpu = self.reader.cpu
+        self._count_kept()
+        while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
+            if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
+                # The others are worth no more, and would look in vain: each search takes some of the loop's milliseconds.
+                self.plan.no_room(fetch, now_s)
+                self._search_s = now_s + _SEARCH_PAUSE_S
+                return
+            self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
 
     async def _read(self, fetch: Fetch) -> None:
         key = fetch.key

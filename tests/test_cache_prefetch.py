@@ -213,3 +213,19 @@ async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: T
         await asyncio.sleep(0)
     assert (cache.statistics().slots_free, cache.ahead.prefetcher.held) == (free, 0)
     assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes
+
+
+async def test_truncated_and_deleted_files_are_missing_and_the_rest_is_right(cache: TierCache) -> None:
+    keys = cache.keys(TOKENS)
+    (disk,) = cache.tiers
+    path = disk.path  # type: ignore[attr-defined]
+    with Path(path(keys[3])).open("r+b") as file:
+        file.truncate(4096 + 100)
+    Path(path(keys[7])).unlink()
+    progress = await cache.prefetch(TOKENS)
+    assert (progress.found, progress.promoted, progress.missing) == (12, 10, 2)
+    buffers = [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]
+    assert await cache.get_into(keys, buffers) == 3
+    assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers[:3]))
+    account = cache.statistics().prefetch["hints"]
+    assert account.fetched_bytes == 10 * LAYOUT.chunk_bytes

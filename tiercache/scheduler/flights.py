@@ -184,16 +184,18 @@ class Flights:
         try:
             async with asyncio.timeout_at(source.until_s(flight.deadline_s)):
                 await source.places.acquire(purpose)
-        except BaseException as error:
+        except TimeoutError:
             if slot is not None:
                 self.cpu.abandon(slot, purpose)
-            if not isinstance(error, TimeoutError):
-                raise
             # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
             # nothing: others go before it.
             if purpose is Purpose.READ:
                 source.waited_in_vain(began_s)
             return None
+        except BaseException:
+            if slot is not None:
+                self.cpu.abandon(slot, purpose)
+            raise
         try:
             if slot is None:
                 slot = await self._slot(flight)

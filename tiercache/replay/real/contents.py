@@ -40,10 +40,9 @@ class Contents:
 
         def take(chunk: np.ndarray) -> None:
             taken = chunk.copy()
-            if (
-                taken.nbytes != self.chunk_bytes
-                or taken[: len(key)].tobytes() != key
-                or taken[len(key) :].tobytes() != self._piece(key)[len(key) :].tobytes()
+            named, rest = taken[: len(key)], taken[len(key) :]
+            if not (
+                np.array_equal(named, np.frombuffer(key, np.uint8)) and np.array_equal(rest, self._piece(key)[len(key) :])
             ):
                 self.wrong.append(key)
 

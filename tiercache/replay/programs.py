@@ -11,6 +11,7 @@ from random import Random
 from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.replay.announcements import Announcements
 from tiercache.replay.formats import Request
 from tiercache.replay.setting import Setting
 
@@ -30,7 +31,7 @@ class Programs:
             ),
             block_bytes,
         )
-        self._lead_s = setting.hint_lead_s
+        self._announcements = Announcements(setting.hint_lead_s)
         self._error = setting.hint_error
         self._chance = Random(0)
         self._renew = renew
@@ -39,8 +40,6 @@ class Programs:
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}
-        self._running: dict[str, int] = {}
-        self._coming: dict[str, deque[tuple[float, Request]]] = {}
 
     @property
     def next_s(self) -> float:
@@ -67,7 +66,7 @@ class Programs:
         for request in source:
             ahead.append(request)
             self._will_announce(request)
-            while ahead and ahead[0].time_s + self._lead_s < request.time_s:
+            while ahead and ahead[0].time_s + self._announcements.lead_s < request.time_s:
                 yield ahead.popleft()
         yield from ahead
 
@@ -76,14 +75,10 @@ class Programs:
         now_s, run = request.time_s, request.session
         if self._announces:
             self.plan.withdraw("hints", _subject(request))
+            self._announcements.arrived(request)
         if run is None:
             return
-        if run in self._coming:
-            self._coming[run].popleft()
-            if not self._coming[run]:
-                del self._coming[run]
         self._turns[run] = turn = self._turns.get(run, 0) + 1
-        self._running[run] = self._running.get(run, 0) + 1
         self.foresight.began(run, request.keys, request.step or "", now_s)
         took_s = request.duration_s
         if took_s is None:
@@ -91,29 +86,17 @@ class Programs:
         self._at(now_s + took_s, lambda at_s: self._ended(request, run, turn, at_s))
 
     def _ended(self, request: Request, run: str, turn: int, now_s: float) -> None:
-        self._running[run] -= 1
-        if not self._running[run]:
-            del self._running[run]
-            coming = self._coming.get(run)
-            if coming and coming[0][0] <= now_s:
-                self._announce(coming[0][1], now_s)
+        if self._announces and (following := self._announcements.ended(request, now_s)) is not None:
+            self._announce(following, now_s)
         if self._turns.get(run) != turn:
             return
         self.foresight.ended(run, request.keys, request.step or "", request.ended or "", now_s)
 
     def _will_announce(self, request: Request) -> None:
-        lead_s = self._lead_s if request.lead_s is None else request.lead_s
-        at_s = max(0.0, request.time_s - lead_s)
-        if request.session is not None:
-            self._coming.setdefault(request.session, deque()).append((at_s, request))
-        self._at(at_s, lambda at_s: self._announce(request, at_s))
+        self._at(self._announcements.at_s(request), lambda at_s: self._announce(request, at_s))
 
     def _announce(self, request: Request, now_s: float) -> None:
-        """A program knows what it sends next once it has the last answer, not before."""
-        run = request.session
-        if now_s >= request.time_s:
-            return
-        if run is not None and (self._running.get(run) or self._coming[run][0][1] is not request):
+        if not self._announcements.may(request, now_s):
             return
         self._renew(request.keys)
         due_in_s = (request.time_s - now_s) * (1 + self._error * self._chance.uniform(-1, 1))

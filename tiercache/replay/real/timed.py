@@ -8,12 +8,12 @@ past the page cache, puts, writes behind them, evictions, and announcements to t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tiercache.cache import TierCache
 from tiercache.core.prefetch import Account
+from tiercache.replay.announcements import Announcements
 from tiercache.replay.figures import Figures, Quantiles
 from tiercache.replay.formats import Request
 from tiercache.replay.real.calibration import Speeds
@@ -79,48 +79,6 @@ def simulate_timed(requests: Iterable[Request], setting: Setting, block_tokens: 
         ttft=figures.ttft,
         accounts=figures.accounts,
     )
-
-
-class Announcements:
-    """When which program says what it will ask for: as in `foresight`, so long before as the setting says, and not before
-    its last answer has ended. Pure."""
-
-    def __init__(self, lead_s: float) -> None:
-        self.lead_s = lead_s
-        self._coming: dict[str, deque[Request]] = {}
-        self._running: Counter[str] = Counter()
-
-    def at_s(self, request: Request) -> float:
-        """When it is announced if nothing is running; call it once for each request, in the order of the trace."""
-        if request.session is not None:
-            self._coming.setdefault(request.session, deque()).append(request)
-        return self._at_s(request)
-
-    def may(self, request: Request, now_s: float) -> bool:
-        """Whether it may be announced now."""
-        run = request.session
-        if now_s >= request.time_s:
-            return False
-        return run is None or (not self._running[run] and self._coming[run][0] is request)
-
-    def arrived(self, request: Request) -> None:
-        if request.session is not None:
-            self._coming[request.session].popleft()
-            self._running[request.session] += 1
-
-    def ended(self, request: Request, now_s: float) -> Request | None:
-        """Its answer has ended: the next one of its session, if that should have been announced by now."""
-        run = request.session
-        if run is None:
-            return None
-        self._running[run] -= 1
-        coming = self._coming[run]
-        if self._running[run] or not coming or self._at_s(coming[0]) > now_s or not self.may(coming[0], now_s):
-            return None
-        return coming[0]
-
-    def _at_s(self, request: Request) -> float:
-        return max(0.0, request.time_s - (self.lead_s if request.lead_s is None else request.lead_s))
 
 
 class Player:

@@ -1,0 +1,56 @@
+"""When programs say what they will ask for."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from tiercache.replay.formats import Request
+
+
+class Announcements:
+    """A program announces its next request `lead_s` before it comes (or as long before as the request says itself), and not
+    before its last answer has ended: it does not know it before. Pure; tell it of each arrival and each end."""
+
+    def __init__(self, lead_s: float) -> None:
+        self.lead_s = lead_s
+        self._coming: dict[str, deque[Request]] = {}
+        self._running: Counter[str] = Counter()
+
+    def at_s(self, request: Request) -> float:
+        """When it is announced if nothing is running; call it once for each request, in the order of the trace."""
+        if request.session is not None:
+            self._coming.setdefault(request.session, deque()).append(request)
+        return self._at_s(request)
+
+    def may(self, request: Request, now_s: float) -> bool:
+        """Whether it may be announced now."""
+        run = request.session
+        if now_s >= request.time_s:
+            return False
+        return run is None or (run not in self._running and self._coming[run][0] is request)
+
+    def arrived(self, request: Request) -> None:
+        run = request.session
+        if run is not None:
+            coming = self._coming[run]
+            coming.popleft()
+            if not coming:
+                del self._coming[run]
+            self._running[run] += 1
+
+    def ended(self, request: Request, now_s: float) -> Request | None:
+        """Its answer has ended: the next one of its session, if that is to be announced at once."""
+        run = request.session
+        if run is None:
+            return None
+        self._running[run] -= 1
+        if self._running[run]:
+            return None
+        del self._running[run]
+        coming = self._coming.get(run)
+        if not coming or self._at_s(coming[0]) > now_s or not self.may(coming[0], now_s):
+            return None
+        return coming[0]
+
+    def _at_s(self, request: Request) -> float:
+        return max(0.0, request.time_s - (self.lead_s if request.lead_s is None else request.lead_s))

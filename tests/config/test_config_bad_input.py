@@ -1,6 +1,7 @@
 """Bad configuration fails at load: the key, the value, what is accepted, and where it was written."""
 
 import contextlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,12 @@ def test_a_bad_value_causes_no_second_complaint(problem_of) -> None:
     assert "needs" not in problem
 
 
+LAUGHS = "".join(
+    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n" for before, after in pairwise("abcdefghij")
+)
+"""Each line stands for nine times the line before; 40 ms a level, and hours at the end, to whoever writes it all out."""
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -178,7 +185,11 @@ def test_a_bad_value_causes_no_second_complaint(problem_of) -> None:
         ("local_cpu: true\nchunk_size: 2020-99-99", "line 2: the value of chunk_size cannot be read"),
         ("chunk_size: " + "9" * 5000, "line 1: the value of chunk_size cannot be read"),
         ("local_disk: &a [*a]", "line 1: not valid YAML: found unconstructable recursive node"),
-        ("a: " + "[" * 5000, "not valid YAML"),
+        ("a: " + "[" * 5000, "not valid YAML: its values are nested too deep"),
+        ("a: " + "{a: " * 100_000, "not valid YAML: its values are nested too deep"),
+        ("a: &a {b: 1}\n" + LAUGHS.format(merge="<<: "), "its aliases stand for more than 100000 values"),
+        ("a: &a [b]\n" + LAUGHS.format(merge=""), "its aliases stand for more than 100000 values"),
+        ("a: " + "x" * (4 << 20), "expected at most 4194304 bytes"),
     ],
 )
 def test_a_bad_file_is_one_sentence_with_file_and_line(problem_of, tmp_path: Path, content, expected: str) -> None:

@@ -1,6 +1,7 @@
 """File, then LMCACHE_*, then TIERCACHE_*, then overrides; aliases; and a record of where each value came from."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,17 @@ def test_a_configuration_travels_to_another_process(load_text) -> None:
 def test_built_directly_it_has_the_same_types() -> None:
     config = Config(local_disk=["file:///a"], max_local_disk_size=1)  # type: ignore[arg-type]
     assert (config.local_disk, config.max_local_disk_size, config.disk_bytes) == (("/a",), 1.0, 2**30)
+
+
+def test_every_variable_that_the_documents_name_may_be_in_the_engines_environment(tmp_path: Path) -> None:
+    """What `serve-control` reads is no key, and no reason not to start."""
+    repository = Path(__file__).parents[2]
+    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md")), repository / "tiercache" / "cli.py"]
+    pages += sorted((repository / "tiercache" / "control").glob("*.py"))
+    named = {name for page in pages for name in re.findall(r"\b(?:TIERCACHE|LMCACHE)_[A-Z0-9_]+\b", page.read_text())}
+    assert {"TIERCACHE_CONTROL_TOKEN", "TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE"} <= named
+    file = tmp_path / "c.yaml"
+    file.write_text("chunk_size: 16")
+    fitting = {"CONFIG_FILE": str(file), "EXTRA_CONFIG": "{}", "CONTROL_TOKEN": "correct-horse-battery-staple"}
+    environ = {name: fitting.get(name.partition("_")[2], "1") for name in named}
+    assert Config.load(environ=environ).chunk_size == 16

@@ -19,6 +19,11 @@ PREFIXES = ("LMCACHE_", "TIERCACHE_")
 """Prefixes of environment variables, the later one wins."""
 
 _FILE_VARIABLES = ("TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
+CONTROL_TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
+_NO_SETTINGS = (*_FILE_VARIABLES, CONTROL_TOKEN_VARIABLE)
+"""Variables of ours that other parts read: engines and `serve-control` often have one environment."""
+_MOST_FILE_BYTES = 4 << 20
+_MOST_NODES = 100_000
 _KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_.*)?)|.*_PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
 
 
@@ -61,12 +66,15 @@ def config_file(path: str | os.PathLike[str] | None, environ: Mapping[str, str])
 def file_settings(path: Path) -> list[Setting]:
     """The settings of a YAML file. Raises ConfigError: one sentence with the file, and the line where it is known."""
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(_MOST_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    if len(raw) > _MOST_FILE_BYTES:
+        raise ConfigError(f"{path}: expected at most {_MOST_FILE_BYTES} bytes; this is no configuration")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -86,6 +94,8 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
             return
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}, line {root.start_mark.line + 1}: expected a mapping of keys to values")
+        if _size_of(root, {}) > _MOST_NODES:
+            raise ConfigError(f"{path}: its aliases stand for more than {_MOST_NODES} values; write out what is meant")
         _refuse_duplicates(path, root)
         loader.flatten_mapping(root)
         for key_node, value_node in root.value:
@@ -101,9 +111,24 @@ def _yaml_settings(path: Path, text: str) -> Iterator[Setting]:
         where = f", line {mark.line + 1}" if mark else ""
         reason = re.sub(r"'(?!<)[^']{2,}'", "'...'", error.problem or error.context or "")
         raise ConfigError(f"{path}{where}: not valid YAML: {reason}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid YAML: its values are nested too deep") from None
+    except yaml.YAMLError as error:
         reason = getattr(error, "reason", "") or type(error).__name__
         raise ConfigError(f"{path}: not valid YAML: {reason}") from None
+
+
+def _size_of(node: Any, known: dict[int, int]) -> int:
+    """Values below `node` with every alias written out: a few lines of aliases of aliases can mean billions."""
+    if (size := known.get(id(node))) is not None:
+        return size
+    known[id(node)] = 1  # what holds itself is refused later
+    children = node.value if isinstance(node.value, list) else []
+    size = 1
+    for child in children:
+        size += sum(_size_of(part, known) for part in (child if isinstance(child, tuple) else (child,)))
+    known[id(node)] = size
+    return size
 
 
 def _yaml_setting(path: Path, loader: Any, key_node: Any, value_node: Any) -> Setting:
@@ -138,7 +163,7 @@ def environment_settings(environ: Mapping[str, str], prefix: str) -> list[Settin
     """The variables with `prefix`, as keys in lower case. Raises ConfigError for a bad EXTRA_CONFIG."""
     settings: list[Setting] = []
     for variable in sorted(environ):
-        if variable.startswith(prefix) and variable not in _FILE_VARIABLES:
+        if variable.startswith(prefix) and variable not in _NO_SETTINGS:
             name = variable.removeprefix(prefix).lower()
             value = _without_quotes(environ[variable])
             settings += _unfolded(Setting(name, value, Origin("environment", variable)))
@@ -169,7 +194,7 @@ def _unfolded(setting: Setting) -> list[Setting]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", type(error).__name__)
+            reason = getattr(error, "msg", "its values are nested too deep")
             raise ConfigError(f"extra_config: expected a JSON object, but: {reason} ({setting.origin})") from None
     if value is None or value == "":
         return []

@@ -14,10 +14,15 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _CREDENTIALS = re.compile(r"(?<=://).*@", re.DOTALL)
-"""Spaces included: a password may have some."""
+"""Spaces, ? and # included: a password may have some."""
 _CREDENTIALS_OF_URL_KEY = re.compile(r"^([\w+-]+:/*)?.*@", re.DOTALL)
 """A mistyped URL must not give away more than a right one."""
-_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:pass|token|secret|sig|key|auth|cred)[^=&]*=)[^&]*", re.IGNORECASE)
+_SHOWN_PARAMETERS = ("db", "database", "device")
+"""Of a URL: all that tiers take themselves. What any other one means is not known, and signed URLs are passwords."""
+_PLACES = ("url", "uri", "address", "endpoint", "server")
+"""Ends of keys that name servers, which may be written without a scheme."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,31}")
 
 
 def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> Any:
@@ -30,9 +35,7 @@ def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> An
     if secret or _SECRET_NAME.search(name):
         return HIDDEN
     if isinstance(value, str):
-        if name.endswith("url"):
-            value = _CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", value)
-        return _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(f"{HIDDEN}@", value))
+        return hidden_url(value) if name.endswith(_PLACES) else _hidden_text(value)
     if depth == 0:
         return "..."
     if isinstance(value, Mapping):
@@ -40,3 +43,34 @@ def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> An
     if isinstance(value, (list, tuple)):
         return type(value)(hidden(name, item, depth=depth - 1) for item in value)
     return value
+
+
+def hidden_url(url: str) -> str:
+    """A URL, right or mistyped, without credentials: what stands before an @, and what its parameters and fragment say."""
+    return _without_parameters(_CREDENTIALS_OF_URL_KEY.sub(rf"\1{HIDDEN}@", _CREDENTIALS.sub(f"{HIDDEN}@", url)))
+
+
+def shown_scheme(url: str) -> str:
+    """What stands before `://`, for an error message; empty where that is no scheme, and may be anything."""
+    scheme, separator, _ = url.partition("://")
+    return scheme if separator and _SCHEME.fullmatch(scheme) else ""
+
+
+def _hidden_text(text: str) -> str:
+    if "://" in text:
+        return _without_parameters(_CREDENTIALS.sub(f"{HIDDEN}@", text))
+    return _SECRET_PARAMETER.sub(rf"\1{HIDDEN}", text)
+
+
+def _without_parameters(url: str) -> str:
+    place, fragment_sign, _ = url.partition("#")
+    place, query_sign, query = place.partition("?")
+    parts = [_without_value(part) for part in re.split("[&;]", query)] if query else []
+    return place + query_sign + "&".join(parts) + (fragment_sign and f"#{HIDDEN}")
+
+
+def _without_value(parameter: str) -> str:
+    name, equals, value = parameter.partition("=")
+    if not equals:
+        return HIDDEN
+    return f"{name}={value if name in _SHOWN_PARAMETERS else HIDDEN}"

@@ -75,7 +75,7 @@ def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
     paths = list(settings.options.get("base_path") or ())
     url = settings.url or settings.options.get("url") or ""
     if not paths and url:
-        paths = [part.strip() for part in (urlsplit(url).path if "://" in url else url).split(",")]
+        paths = [part.strip() for part in _path_of(settings, url).split(",")]
     found = tuple(Path(path) for path in paths if path)
     if not found:
         raise settings.error("base_path", "this tier needs a directory, or several with commas between")
@@ -83,6 +83,14 @@ def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
         if not path.is_absolute():
             raise settings.error("base_path", f"expected a path that begins with /, found {str(path)!r}")
     return found
+
+
+def _path_of(settings: RemoteSettings, url: str) -> str:
+    """Raises ConfigError that does not repeat the URL."""
+    parts = urlsplit(url) if "://" in url else None
+    if "@" in url and (parts is not None or not url.startswith("/")):
+        raise settings.error("url", "a mount takes no user and no password; say a path with @ in base_path")
+    return url if parts is None else parts.path
 
 
 class FsTier(Tier):

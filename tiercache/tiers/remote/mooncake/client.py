@@ -169,7 +169,7 @@ class Client:
             with socket.create_connection(endpoint, _LOOK_S):
                 return None
         except OSError as error:
-            return f"mooncake_master at {self.place.master} cannot be reached: {error.strerror or error}"
+            return f"mooncake_master at {self.place.shown_master} cannot be reached: {error.strerror or error}"
 
     def _try_once(self) -> Session | str:
         """The session, or what went wrong. One store for each try: what a failed one holds is let go with it."""
@@ -186,7 +186,7 @@ class Client:
             place.master,
         )
         if code:
-            return f"Mooncake's setup ({place.protocol}, master {place.master}) says {code}"
+            return f"Mooncake's setup ({place.protocol}, master {place.shown_master}) says {code}"
         code = self._memory.wire(store.register_buffer)
         if code:
             self._memory.release(store.unregister_buffer)
@@ -196,7 +196,7 @@ class Client:
         config.replica_num = 1
         if place.prefer_local:
             config.preferred_segment = store.get_hostname()
-        logger.info("%s: at %s (%.1f s)", self.name, place.master, time.monotonic() - began_s)
+        logger.info("%s: at %s (%.1f s)", self.name, place.shown_master, time.monotonic() - began_s)
         return Session(store, config)
 
 

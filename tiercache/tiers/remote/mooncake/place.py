@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.config.remote_options import options_of
+from tiercache.config.secrets import hidden_url, shown_scheme
 from tiercache.tiers.remote.base import RemoteSettings
 
 _SCHEMES = ("mooncakestore", "mooncake")
@@ -22,8 +23,8 @@ _FROM_FILE = ("local_hostname", "metadata_server", "master_server_address", "pro
 class Place:
     """What `MooncakeDistributedStore.setup` takes."""
 
-    master: str
-    """host:port, or what Mooncake takes instead of it (`etcd://...` for several masters)."""
+    master: str = field(repr=False)
+    """host:port, or what Mooncake takes instead of it (`etcd://...` for several masters). May hold credentials."""
     local_hostname: str
     metadata_server: str = field(repr=False)
     """May hold credentials."""
@@ -32,6 +33,11 @@ class Place:
     global_segment_bytes: int
     local_buffer_bytes: int
     prefer_local: bool
+
+    @property
+    def shown_master(self) -> str:
+        """`master` without credentials."""
+        return hidden_url(self.master)
 
     @property
     def master_endpoint(self) -> tuple[str, int] | None:
@@ -67,7 +73,7 @@ def read_place(settings: RemoteSettings) -> Place:
     if not place.master:
         raise settings.error("url", "expected mooncakestore://host:port of mooncake_master, or master_server_address")
     if place.master_endpoint is None and "://" not in place.master and "," not in place.master:
-        raise settings.error("master_server_address", f"expected host:port, found {place.master!r}")
+        raise settings.error("master_server_address", f"expected host:port, found {place.shown_master!r}")
     return place
 
 
@@ -76,13 +82,15 @@ def _from_url(settings: RemoteSettings) -> str:
         return ""
     scheme, separator, rest = settings.url.partition("://")
     if not separator or scheme not in _SCHEMES:
-        found = f"the scheme {scheme!r}" if separator else "no scheme"
+        found = f"the scheme {shown!r}" if (shown := shown_scheme(settings.url)) else "no scheme"
         raise settings.error("url", f"expected {_SCHEMES[0]}://host:port, found {found}")
     address, _, query = rest.partition("?")
     address = address.partition("/")[0]
     if query and not query.startswith("device="):
         raise settings.error("url", "no parameter but device is known; say it in an option of its own")
     host, colon, port = address.rpartition(":")
+    if "@" in rest:
+        raise settings.error("url", "Mooncake's master takes no credentials")
     if not host or not colon or not port.isdigit():
         raise settings.error("url", "expected host:port of mooncake_master behind mooncakestore://")
     return address

@@ -52,7 +52,7 @@ class MooncakeTier(RemoteTier):
         self._arena = arena
 
     def describe(self) -> str:
-        return f"{self.name} ({self._place.master}, {self._place.protocol})" if self._place else self.name
+        return f"{self.name} ({self._place.shown_master}, {self._place.protocol})" if self._place else self.name
 
     async def _connect(self) -> None:
         """A master that is not there is no reason not to start: operations fail until it is."""

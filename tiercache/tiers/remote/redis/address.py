@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qsl, unquote
 
+from tiercache.config.secrets import shown_scheme
 from tiercache.tiers.remote.base import RemoteSettings
 
 Mode = Literal["standalone", "sentinel", "cluster"]
@@ -60,20 +61,21 @@ class Address:
 def read_address(settings: RemoteSettings) -> Address:
     """Raises ConfigError. Of a URL that is wrong nothing is shown but its scheme: the rest may hold a password."""
     options = settings.options
-    scheme, separator, rest = settings.url.partition("://")
-    if not separator or scheme not in _SCHEMES:
-        found = f"the scheme {scheme!r}" if separator else "no scheme"
+    scheme, _, rest = settings.url.partition("://")
+    if scheme not in _SCHEMES or "://" not in settings.url:
+        found = f"the scheme {shown!r}" if (shown := shown_scheme(settings.url)) else "no scheme"
         raise settings.error("url", f"expected one of {', '.join(f'{name}://' for name in _SCHEMES)}, found {found}")
     mode, tls = _SCHEMES[scheme]
-    rest, _, query = rest.partition("?")
+    # Credentials first: a password may hold a ?, and no parameter that is known an @.
     credentials, at, rest = rest.rpartition("@")
+    rest, _, query = rest.partition("?")
     user, colon, password = credentials.partition(":")
     from_url: dict[str, Any] = {}
     if at:
         from_url = {"username": unquote(user) or None, "password": unquote(password) if colon else None}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in ("db", "database"):
-            raise settings.error("url", f"the parameter {name!r} is not known; say it in an option of its own")
+            raise settings.error("url", "no parameter but db is known; say what it means in an option of its own")
         from_url["database"] = _database(settings, value)
     address: dict[str, Any] = {"service": options.get("sentinel_service") or "mymaster"}
     if scheme == "unix":

@@ -85,7 +85,7 @@ def _endpoint(settings: RemoteSettings, endpoint: str, allow_http: bool) -> str:
         usable = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port)
     except ValueError:
         usable = False
-    if not usable or "@" in url.netloc:
+    if not usable or "@" in endpoint or url.query or url.fragment:
         raise settings.error("endpoint", "expected a URL such as https://host:port, without credentials")
     if url.scheme == "http" and not allow_http:
         raise settings.error("allow_http", f"{endpoint} is plain HTTP, which has to be allowed; or write https://")

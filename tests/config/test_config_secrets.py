@@ -1,0 +1,103 @@
+"""What is secret in a URL is in nothing that people or programs get to see: errors, reprs, explanations, log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from tiercache import Layout
+from tiercache.assembly import make_tiers
+from tiercache.config import Config, explain
+from tiercache.config.remotes import remotes_of
+from tiercache.config.rendering import render
+from tiercache.errors import TierCacheError
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+TYPES = ("redis", "rediss", "redis-sentinel", "redis-cluster", "valkey", "mooncakestore", "infinistore", "s3", "fs")
+FORMS = (
+    "{type}://:Hush2?HushTail@host:6379",
+    "{type}://user:Hush#HushTail@host:6379",
+    "{type}://user:Hush/HushTail@host:6379",
+    "{type}://user:Hush HushTail@host:6379/0",
+    "{type}://host:6379/0?auth=Hush",
+    "{type}://host:6379?X-Amz-Credential=Hush%2F2026&X-Amz-Signature=Hush",
+    "{type}://host:6379?Hush",
+    "{type}://host:6379#Hush",
+    "{type}://Hush:Hush@host:6379,Hush:Hush@other:6379",
+    "{type}:/user:Hush@host",
+    "user:Hush@{type}://host",
+)
+
+
+def everything_shown(load: Callable[[], Config]) -> str:
+    """What is said while it is loaded, explained, and its tiers are made."""
+    said = []
+    try:
+        config = load()
+        said += [repr(config), repr(remotes_of(config)), json.dumps(explain(config).to_dict())]
+        out = io.StringIO()
+        render(explain(config), Console(file=out, width=200))
+        said.append(out.getvalue())
+        for tier in make_tiers(config, LAYOUT):
+            said += [tier.describe(), repr(tier), str(vars(tier).get("settings"))]
+    except (TierCacheError, ValueError) as error:
+        said += [str(error), repr(error)]
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_no_part_of_a_secret_in_a_url_is_shown(
+    load_text: Callable[..., Config], caplog: pytest.LogCaptureFixture, kind: str, form: str
+) -> None:
+    url = json.dumps(form.format(type=kind))
+    of_an_instance = f"remote_storage_plugins: [{kind}.a]\nremote_storage_plugin.{kind}.a.url: {url}"
+    for text in (f"remote_url: {url}", of_an_instance):
+        said = everything_shown(lambda text=text: load_text(text))  # type: ignore[misc]
+        assert said and "Hush" not in said + caplog.text
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "s3.a.endpoint: https://host/?X-Amz-Credential=Hush",
+        "s3.a.endpoint: http://host/?auth=Hush",
+        "s3.a.endpoint: https://Hush:Hush@host",
+        "s3.a.endpoint: http://host/#Hush@x",
+        "mooncake.a.master_server_address: user:Hush@host:1",
+        "mooncake.a.master_server_address: user:Hush@host",
+        "mooncake.a.master_server_address: etcd://user:Hush@host:1",
+        "mooncake.a.metadata_server: http://host:1/metadata?auth=Hush",
+        "redis.a.authorization: Hush",
+        "fs.a.url: fs:/user:Hush@host/x",
+    ],
+)
+def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], setting: str) -> None:
+    kind = setting.partition(".")[0]
+    url = {"s3": "s3://bucket", "mooncake": "mooncakestore://host:1", "redis": "redis://host"}.get(kind)
+    said = everything_shown(
+        lambda: load_text(
+            f"remote_storage_plugins: [{kind}.a]\nremote_storage_plugin.{setting}\n"
+            + (f"remote_storage_plugin.{kind}.a.url: {url}" if url else "")
+        )
+    )
+    assert said and "Hush" not in said
+
+
+def test_what_is_no_secret_is_shown(load_text: Callable[..., Config]) -> None:
+    config = load_text("remote_url: redis://user:Hush@host:6379/2?db=3&auth=Hush")
+    assert explain(config).to_dict()["values"]["remote_url"]["value"] == "redis://***@host:6379/2?db=3&auth=***"
+
+
+def test_a_password_may_hold_a_question_mark(load_text: Callable[..., Config]) -> None:
+    pytest.importorskip("redis")
+    from tiercache.tiers.remote.base import RemoteSettings
+    from tiercache.tiers.remote.redis.address import read_address
+
+    url = "redis://:Hunter2?Tail@host:1/5"
+    address = read_address(RemoteSettings("redis", "redis", b"\0" * 16, 65536, url=url))
+    assert (address.password, str(address), address.database) == ("Hunter2?Tail", "host:1", 5)

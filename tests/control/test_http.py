@@ -265,6 +265,7 @@ async def test_without_a_token_only_this_machine_by_its_name_is_served(cache: Ti
 async def test_token_is_asked_for_and_never_printed(cache: TierCache, tmp_path: Path, from_file: bool) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN + "\n")
+    token_file.chmod(0o600)
     arguments = ["--token-file", str(token_file)] if from_file else []
     async with serve(tmp_path, *arguments, TIERCACHE_CONTROL_TOKEN="" if from_file else TOKEN) as client:
         assert (await client.get("/metrics")).status_code == 401
@@ -295,6 +296,7 @@ def test_wrong_token_stops_the_start(
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)
+        file.chmod(0o600)
     with pytest.raises(ValueError, match=says) as caught:
         read_token(host, None if no_token and not content else file, no_token)
     assert "hunter2" not in str(caught.value)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tiercache.config.sources import CONTROL_TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-_TOKEN_VARIABLE = "TIERCACHE_CONTROL_TOKEN"
 _LEAST_CHARACTERS = 16
+_MOST_CHARACTERS = 4096
 
 
 def serve_control_command(
@@ -70,23 +73,42 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
         if not is_loopback(host):
             raise ValueError(f"--no-token is for loopback only, and --host is {host}; give a token with --token-file")
         return None
-    where = _TOKEN_VARIABLE
-    token = os.environ.get(_TOKEN_VARIABLE, "")
-    if token_file is not None:
-        where = str(token_file)
-        try:
-            token = token_file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--token-file {token_file} cannot be read: {error}") from None
+    where = CONTROL_TOKEN_VARIABLE if token_file is None else str(token_file)
+    token = os.environ.get(CONTROL_TOKEN_VARIABLE, "") if token_file is None else _read_private(token_file)
     token = token.strip()
     if not token:
         raise ValueError(
-            f"there is no token in {where}: write one with `openssl rand -hex 32 > FILE` and give --token-file FILE, or set "
-            f"{_TOKEN_VARIABLE}; on loopback, --no-token does without"
+            f"there is no token in {where}: write one with `(umask 077; openssl rand -hex 32 > FILE)` and give --token-file "
+            f"FILE, or set {CONTROL_TOKEN_VARIABLE}; on loopback, --no-token does without"
         )
-    if len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"the token in {where}: expected {_LEAST_CHARACTERS} or more printable ASCII characters, no spaces")
+    right_length = _LEAST_CHARACTERS <= len(token) <= _MOST_CHARACTERS
+    if not right_length or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(
+            f"the token in {where}: expected {_LEAST_CHARACTERS} or more printable ASCII characters (at most "
+            f"{_MOST_CHARACTERS}), no spaces"
+        )
     return token
+
+
+def _read_private(token_file: Path) -> str:
+    """Raises ValueError where others than we and root can read or change it: then it is no secret."""
+    try:
+        with token_file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if status.st_uid not in (0, os.geteuid()):
+                raise ValueError(
+                    f"--token-file {token_file} belongs to user {status.st_uid}, who can read it; have one of your own: "
+                    f"`install -m 600 {token_file} FILE`"
+                )
+            if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+                raise ValueError(
+                    f"--token-file {token_file} has mode {mode:04o}, so others than its owner can use it: `chmod 600 "
+                    f"{token_file}`; if others may have read it, write a new token"
+                )
+            return opened.read(2 * _MOST_CHARACTERS).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"--token-file {token_file} cannot be read: {reason}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -1,0 +1,54 @@
+"""The bearer token's file is a secret, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import tiercache
+from tiercache.control.command import read_token
+
+TOKEN = "correct-horse-battery-staple-42"
+README = Path(__file__).parents[2] / "README.md"
+
+
+def token_file(tmp_path: Path, mode: int) -> Path:
+    file = tmp_path / "token"
+    file.write_text(TOKEN + "\n")
+    file.chmod(mode)
+    return file
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o602])
+def test_file_that_others_can_use_is_refused_with_what_to_do(tmp_path: Path, mode: int) -> None:
+    file = token_file(tmp_path, mode)
+    with pytest.raises(ValueError, match=f"has mode {mode:04o}.*`chmod 600 {re.escape(str(file))}`") as caught:
+        read_token("127.0.0.1", file, no_token=False)
+    assert TOKEN not in str(caught.value)
+    run = tiercache("serve-control", "--socket", str(tmp_path / "c.sock"), "--token-file", str(file))
+    assert run.returncode == 2 and "chmod 600" in run.stderr and TOKEN not in run.stderr
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_private_file_is_read(tmp_path: Path, mode: int) -> None:
+    assert read_token("127.0.0.1", token_file(tmp_path, mode), no_token=False) == TOKEN
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    file = token_file(tmp_path, 0o600)
+    os.chown(file, 65534, 65534)
+    with pytest.raises(ValueError, match="belongs to user 65534.*install -m 600"):
+        read_token("127.0.0.1", file, no_token=False)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_readmes_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"^.*openssl rand.*$", README.read_text(), re.MULTILINE)
+    subprocess.run(["sh", "-c", f"umask 022\n{recipe}"], cwd=tmp_path, check=True)
+    assert len(read_token("127.0.0.1", tmp_path / "token", no_token=False) or "") == 64

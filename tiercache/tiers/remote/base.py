@@ -130,13 +130,7 @@ class RemoteTier(Tier):
         Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote. An empty value, or the beginning of
         one, is what is left of ours.
         """
-        if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
-            raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
-        try:
-            header = Header.unpack(raw_header)
-            header.require(key, self.fingerprint)
-        except HeaderError as error:
-            raise CorruptChunk(f"{self.name}: {error}") from error
+        header = self.verified_header(key, raw_header)
         if header.payload_bytes != got_bytes:
             raise CorruptChunk(f"{self.name}: length: expected {header.payload_bytes} bytes, found {got_bytes}")
         found = payload_checksum(into[:got_bytes])
@@ -145,6 +139,17 @@ class RemoteTier(Tier):
                 f"{self.name}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}"
             )
         return got_bytes
+
+    def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
+        """What `verified` does first: before its end nothing that a header says may be relied upon, lengths least of all."""
+        if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
+            raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
+        try:
+            header = Header.unpack(raw_header)
+            header.require(key, self.fingerprint)
+        except HeaderError as error:
+            raise CorruptChunk(f"{self.name}: {error}") from error
+        return header
 
     # The contract
 

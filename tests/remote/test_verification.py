@@ -58,7 +58,14 @@ def test_a_value_that_is_not_this_chunk_is_corrupt(header: Header, got: int) -> 
     assert not isinstance(caught.value, NotOurs)
 
 
-@pytest.mark.parametrize("raw", [b"", b"hello", b"x" * 88, HEADER.pack()[:87]])
+@pytest.mark.parametrize("left_bytes", [0, 3, 8, 87])
+def test_what_is_left_of_a_torn_value_is_corrupt(left_bytes: int) -> None:
+    with pytest.raises(CorruptChunk) as caught:
+        Verifier(settings_of()).verified(KEY, HEADER.pack()[:left_bytes], PAYLOAD, 0)
+    assert not isinstance(caught.value, NotOurs)
+
+
+@pytest.mark.parametrize("raw", [b"hello", b"x" * 88, HEADER.pack()[1:]])
 def test_a_value_of_somebody_else_is_not_ours(raw: bytes) -> None:
     with pytest.raises(NotOurs):
         Verifier(settings_of()).verified(KEY, raw, PAYLOAD, 5000)

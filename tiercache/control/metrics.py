@@ -19,6 +19,7 @@ _TIER_COUNTERS = {
     "write_failures": "Writes that failed.",
     "evicted": "Chunks evicted from a tier.",
     "corrupt": "Chunks that failed verification.",
+    "read_again": "Reads that failed verification once and were tried again.",
 }
 _TIER_GAUGES = {"resident": "Chunks in a tier.", "occupied_bytes": "Bytes that a tier occupies."}
 _WRITER_COUNTERS = {

@@ -37,6 +37,8 @@ class TierStatistics:
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0
+    read_again: int = 0
+    """Reads that failed verification, and were tried once more before the value was blamed."""
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0

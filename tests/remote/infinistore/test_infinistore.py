@@ -129,6 +129,36 @@ async def test_the_value_of_another_program_is_left_alone(server: fake.Server) -
     await tier.close()
 
 
+@pytest.mark.parametrize("kind", ["RDMA", "TCP"])
+@pytest.mark.parametrize("where", ["", ":payload"])
+@pytest.mark.parametrize("change", ["cut", "longer", "empty", "a bit of the length"])
+async def test_a_value_of_a_wrong_length_costs_its_key_and_is_stored_anew(
+    server: fake.Server, kind: str, where: str, change: str
+) -> None:
+    tier = make_tier(connection_type=kind)
+    await tier.open()
+    for number in (1, 2):
+        key, payload = chunk(number)
+        assert await tier.write(key, payload, 5000)
+    value = bytearray(server.values[NAME + where])
+    if change == "cut":
+        del value[40:]
+    elif change == "longer":
+        value += b"more"
+    elif change == "empty":
+        value.clear()
+    else:
+        value[64] ^= 0x80
+    server.values[NAME + where] = bytes(value)
+    with pytest.raises(CorruptChunk):
+        await tier.read(KEY, page_aligned(CHUNK_BYTES))
+    assert len(server.connections) == 1 and server.connections[0].connected, "it is the value's fault"
+    assert await tier.read(chunk(2)[0], page_aligned(CHUNK_BYTES)) == 5000
+    assert await tier.write(KEY, PAYLOAD, 5000)
+    assert await tier.read(KEY, page_aligned(CHUNK_BYTES)) == 5000
+    await tier.close()
+
+
 async def test_a_full_server_is_a_full_tier(server: fake.Server) -> None:
     tier = make_tier()
     await tier.open()

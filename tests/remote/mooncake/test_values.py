@@ -147,6 +147,25 @@ async def test_a_chunk_that_is_not_what_it_says_is_removed(tier: MooncakeTier, c
     assert tier.statistics().corrupt == 1
 
 
+@pytest.mark.parametrize("change", ["cut", "longer", "a few bytes"])
+async def test_a_value_of_a_wrong_length_is_stored_anew(
+    tier: MooncakeTier, other: MooncakeTier, client: Any, change: str
+) -> None:
+    """What is cut off at its end has lost its header: nobody can say any more whose it was, but the name is the chunk's."""
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    value = client.get(NAME)
+    wrong = {"cut": value[:-10], "longer": value + b"more", "a few bytes": b"abc"}[change]
+    for writer in (tier, other):
+        assert client.remove(NAME, True) == 0 and client.put(NAME, wrong) == 0
+        if writer is tier:
+            with pytest.raises(CorruptChunk):
+                await tier.read(KEY, page_aligned(LARGEST))
+            await tier.probe([KEY])
+        assert await writer.write(KEY, PAYLOAD, LENGTH)
+        into = page_aligned(LARGEST)
+        assert await writer.read(KEY, into) == LENGTH and np.array_equal(into[:LENGTH], PAYLOAD)
+
+
 async def test_a_chunk_of_another_layout_is_not_taken(tier: MooncakeTier, master: Master) -> None:
     other = make_tier(master.url)
     other = MooncakeTier(replace(other.settings, fingerprint=bytes(16)))

@@ -14,7 +14,13 @@ FINGERPRINT = bytes(range(16))
 
 
 def make_tier(
-    url: str, *, timeout_s: float = 5.0, concurrency: int = 4, name: str = "redis", **options: Any
+    url: str,
+    *,
+    timeout_s: float = 5.0,
+    concurrency: int = 4,
+    name: str = "redis",
+    chunk_bytes: int = CHUNK_BYTES,
+    **options: Any,
 ) -> RedisTier:
     """As the assembly makes it."""
     values = {option.name: option.default for option in options_of("redis").values()}
@@ -25,7 +31,7 @@ def make_tier(
             name=name,
             type="redis",
             fingerprint=FINGERPRINT,
-            chunk_bytes=options.pop("chunk_bytes", CHUNK_BYTES),
+            chunk_bytes=chunk_bytes,
             url=url,
             options=values | options,
             timeout_s=timeout_s,

@@ -81,6 +81,10 @@ def test_the_host_that_requests_go_to_as_lmcache_has_it(
         ("s3://kv.host:hunter2", {}, r"\.url: this is no URL"),
         ("s3://kv", {"endpoint": "ftp://s"}, r"\.endpoint: expected a URL"),
         ("s3://kv", {"endpoint": "https://me:hunter2@s"}, r"\.endpoint: expected a URL"),
+        ("s3://kv", {"prefix": "../../x"}, r"\.prefix: expected names with / between them, without '\.\.'"),
+        ("s3://kv", {"prefix": "a/./b"}, r"\.prefix: expected names"),
+        ("s3://kv", {"prefix": "a\nb"}, r"\.prefix: expected names"),
+        ("s3://kv/../x", {}, r"\.url: expected names"),
         ("s3://kv", {"endpoint": "http://s"}, r"\.allow_http: http://s is plain HTTP"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,10 +13,13 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
+from tests.remote.s3.conftest import settings_for
+from tests.remote.wire import relay_to
 from tiercache.core.header import PACKED_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.s3 import S3Server
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.s3 import S3Tier
 
@@ -98,17 +102,20 @@ async def test_a_chunk_that_is_there_is_not_sent_over(make_tier: MakeTier) -> No
         assert after["last_modified"] == before["last_modified"]
 
 
-@pytest.mark.parametrize("kept", [0, 40, PACKED_BYTES, PACKED_BYTES + 100, PACKED_BYTES + CHUNK_BYTES - 1])
+@pytest.mark.parametrize("kept", [0, 3, 40, PACKED_BYTES, PACKED_BYTES + 100, PACKED_BYTES + CHUNK_BYTES - 1])
 async def test_a_truncated_object_is_no_hit_and_is_stored_anew(make_tier: MakeTier, kept: int) -> None:
     async with opened(make_tier()) as tier, opened(make_tier()) as other:
         await tier.write(*chunk(1), CHUNK_BYTES)
         await replace(tier, 1, (await stored(tier, 1))[:kept])
+        torn = await stored(tier, 1)
         with pytest.raises(CorruptChunk):
             await read(tier, 1)
         assert tier.statistics().corrupt == 1
-        if kept >= PACKED_BYTES:
-            assert await other.write(*chunk(1), CHUNK_BYTES)
-            assert await read(other, 1) is not None
+        assert await tier.write(*chunk(1), CHUNK_BYTES), "by one who has read it"
+        assert await read(tier, 1) is not None
+        await replace(tier, 1, torn)
+        assert await other.write(*chunk(1), CHUNK_BYTES), "by one who has not"
+        assert await read(other, 1) is not None
 
 
 async def test_a_damaged_object_is_replaced_by_who_stores_the_chunk(make_tier: MakeTier) -> None:
@@ -119,7 +126,7 @@ async def test_a_damaged_object_is_replaced_by_who_stores_the_chunk(make_tier: M
         assert await read(tier, 1) is not None
 
 
-@pytest.mark.parametrize("value", [b"", b"a text of somebody else's", bytes(PACKED_BYTES + CHUNK_BYTES + 1), bytes(88)])
+@pytest.mark.parametrize("value", [b"a text of somebody else's", bytes(PACKED_BYTES + CHUNK_BYTES + 1), bytes(88)])
 async def test_a_foreign_object_is_no_hit_and_is_left_alone(
     make_tier: MakeTier, value: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +138,19 @@ async def test_a_foreign_object_is_no_hit_and_is_left_alone(
             assert await tier.write(*chunk(1), CHUNK_BYTES) is False
         assert "not ours" in caplog.text
         assert await stored(tier, 1) == value
+
+
+async def test_a_bit_that_flips_on_the_wire_costs_the_store_nothing(s3_server: S3Server) -> None:
+    host, port = s3_server.endpoint.removeprefix("http://").split(":")
+    with relay_to(int(port)) as relay:
+        async with opened(S3Tier(settings_for(f"http://{host}:{relay.port}", prefix=uuid.uuid4().hex))) as tier:
+            key, payload = chunk(1)
+            await tier.write(key, payload, CHUNK_BYTES)
+            relay.flip_next()
+            found = await read(tier, 1)
+            assert found is not None and np.array_equal(found, payload)
+            assert relay.flips == 1
+            assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, 0)
 
 
 async def test_an_object_longer_than_its_header_says_is_no_hit(make_tier: MakeTier) -> None:

@@ -7,6 +7,7 @@ is asynchronous.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
@@ -15,17 +16,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tiercache.core.header import PACKED_BYTES, Header, HeaderError, payload_checksum
+from tiercache.core.header import MAGIC, Header, HeaderError, payload_checksum
 from tiercache.core.keys import ChunkKey
 from tiercache.core.remembered import RememberedKeys
-from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
+
+logger = logging.getLogger("tiercache.remote")
 
 T = TypeVar("T")
 
 _REMEMBERED_KEYS = 1 << 20
 _REMEMBERED_S = 10.0
+_REFUSED_KEYS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class RemoteTier(Tier):
             write_concurrency=settings.concurrency,
         )
         self.known = RememberedKeys(_REMEMBERED_KEYS, _REMEMBERED_S)
+        self._refused = RememberedKeys(_REFUSED_KEYS, _REMEMBERED_S)
+        """What lies there is bad: it is no hit until somebody may have stored it anew."""
         self.counters = TierStatistics()
         self._open = False
 
@@ -121,15 +127,10 @@ class RemoteTier(Tier):
     def verified(self, key: ChunkKey, raw_header: Any, into: np.ndarray, got_bytes: int) -> int:
         """Check `into[:got_bytes]` against its header and return the payload's length. Hashes it: in a thread.
 
-        Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote.
+        Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote. An empty value, or the beginning of
+        one, is what is left of ours.
         """
-        if len(raw_header) < PACKED_BYTES or bytes(raw_header[:8]) != Header(b"k", bytes(16), 0, 0).pack()[:8]:
-            raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
-        try:
-            header = Header.unpack(raw_header)
-            header.require(key, self.fingerprint)
-        except HeaderError as error:
-            raise CorruptChunk(f"{self.name}: {error}") from error
+        header = self.verified_header(key, raw_header)
         if header.payload_bytes != got_bytes:
             raise CorruptChunk(f"{self.name}: length: expected {header.payload_bytes} bytes, found {got_bytes}")
         found = payload_checksum(into[:got_bytes])
@@ -138,6 +139,17 @@ class RemoteTier(Tier):
                 f"{self.name}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}"
             )
         return got_bytes
+
+    def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
+        """What `verified` does first: before its end nothing that a header says may be relied upon, lengths least of all."""
+        if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
+            raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
+        try:
+            header = Header.unpack(raw_header)
+            header.require(key, self.fingerprint)
+        except HeaderError as error:
+            raise CorruptChunk(f"{self.name}: {error}") from error
+        return header
 
     # The contract
 
@@ -162,7 +174,7 @@ class RemoteTier(Tier):
         """Asks the server about every key that is not known, in one go, so that chunks behind a gap are known as well."""
         self._check_open()
         now_s = time.monotonic()
-        unknown = [key for key in keys if not self.known.has(key, now_s)]
+        unknown = [key for key in keys if not self.known.has(key, now_s) and not self._refused.has(key, now_s)]
         if unknown:
             for key, there in zip(unknown, await self._exist(unknown), strict=True):
                 if there:
@@ -174,12 +186,13 @@ class RemoteTier(Tier):
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         self._check_open()
         try:
-            length = await self._finish(self._get(key, into))
+            length = await self._get_believed(key, into)
         except CorruptChunk as error:
             self.counters.corrupt += 1
             self.known.discard(key)
+            self._refused.add(key, time.monotonic())
             if not isinstance(error, NotOurs):
-                await self._finish(self._delete(key))
+                await self._remove_bad(key)
             raise
         if length is None:
             self.counters.read_misses += 1
@@ -200,6 +213,7 @@ class RemoteTier(Tier):
             self.counters.write_failures += 1
             raise
         if stored:
+            self._refused.discard(key)
             self.counters.writes += 1
             self.counters.written_bytes += payload_bytes
             self.known.add(key, time.monotonic(), payload_bytes)
@@ -216,6 +230,22 @@ class RemoteTier(Tier):
         counters.resident = len(self.known)
         counters.occupied_bytes = self.known.bytes_known
         return counters
+
+    async def _get_believed(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """As `_get`; what is bad is read once more, for it belongs to everybody, and a bit may have flipped on its way."""
+        try:
+            return await self._finish(self._get(key, into))
+        except CorruptChunk as error:
+            self.counters.read_again += 1
+            logger.info("%s; reading it again", error)
+        return await self._finish(self._get(key, into))
+
+    async def _remove_bad(self, key: ChunkKey) -> None:
+        """That it cannot be removed says nothing about whether the tier can be read: the next one to store it will see."""
+        try:
+            await self._finish(self._delete(key))
+        except (TierUnavailable, TierFull, OSError) as error:
+            logger.info("%s: a bad value stays for now: %s", self.name, error)
 
     def _check_open(self) -> None:
         if not self._open:

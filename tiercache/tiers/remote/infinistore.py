@@ -26,7 +26,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
-from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
+from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
 
 logger = logging.getLogger("tiercache.infinistore")
 
@@ -37,6 +37,12 @@ _CELL_BYTES = 128
 _AGAIN_S = 1.0
 _UNANSWERED = 8
 _OUT_OF_MEMORY = 507
+_BAD_REQUEST = 400
+"""Of a read: the value does not fit."""
+
+
+class _Refused(TierUnavailable):
+    """The server takes the request for a wrong one; the connection is as good as before."""
 
 
 class InfiniStoreTier(RemoteTier):
@@ -162,20 +168,23 @@ class InfiniStoreTier(RemoteTier):
         try:
             header = self._headers[cell : cell + PACKED_BYTES]
             header[:] = 0
-            if not await self._read(name, header):
+            header_bytes = await self._read(name, header)
+            if header_bytes is None:
                 return None
-            raw = header.tobytes()
-            payload_bytes = self._announced(key, raw, into)
+            raw = header.tobytes()[:header_bytes]
+            payload_bytes = self._announced(key, raw, header_bytes, into)
             target = into[:payload_bytes]
             if self._wired(target):
-                if not await self._read(f"{name}:payload", target):
+                got_bytes = await self._read(f"{name}:payload", target)
+                if got_bytes is None:
                     return None
-                return await self._hashers.submit(self.verified, key, raw, target, payload_bytes)
+                return await self._hashers.submit(self.verified, key, raw, target, got_bytes)
             async with self._detour_lock:
                 place = self._detour[:payload_bytes]
-                if not await self._read(f"{name}:payload", place):
+                got_bytes = await self._read(f"{name}:payload", place)
+                if got_bytes is None:
                     return None
-                length = await self._hashers.submit(self.verified, key, raw, place, payload_bytes)
+                length = await self._hashers.submit(self.verified, key, raw, place, got_bytes)
                 await self._hashers.submit(np.copyto, target, place)
                 return length
         finally:
@@ -230,8 +239,8 @@ class InfiniStoreTier(RemoteTier):
 
     # One value
 
-    async def _read(self, name: str, place: np.ndarray) -> bool:
-        """False: the server has none."""
+    async def _read(self, name: str, place: np.ndarray) -> int | None:
+        """The value's length, as far as it can be known: more than `place` has where it is longer. None: there is none."""
         connection = self._connected()
         address = int(place.ctypes.data)
         try:
@@ -240,8 +249,10 @@ class InfiniStoreTier(RemoteTier):
             else:
                 return await self._answer(connection, self._blocking.submit(_read_tcp, connection, name, place))
         except self._api.InfiniStoreKeyNotFound:
-            return False
-        return True
+            return None
+        except _Refused:
+            return place.nbytes + 1
+        return place.nbytes
 
     async def _write(self, name: str, place: np.ndarray) -> None:
         connection = self._connected()
@@ -268,6 +279,8 @@ class InfiniStoreTier(RemoteTier):
         code = _code(error)
         if code == _OUT_OF_MEMORY:
             raise TierFull(f"{self.name}: {error}")
+        if code == _BAD_REQUEST:
+            raise _Refused(f"{self.name}: {error}")
         if code is None or code < 0:
             await asyncio.shield(self._break(connection, str(error)))
         raise TierUnavailable(f"{self.name}: {error}")
@@ -291,11 +304,11 @@ class InfiniStoreTier(RemoteTier):
             self._break(connection, str(error))
             raise TierUnavailable(f"{self.name}: {error}") from error
 
-    def _announced(self, key: ChunkKey, raw: bytes, into: np.ndarray) -> int:
-        """The length that a header gives. Raises CorruptChunk when it is none of ours or longer than a chunk."""
-        payload_bytes = int.from_bytes(raw[64:72], "little")
-        if raw[:8] != b"TIERKV\r\n":
-            self.verified(key, raw, into[:0], 0)
+    def _announced(self, key: ChunkKey, raw: bytes, value_bytes: int, into: np.ndarray) -> int:
+        """The length that a header gives, once the header is known to be right. Raises CorruptChunk, NotOurs."""
+        if value_bytes > PACKED_BYTES:
+            raise NotOurs(f"{self.name}: {key.hex()}: expected a header of {PACKED_BYTES} bytes, found more")
+        payload_bytes = self.verified_header(key, raw).payload_bytes
         if not 0 < payload_bytes <= into.nbytes:
             raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
         return payload_bytes
@@ -312,14 +325,13 @@ class InfiniStoreTier(RemoteTier):
         return self._prefix + key.hex()
 
 
-def _read_tcp(connection: Any, name: str, place: np.ndarray) -> bool:
+def _read_tcp(connection: Any, name: str, place: np.ndarray) -> int | None:
     if not connection.check_exist(name):
-        return False
+        return None
     found = connection.tcp_read_cache(name)
-    if found.nbytes != place.nbytes:
-        raise TierUnavailable(f"{name}: expected {place.nbytes} bytes, found {found.nbytes}")
-    np.copyto(place, found)
-    return True
+    fitting_bytes = min(found.nbytes, place.nbytes)
+    np.copyto(place[:fitting_bytes], found[:fitting_bytes])
+    return int(found.nbytes)
 
 
 def _import_infinistore() -> Any:

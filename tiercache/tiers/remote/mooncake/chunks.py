@@ -15,6 +15,7 @@ import numpy as np
 
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.keys import ChunkKey
+from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.mooncake.client import Client, ReadGuard
 from tiercache.tiers.remote.mooncake.codes import ALREADY_THERE, failure, is_miss
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
@@ -69,9 +70,9 @@ class Chunks:
             return length
 
     def _get_header_only(self, key: ChunkKey, nothing: np.ndarray, payload_bytes: int) -> int | None:
-        if payload_bytes < 0:
-            return self._verify(key, b"", nothing, 0)
         name = self.name(key)
+        if payload_bytes < 0:
+            raise NotOurs(f"{self._client.name}: {name} is shorter than any chunk")
         with self._memory.header() as (header, header_address), self._client.reading() as guard:
             ranges = ([[[0]]], [[[payload_bytes]]], [[[PACKED_BYTES]]])
             code = guard.session.store.get_into_ranges([header_address], [[name]], *ranges)[0][0][0]
@@ -80,9 +81,19 @@ class Chunks:
             return self._verify(key, bytes(header), nothing, payload_bytes)
 
     def put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Raises TierFull, TierUnavailable."""
-        packed = self._pack(key, payload)
+        """Raises TierFull, TierUnavailable.
+
+        What is there already is not sent, unless it has another length: then it is not the chunk, for a key has one length,
+        and goes. (Mooncake itself says of both that they were stored.)
+        """
         name = self.name(key)
+        with self._client.use() as session:
+            size = session.store.get_size(name)
+            if size == payload.nbytes + PACKED_BYTES:
+                return True
+            if size >= 0:
+                session.store.remove(name, True)
+        packed = self._pack(key, payload)
         with (
             self._memory.header() as (header, header_address),
             self._memory.reachable(payload) as place,
@@ -92,6 +103,7 @@ class Chunks:
             if place is not payload:
                 np.copyto(place, payload)
             addresses, sizes = [int(place.ctypes.data), header_address], [payload.nbytes, PACKED_BYTES]
+
             code = session.store.batch_put_from_multi_buffers([name], [addresses], [sizes], session.write_config)[0]
         if code not in (0, ALREADY_THERE):
             raise failure(self._client.name, f"writing {name}", code)

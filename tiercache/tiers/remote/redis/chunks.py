@@ -63,7 +63,7 @@ class Chunks:
     def get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """The payload's length, or None. Raises CorruptChunk (NotOurs), TierUnavailable."""
         name, view = head_name(self._prefix, key), into.data
-        foreign: tuple[bytes | None, int] = b"", 0
+        foreign: tuple[bytes | None, int] = b"?", 0
         head, length = self._run(name, lambda channel: get_head(channel, name, view), foreign=foreign)
         if head is None:
             return None
@@ -146,7 +146,7 @@ class Chunks:
         return state, beginning
 
     def _looked(self, key: ChunkKey) -> tuple[State, bytes, int]:
-        """What lies under the name of the head, its beginning, and its length."""
+        """What lies under the name of the head, its beginning, and its length (-1 where there is nothing)."""
         name = head_name(self._prefix, key)
         beginning, length = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
         return state_of(key, self._tier.fingerprint, beginning, length), beginning, length
@@ -166,7 +166,7 @@ class Chunks:
         # Whoever takes the head away removes the segments that it names, not those of a writer that came in between.
         value, length = self._run(name, lambda channel: take_head(channel, name), foreign=(b"", 0))
         if lies_elsewhere(value, length):
-            self._unlink(name, list(segment_names(name, value)))
+            self._unlink(name, list(segment_names(name, value, self._tier.settings.chunk_bytes)))
         return length > 0
 
     def _try_to_unlink(self, name: bytes, names: list[bytes]) -> None:

@@ -57,24 +57,28 @@ def set_head(channel: Channel, name: bytes, value: bytes, payload: memoryview, t
 
 
 def look(channel: Channel, name: bytes) -> tuple[bytes, int]:
-    """The beginning of a value, enough to know what it is, and its length. Empty: there is none."""
+    """The beginning of a value, enough to know what it is, and its length; -1 where there is none."""
     channel.request(command(b"GETRANGE", name, b"0", b"%d" % (HEAD_BYTES - 1)))
     channel.request(command(b"STRLEN", name))
+    channel.request(command(b"EXISTS", name))  # for an empty value is as long as none
     problem = None
     beginning: bytes | int | None = b""
     try:
         beginning = channel.reply()
     except ServerError as error:
         problem = error
-    length = channel.reply()
+    try:
+        length = channel.reply()
+    finally:
+        there = channel.reply() if channel.in_step else 0
     if problem is not None:
         raise problem
     assert isinstance(beginning, bytes) and isinstance(length, int)
-    return beginning, length
+    return beginning, length if there == 1 else -1
 
 
 def take_head(channel: Channel, name: bytes) -> tuple[bytes, int]:
-    """As `look`, and the value is gone from the server."""
+    """The value, which is gone from the server now, and its length; of a longer one than a head, only that."""
     channel.request(command(b"GETDEL", name))
     length = channel.value_bytes()
     if length is None:

@@ -30,6 +30,7 @@ HEAD_BYTES = PACKED_BYTES + MANIFEST_BYTES
 SMALLEST_SEGMENT_BYTES = 4096
 """A payload that is not longer lies in the head: a manifest cannot be taken for one."""
 _MOST_SEGMENTS = 1 << 16
+"""Of a head that nothing else bounds."""
 
 State = Literal["none", "ours", "broken", "foreign"]
 
@@ -52,7 +53,7 @@ def new_manifest(payload_bytes: int, segment_bytes: int) -> bytes:
 def segments_of(head: bytes, manifest: bytes, payload: memoryview) -> list[Segment]:
     """The segments of a payload of this length. Raises HeaderError when the manifest does not fit it."""
     count, segment_bytes, write_id = _MANIFEST.unpack(manifest)
-    if not segment_bytes or count > _MOST_SEGMENTS or count != -(-len(payload) // segment_bytes):
+    if count > _MOST_SEGMENTS or count != _segments(len(payload), segment_bytes):
         raise HeaderError(f"manifest: {count} segments of {segment_bytes} bytes do not make {len(payload)} bytes")
     return [
         Segment(name, payload[number * segment_bytes : (number + 1) * segment_bytes])
@@ -60,10 +61,20 @@ def segments_of(head: bytes, manifest: bytes, payload: memoryview) -> list[Segme
     ]
 
 
-def segment_names(head: bytes, value: bytes) -> Iterator[bytes]:
-    """Of a head whose payload lies elsewhere; whatever its header says."""
-    count, _, write_id = _MANIFEST.unpack(value[PACKED_BYTES:HEAD_BYTES])
-    return _names(head, min(count, _MOST_SEGMENTS), write_id)
+def segment_names(head: bytes, value: bytes, chunk_bytes: int) -> Iterator[bytes]:
+    """Of a head whose payload lies elsewhere, and which may be damaged: then the segments that it may have had.
+
+    No checksum covers the manifest, so it is believed as far as the length of the payload bears it out, which the header's
+    covers; where the header is damaged too, a chunk has `chunk_bytes` at most.
+    """
+    count, segment_bytes, write_id = _MANIFEST.unpack(value[PACKED_BYTES:HEAD_BYTES])
+    try:
+        payload_bytes = Header.unpack(value).payload_bytes
+    except HeaderError:
+        payload_bytes = chunk_bytes
+    most = min(_MOST_SEGMENTS, _segments(payload_bytes, SMALLEST_SEGMENT_BYTES))
+    likely = [number for number in (count, _segments(payload_bytes, segment_bytes)) if number <= most]
+    return _names(head, max(likely, default=0), write_id)
 
 
 def lies_elsewhere(value: bytes, length: int) -> bool:
@@ -75,10 +86,17 @@ def is_ours(value: bytes) -> bool:
     return value[: len(MAGIC)] == MAGIC and len(value) >= PACKED_BYTES
 
 
+def is_torn(value: bytes) -> bool:
+    """Whether it is what is left of a value of ours, be it nothing."""
+    return len(value) < PACKED_BYTES and MAGIC.startswith(value[: len(MAGIC)])
+
+
 def state_of(key: ChunkKey, fingerprint: bytes, beginning: bytes, length: int) -> State:
-    """What a value of `length` bytes is that begins so."""
-    if not length:
+    """What a value of `length` bytes is that begins so; -1: there is none."""
+    if length < 0:
         return "none"
+    if is_torn(beginning):
+        return "broken"
     if not is_ours(beginning):
         return "foreign"
     try:
@@ -86,12 +104,17 @@ def state_of(key: ChunkKey, fingerprint: bytes, beginning: bytes, length: int) -
         header.require(key, fingerprint)
         if lies_elsewhere(beginning, length):
             count, segment_bytes, _ = _MANIFEST.unpack(beginning[PACKED_BYTES:])
-            whole = segment_bytes > 0 and count == -(-header.payload_bytes // segment_bytes)
+            whole = count == _segments(header.payload_bytes, segment_bytes)
         else:
             whole = length == PACKED_BYTES + header.payload_bytes
     except HeaderError:
         return "broken"
     return "ours" if whole else "broken"
+
+
+def _segments(payload_bytes: int, segment_bytes: int) -> int:
+    """How many a payload has; none where they would be shorter than any that was ever written."""
+    return -(-payload_bytes // segment_bytes) if segment_bytes >= SMALLEST_SEGMENT_BYTES else 0
 
 
 def _names(head: bytes, count: int, write_id: bytes) -> Iterator[bytes]:

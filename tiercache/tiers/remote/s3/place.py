@@ -11,6 +11,7 @@ from tiercache.tiers.remote.base import RemoteSettings
 
 _AMAZON = re.compile(r"(?P<bucket>.+)\.s3(express-[a-z0-9-]+)?[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?")
 _AMAZON_GLOBAL = re.compile(r"(?P<bucket>.+)\.s3\.amazonaws\.com")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 
 
@@ -57,8 +58,8 @@ def place_of(settings: RemoteSettings) -> Place:
         endpoint = f"{scheme}://{bucket}.{host}" if virtual_hosted else f"{scheme}://{host}"
     if not _BUCKET.fullmatch(bucket):
         raise settings.error("url", "this is no name of a bucket; write s3://bucket/prefix, and the server as endpoint")
-    parts = [*url.path.split("/"), *str(options.get("prefix", "tiercache")).split("/")]
-    return Place(bucket, "/".join(part for part in parts if part), endpoint, virtual_hosted, region)
+    parts = [*_names(settings, "url", url.path), *_names(settings, "prefix", str(options.get("prefix", "tiercache")))]
+    return Place(bucket, "/".join(parts), endpoint, virtual_hosted, region)
 
 
 def _split(settings: RemoteSettings) -> SplitResult:
@@ -75,6 +76,14 @@ def _split(settings: RemoteSettings) -> SplitResult:
     if url.query or url.fragment:
         raise settings.error("url", "an S3 URL has no ? and no #; other settings have keys of their own")
     return url
+
+
+def _names(settings: RemoteSettings, option: str, path: str) -> list[str]:
+    """The parts of a path. What the client takes for no name would fail every request."""
+    names = [part for part in path.split("/") if part]
+    if any(name in (".", "..") or _CONTROL.search(name) for name in names):
+        raise settings.error(option, "expected names with / between them, without '..' and control characters")
+    return names
 
 
 def _endpoint(settings: RemoteSettings, endpoint: str, allow_http: bool) -> str:

@@ -4,7 +4,7 @@
   the slot as it arrives, copied by a worker thread: the client (obstore) has no call that reads into memory of ours. How
   long an object is need not be known: all ranges of the largest chunk are asked for, and what is not there is not there.
 - *put* is one request, sent from the slot without a copy, and conditional: whoever is second with a chunk is told so. What
-  is there then is looked at, for it may be damaged (replaced) or not ours (left alone).
+  is there then is looked at, for it may be damaged or torn (replaced) or not ours (left alone).
 - *look-ups* are a HEAD a key, many at once. A listing would be fewer requests only where the whole layout has
   fewer chunks than a prompt asks for, as keys are hashes and their order says nothing; and it costs twelve times as much.
 - *names* are `<prefix>/<fingerprint>/<2 hex>/<key>`: they spread over the store's partitions.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.header import PACKED_BYTES, Header, HeaderError
+from tiercache.core.header import MAGIC, PACKED_BYTES, Header, HeaderError
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.workers import Workers
@@ -156,7 +156,7 @@ class S3Tier(RemoteTier):
         if found is None:
             return False  # deleted this moment; the chunk comes again
         raw_header, length_bytes = found
-        if not raw_header.startswith(body[0][:8]):
+        if not MAGIC.startswith(raw_header[: len(MAGIC)]):
             logger.warning("%s: the object %s is not ours; it is left alone", self.name, self.path(key))
             return False
         try:

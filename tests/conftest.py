@@ -1,11 +1,63 @@
-"""Fixtures that several parts share."""
+"""Fixtures that several parts share, and the watch for leaks that is on for every test."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 
 import pytest
 
+from tests.leaks import nothing_left, watch_slots
 from tiercache.core.layout import Layout
+
+# What lives as long as the process is no leak of whichever test is the first to need it.
+resource_tracker.ensure_running()
+with contextlib.suppress(ImportError):
+    import uvloop
+
+    uvloop.new_event_loop().close()
+watch_slots()
+
+_failed = pytest.StashKey[bool]()
 
 
 @pytest.fixture
 def layout() -> Layout:
     """Chunks of 64 tokens and 64 KiB."""
     return Layout("test-model", chunk_tokens=64, bytes_per_token=1024)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed and call.when != "teardown":
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """The test leaves no thread, descriptor, task, slot, lease, shared memory or mount that was not there before it.
+
+    What session and module fixtures make is there before. Of a test that has failed nothing more is asked.
+    """
+    runner = request.getfixturevalue("_function_scoped_runner") if _has_loop(request.node) else None
+
+    def forget_errors() -> None:
+        for when in ("setup", "call"):
+            caplog.get_records(when).clear()
+
+    watch = nothing_left(str(tmp_path_factory.getbasetemp()), runner, forget_errors)
+    watch.__enter__()
+    yield
+    if not request.node.stash.get(_failed, False):
+        watch.__exit__(None, None, None)
+
+
+def _has_loop(test: pytest.Function) -> bool:
+    """Whether the test, or a fixture of it, runs in the event loop that each test gets."""
+    functions = [test.function]
+    functions += [fixtures[-1].func for fixtures in test._fixtureinfo.name2fixturedefs.values()]
+    return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in functions)

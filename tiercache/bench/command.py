@@ -25,6 +25,7 @@ from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.errors import TierCacheError
+from tiercache.tables import show_figures
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
 PARTS = (*DEFAULT_PARTS, "hf3fs", "mooncake", "redis", "s3")
@@ -73,9 +74,7 @@ def bench_command(
         shutil.rmtree(place, ignore_errors=True)
         if made and not any(directory.iterdir()):
             directory.rmdir()
-    # The table goes to files and pipes too, where no width is known.
-    output = Console() if sys.stdout.isatty() else Console(width=120)
-    output.print(figures.table())
+    show_figures(figures.table(), Console())
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": facts, **figures.to_dict()}, indent=2) + "\n")
     if problem is not None:

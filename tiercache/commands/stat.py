@@ -137,14 +137,17 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=str(directory))
+    from tiercache.tables import show_figures
+
+    print(directory)
+    table = Table()
     table.add_column("layout")
     for column in ("chunks", "payload", "on disk"):
         table.add_column(column, justify="right")
     for fingerprint, layout in sorted(found["layouts"].items()):
         sizes = (_mib(layout["payload_bytes"]), _mib(layout["occupied_bytes"]))
         table.add_row(fingerprint[:16], f"{layout['chunks']:,}", *sizes)
-    Console().print(table)
+    show_figures(table, Console())
     ledger = "has no count" if found["ledger_bytes"] is None else f"counts {_mib(found['ledger_bytes'])}"
     print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}")
     print(f"the ledger {ledger}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")

@@ -85,7 +85,7 @@ def _tier(kind: str) -> Finding:
         )
         return Finding("tier", OK, "WekaFS, shared by many hosts", advice)
     if kind == "fuse.hf3fs":
-        advice = "a tier of its own comes in a later version; weka_path works there"
+        advice = "name it in base_path of a hf3fs tier (needs hf3fs_py_usrbio); weka_path works there, too"
         return Finding("tier", NOTE, "3FS, shared by many hosts", advice)
     if kind in SHARED_KINDS:
         advice = "weka_path is made for directories that several hosts share; local_disk works as well"

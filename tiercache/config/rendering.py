@@ -11,46 +11,55 @@ from rich.text import Text
 from tiercache.config.explanation import ExplainedValue, Explanation
 from tiercache.config.schema import GB
 from tiercache.config.tiers import PlannedTier
+from tiercache.tables import INDENT, Line, show
 
+_ITEM = 2
 _STATE_STYLES = {"on": "green", "off": "dim"}
 
 
 def render(explanation: Explanation, console: Console) -> None:
     """Print tiers first, since they are what most people came for, then what was set, then the defaults."""
-    console.print(_tiers(explanation.tiers))
+    _tiers(explanation.tiers, console)
     given = [value for value in explanation.values if value.origin is not None]
     if given:
-        console.print(_values("What was set", given))
+        _values("What was set", given, console)
     # The many keys of tiers that nobody asked for would bury the rest; --json has them all.
     asked_for = {"", "cpu", *(tier.kind for tier in explanation.tiers)}
     defaults = [value for value in explanation.values if value.origin is None and value.tier in asked_for]
-    console.print(_values("Defaults", defaults))
+    _values("Defaults", defaults, console)
     for warning in explanation.warnings:
         # Text and not markup: a path may hold square brackets.
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
 
 
-def _tiers(tiers: tuple[PlannedTier, ...]) -> Table:
-    table = Table(title="Tiers, in the order in which a get asks them", title_justify="left")
+def _tiers(tiers: tuple[PlannedTier, ...], console: Console) -> None:
+    title = "Tiers, in the order in which a get asks them"
+    table = Table(title=title, title_justify="left")
     for heading in ("#", "tier", "state", "cap", "place"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading)
+    lines: list[Line] = [(0, title)]
     for order, tier in enumerate(tiers, start=1):
         state = Text(tier.state, style=_STATE_STYLES.get(tier.state, "yellow"))
         place = f"{tier.place} ({tier.note})" if tier.note else tier.place
         table.add_row(str(order), Text(tier.name), state, _gigabytes(tier.cap_bytes), Text(place))
-    return table
+        lines.append((_ITEM, Text.assemble(f"{order}  {tier.name}: ", state, f" {_gigabytes(tier.cap_bytes)}".rstrip())))
+        if place:
+            lines.append((_ITEM + INDENT, place))
+    show(table, console, lines)
 
 
-def _values(title: str, values: list[ExplainedValue]) -> Table:
+def _values(title: str, values: list[ExplainedValue], console: Console) -> None:
     table = Table(title=title, title_justify="left")
-    table.add_column("key", no_wrap=True)
-    for heading in ("value", "from", "meaning"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("key", "value", "from", "meaning"):
+        table.add_column(heading)
+    lines: list[Line] = [(0, title)]
     for value in values:
         origin = "default" if value.origin is None else str(value.origin)
         meaning = value.meaning if value.effective else f"{value.meaning} (no effect in this version)"
         table.add_row(Text(value.key), Text(_text(value.value)), Text(origin), Text(meaning, style="dim"))
-    return table
+        lines.append((_ITEM, f"{value.key}: {_text(value.value)} ({origin})"))
+        lines.append((_ITEM + INDENT, Text(meaning, style="dim")))
+    show(table, console, lines)
 
 
 def _gigabytes(size_bytes: int | None) -> str:

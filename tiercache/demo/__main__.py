@@ -13,7 +13,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from tiercache.demo.model import prepare_model
+from tiercache.demo.model import ModelFailed, prepare_model
 from tiercache.demo.progress import working
 from tiercache.demo.question import ask, long_message
 from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
@@ -41,7 +41,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, _interrupt)
     try:
         runs = measure(place, console)
-    except ServerFailed as error:
+    except (ModelFailed, ServerFailed) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:

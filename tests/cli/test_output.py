@@ -1,0 +1,94 @@
+"""What the commands print at 80 columns and in a pipe: every word whole, nothing cut."""
+
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import tiercache
+
+REPOSITORY = Path(__file__).parents[2]
+COLUMNS = 80
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def in_terminal(*arguments: object) -> list[str]:
+    """The lines that a terminal of 80 columns gets, without colours."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tiercache.cli", *map(str, arguments)],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+        env=environment | {"TERM": "xterm"},
+    )
+    os.close(theirs)
+    raw = bytearray()
+    try:
+        while part := os.read(ours, 65536):
+            raw += part
+    except OSError:
+        pass  # how a terminal says that its other end is closed
+    finally:
+        os.close(ours)
+        process.wait(60)
+    return _ESCAPE.sub("", raw.decode()).replace("\r\n", "\n").splitlines()
+
+
+def commands(directory: Path) -> dict[str, list[object]]:
+    trace = REPOSITORY / "tests/replay/excerpts/mooncake_conversation.jsonl"
+    return {
+        "doctor": ["doctor", "--path", directory],
+        "config explain": ["config", "explain", REPOSITORY / "examples/configs/local_disk.yaml"],
+        "stat": ["stat", directory],
+        "verify": ["verify", directory],
+        "bench": ["bench", "--quick", "--pairs", 1, "--only", "core", "--directory", directory.parent],
+        "replay": ["replay", trace, "--sweep", "10%", "--flash", "20%", "--prefetch", "hints"],
+    }
+
+
+@pytest.mark.parametrize("name", ["doctor", "config explain", "stat", "verify", "bench", "replay"])
+def test_nothing_is_cut_in_a_narrow_terminal_or_a_pipe(directory: Path, name: str) -> None:
+    lines = in_terminal(*commands(directory)[name])
+    assert lines
+    assert all(len(line) <= COLUMNS for line in lines)
+    piped = tiercache(*commands(directory)[name]).stdout
+    assert "…" not in "".join(lines) + piped
+
+
+def test_every_word_of_the_doctor_is_whole(tmp_path: Path) -> None:
+    findings = json.loads(tiercache("doctor", "--path", tmp_path, "--json").stdout)
+    said = {
+        word for one in findings for word in f"{one['found']} {one['advice']}".split() if not re.search(r"\d", word)
+    }
+    printed = set(" ".join(in_terminal("doctor", "--path", tmp_path)).split())
+    assert {word for word in said if len(word) < COLUMNS - 10} <= printed
+    assert said <= set(tiercache("doctor", "--path", tmp_path).stdout.split())
+
+
+def test_every_key_of_a_configuration_is_whole() -> None:
+    arguments = "config", "explain", REPOSITORY / "examples/configs/local_disk.yaml"
+    found = in_terminal(*arguments), tiercache(*arguments).stdout.splitlines()
+    for lines in found:
+        assert any(re.match(r" *max_local_disk_size: 100\.0( |$)", line) for line in lines)
+
+
+def test_a_piped_table_of_figures_stays_a_table(directory: Path) -> None:
+    lines = tiercache(*commands(directory)["bench"]).stdout.splitlines()
+    assert lines[1].startswith("┃ figure") and "ours / it" in lines[1]
+
+
+def test_the_doctor_knows_this_version(tmp_path: Path) -> None:
+    assert "later version" not in tiercache("doctor", "--path", tmp_path, "--json").stdout
+    topics = {one["topic"] for one in json.loads(tiercache("doctor", "--json").stdout)}
+    assert {"package redis", "package obstore"} <= topics

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench
+from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.reader import Reader
 from tiercache.scheduler.source import ReaderSettings
@@ -211,3 +212,108 @@ async def test_lookup_does_not_wait_for_a_tier_that_does_not_let_go_of_a_questio
     for task in asyncio.all_tasks():
         if task.get_name() == "tiercache-ask":
             await asyncio.wait([task])
+
+
+async def failing_reads(bench: Bench, reader: Reader, tier: FaultyTier, count: int) -> None:
+    tier.fail_reads = [OSError("reset by peer")] * count
+    for _ in range(count):
+        assert await reader.fetch(chunk(1)[0], now() + 1.0) is None
+
+
+async def test_answers_do_not_close_a_breaker_that_reads_have_opened_and_its_pause_grows(bench: Bench) -> None:
+    server = Server("a", [1, 2])
+    broken = FaultyTier(server)
+    reader = Reader(bench.cpu, [broken], SETTINGS)
+    await failing_reads(bench, reader, broken, 3)
+    assert reader.breakers() == {"a": "open"}
+    for pause_s in (1.0, 2.0, 4.0):
+        entered = broken.entered
+        server.known.clear()
+        await asyncio.sleep(pause_s - 0.2)
+        assert (await reader.lookup(keys_of(1, 2)))[0] == 0, "its pause is not over"
+        assert broken.entered == entered
+        await asyncio.sleep(0.3)
+        assert (await reader.lookup(keys_of(1, 2)))[0] == 2, "it answers"
+        assert reader.breakers() == {"a": "half-open"}, "whether it can be read as well is not known"
+        await failing_reads(bench, reader, broken, 1)
+        assert reader.breakers() == {"a": "open"}
+    await asyncio.sleep(8.1)
+    assert (await reader.lookup(keys_of(1)))[0] == 1
+    lease = await reader.fetch(chunk(1)[0], now() + 1.0)
+    assert lease is not None
+    lease.release()
+    assert reader.breakers() == {"a": "closed"}
+
+
+async def test_look_ups_one_after_the_other_do_not_keep_a_read_from_finding_out(bench: Bench) -> None:
+    broken = FaultyTier(Server("a", [1, 2]))
+    reader = Reader(bench.cpu, [broken], SETTINGS)
+    await failing_reads(bench, reader, broken, 3)
+    await asyncio.sleep(1.1)
+    assert (await reader.lookup(keys_of(1)))[0] == 1
+    broken.gate.clear()
+    asking = asyncio.create_task(reader.lookup(keys_of(2)))
+    await broken.until_entered(5)
+    reading = asyncio.create_task(reader.fetch(chunk(1)[0], now() + 1.0))
+    await broken.until_entered(6)
+    broken.gate.set()
+    lease = await reading
+    assert lease is not None
+    lease.release()
+    await asking
+    assert reader.breakers() == {"a": "closed"}
+
+
+async def test_question_that_nobody_waits_for_any_more_gives_the_probe_to_the_next(bench: Bench) -> None:
+    hung = FaultyTier(Server("a", [1]))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung], SETTINGS)
+    for _ in range(3):
+        await reader.lookup(keys_of(1))
+    await asyncio.sleep(1.1)
+    entered = hung.entered
+    asking = asyncio.create_task(reader.lookup(keys_of(1)))
+    await hung.until_entered(entered + 1)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await asyncio.sleep(0)
+    hung.gate.set()
+    assert (await reader.lookup(keys_of(1)))[0] == 1
+    assert reader.breakers() == {"a": "closed"}
+
+
+async def test_reads_that_began_before_the_breaker_opened_say_nothing_new(bench: Bench) -> None:
+    """They hang together and end one after the other: the pause is not doubled for each of them."""
+    hung = FaultyTier(MemoryTier("a", Traits(durable=True, shared=True, read_concurrency=16, write_concurrency=2)))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung], SETTINGS)
+    reads = []
+    for number in range(1, 9):
+        reads.append(asyncio.create_task(reader.fetch(chunk(number)[0], now() + 5.0)))
+        await asyncio.sleep(0.6)
+    await asyncio.wait(reads[:3])
+    assert reader.breakers() == {"a": "open"}
+    await asyncio.sleep(1.05)
+    probe = asyncio.create_task(reader.fetch(chunk(9)[0], now() + 5.0))
+    await asyncio.wait(reads)
+    assert reader.breakers() == {"a": "half-open"}, "the probe is still under way"
+    hung.gate.set()
+    await probe
+    assert reader.breakers() == {"a": "closed"}
+
+
+async def test_read_without_room_gives_the_probe_to_the_next(bench: Bench) -> None:
+    broken = FaultyTier(Server("a", [1]))
+    reader = Reader(bench.cpu, [broken], SETTINGS)
+    await failing_reads(bench, reader, broken, 3)
+    await asyncio.sleep(1.1)
+    slots = []
+    while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
+        slots.append(slot)
+    assert await reader.fetch(chunk(1)[0], now() + 0.5) is None
+    await asyncio.sleep(0.1)  # its flight ends
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.READ)
+    lease = await reader.fetch(chunk(1)[0], now() + 0.5)
+    assert lease is not None, "nobody had asked the tier since its pause was over"
+    lease.release()

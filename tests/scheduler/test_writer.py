@@ -212,3 +212,70 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     bench.tier.gate.set()
     assert await writer.flush(5.0)
     assert bench.is_whole()
+
+
+async def open_and_wait_out(bench: Bench, writer: TierWriter) -> None:
+    """Three failures open the breaker; its pause is over when this returns, and the tier is well again."""
+    bench.tier.fail_writes = [OSError("device lost")] * 3
+    writer.enqueue_nowait(bench.make_hot(90))
+    await writer.flush(20.0)
+    assert writer.breaker.state.value == "open"
+    await asyncio.sleep(1.5)
+
+
+async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_found_out(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    await open_and_wait_out(bench, writer)
+    for number in range(1, 13):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    assert await writer.flush(20.0)
+    assert {chunk(number)[0] for number in range(1, 13)} <= set(bench.memory.chunks)
+    assert writer.statistics().dropped == 1, "the one that had found the tier ill"
+    assert bench.is_whole()
+
+
+async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    await open_and_wait_out(bench, writer)
+    entered = bench.tier.entered
+    bench.tier.gate.clear()
+    writer.enqueue_nowait(bench.make_hot(1))
+    await bench.tier.until_entered(entered + 1)
+    for number in range(2, 7):
+        writer.enqueue_nowait(bench.make_hot(number))
+    await asyncio.sleep(1.0)
+    assert bench.tier.entered == entered + 1, "one finds out, nobody else goes there"
+    bench.tier.gate.set()
+    assert await writer.flush(20.0)
+    assert {chunk(number)[0] for number in range(1, 7)} <= set(bench.memory.chunks)
+    assert bench.is_whole()
+
+
+async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
+    writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
+    await open_and_wait_out(bench, writer)
+    bench.tier.fail_writes = [OSError("device lost")]
+    entered = bench.tier.entered
+    for number in range(1, 13):
+        writer.enqueue_nowait(bench.make_hot(number))
+    assert await writer.flush(20.0)
+    assert bench.tier.entered == entered + 1
+    assert writer.statistics().dropped == 13
+    assert bench.is_whole(), "a tier that is down holds no memory"
+
+
+async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) -> None:
+    writer = writer_of(bench, wait_s=4.0)
+    await open_and_wait_out(bench, writer)
+    entered = bench.tier.entered
+    bench.tier.gate.clear()
+    for number in range(1, 7):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    await bench.tier.until_entered(entered + 1)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    assert await writer.enqueue([bench.make_hot(7)], Patience(began_s + 10.0)) == 0
+    assert loop.time() - began_s < 0.5, "it may be as ill as before"
+    bench.tier.gate.set()
+    assert await writer.flush(20.0)
+    assert bench.is_whole()

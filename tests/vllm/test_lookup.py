@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.memory.test_threads import no_thread_to_be_had
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
@@ -95,6 +96,15 @@ def test_sockets_are_for_this_user_only(engine: str) -> None:
 
 def test_without_workers_it_is_a_miss(engine: str) -> None:
     assert ask(engine, 2) == Match()
+
+
+def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+    with Worker(engine, 0, 8), Worker(engine, 1, 8):
+        with no_thread_to_be_had():
+            assert client.begin(NAMES).result(10) == Match()
+        assert client.begin(NAMES).result(10).blocks == 8
+    client.close()
 
 
 def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:

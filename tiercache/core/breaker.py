@@ -25,28 +25,47 @@ class BreakerSettings:
 
 
 class Breaker:
+    """Hears of operations, and of questions: look-ups, whose answers prove nothing about the operations that failed."""
+
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
         self.state = BreakerState.CLOSED
         self.opened_count = 0
         self._failures = 0
         self._pause_s = self.settings.first_pause_s
+        self._opened_s = float("-inf")
         self._probe_at_s = 0.0
+        self._probed_s = 0.0
+        """When the latest probe was let through."""
+        self._operation_failed = False
+        """Whether an operation was among the failures, and not only questions."""
+        self._answered = False
+        """Whether a question was answered since it opened: an operation is to find out the rest."""
 
-    def allows(self, now_s: float) -> bool:
-        """Whether an operation may start. In the open state, once the pause is over, one caller is let through to probe."""
+    def allows(self, now_s: float, *, question: bool = False) -> bool:
+        """Whether an operation may start. In the open state, once the pause is over, one caller is let through to probe.
+
+        A question is let through beside that one where another was answered since: the probe is left to an operation.
+        """
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self._probe_at_s:
             return False
+        if question and self._answered:
+            return True
         # A probe that never reports back (it hangs) must not leave the breaker half-open for ever.
         self.state = BreakerState.HALF_OPEN
+        self._probed_s = now_s
         self._probe_at_s = now_s + max(self._pause_s, self.settings.slow_s)
         return True
 
     def would_allow(self, now_s: float) -> bool:
         """As `allows`, without taking the probe."""
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
+
+    def probing(self, now_s: float) -> bool:
+        """Whether somebody is finding out at this moment: who can wait should wait for what he says."""
+        return self.state is BreakerState.HALF_OPEN and now_s < self._probe_at_s
 
     def succeeded(self, now_s: float, took_s: float = 0.0) -> None:
         if took_s > self.settings.slow_s:
@@ -55,10 +74,23 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._failures = 0
         self._pause_s = self.settings.first_pause_s
+        self._operation_failed = self._answered = False
 
-    def failed(self, now_s: float) -> None:
-        if self.state is BreakerState.OPEN:
+    def answered(self, now_s: float) -> None:
+        """A question was. That closes a breaker which questions alone have opened; where operations had failed it lets the
+        next one probe, and the pause stays as long as it is."""
+        if not self._operation_failed:
+            self.succeeded(now_s)
+        elif self.state is not BreakerState.CLOSED:
+            self.state = BreakerState.HALF_OPEN
+            self._answered = True
+            self._probe_at_s = now_s
+
+    def failed(self, now_s: float, *, began_s: float | None = None, question: bool = False) -> None:
+        """`began_s`: when the operation began, where the caller knows."""
+        if self.state is BreakerState.OPEN or (began_s is not None and began_s < self._opened_s):
             return  # begun before it opened: all that hang fail together, which is one bad sign and not many
+        self._operation_failed = self._operation_failed or not question
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
             return
@@ -68,13 +100,21 @@ class Breaker:
 
     def trip(self, now_s: float) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
+        self._operation_failed = True
         if self.state is not BreakerState.CLOSED:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
+
+    def abandoned(self, now_s: float, began_s: float) -> None:
+        """What began then was called off before it proved anything: if it was the probe, the next one may go at once."""
+        if self.state is BreakerState.HALF_OPEN and began_s >= self._probed_s:
+            self._probe_at_s = min(self._probe_at_s, now_s)
 
     def _open(self, now_s: float) -> None:
         if self.state is BreakerState.CLOSED:
             self.opened_count += 1
         self.state = BreakerState.OPEN
         self._failures = 0
+        self._answered = False
+        self._opened_s = now_s
         self._probe_at_s = now_s + self._pause_s

@@ -87,9 +87,13 @@ class Device:
                 future.set_exception(error)
                 return future
             self.unfinished += 1
-            threading.Thread(
+            waiting = threading.Thread(
                 target=self._end_in_thread, args=(future, error, first, second), name="tiercache-device-end", daemon=True
-            ).start()
+            )
+            try:
+                waiting.start()
+            except RuntimeError as no_thread:
+                logger.error("%s: nobody can wait for its copies; their memory is given up: %s", self.driver.name, no_thread)
             return future
 
     def _end_in_thread(

@@ -185,9 +185,14 @@ class Arena:
                         last_report_s = time.monotonic()
                         logger.info("arena: %.1f of %.1f GB touched", touched / 2**30, self.size_bytes / 2**30)
 
-        helpers = [threading.Thread(target=run, daemon=True) for _ in range(min(threads, len(starts)) - 1)]
-        for helper in helpers:
-            helper.start()
+        helpers: list[threading.Thread] = []
+        for _ in range(min(threads, len(starts)) - 1):
+            helper = threading.Thread(target=run, daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:
+                break  # no thread is left on this machine: it takes longer
+            helpers.append(helper)
         run()
         for helper in helpers:
             helper.join()

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from tiercache.errors import CacheClosed
+from tiercache.errors import CacheClosed, TierUnavailable
+
+logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
 
@@ -33,6 +36,8 @@ class Workers:
         self.threads = threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._started = 0
+        self._short = False
+        """Whether it was said that there are fewer threads than there should be."""
         self._unfinished = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
@@ -45,7 +50,10 @@ class Workers:
         return self._unfinished
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself runs on."""
+        """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself runs on.
+
+        A thread that cannot be started leaves the call to those that run. Raises TierUnavailable when none does.
+        """
         if self._closed:
             raise CacheClosed(f"workers {self.name} are closed")
         loop = asyncio.get_running_loop()
@@ -53,10 +61,10 @@ class Workers:
             if self._loop is not None:
                 raise RuntimeError(f"workers {self.name} belong to another event loop")
             self._loop = loop
+        if self._started < min(self.threads, self._unfinished + 1):
+            self._start_thread()
         future: asyncio.Future[T] = loop.create_future()
         self._unfinished += 1
-        if self._started < min(self.threads, self._unfinished):
-            self._start_thread()
         self._jobs.put((call, arguments, future))
         return future
 
@@ -68,8 +76,20 @@ class Workers:
                 self._jobs.put(None)
 
     def _start_thread(self) -> None:
-        self._started += 1
-        threading.Thread(target=self._run, name=f"tiercache-{self.name}-{self._started}", daemon=True).start()
+        thread = threading.Thread(target=self._run, name=f"tiercache-{self.name}-{self._started + 1}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._started:
+                raise TierUnavailable(
+                    f"no thread can be started for {self.name}: {error}; raise the limit of processes and threads "
+                    "(ulimit -u, pids.max of the container) or free memory"
+                ) from error
+            if not self._short:
+                logger.warning("%s: %d of %d threads can be started: %s", self.name, self._started, self.threads, error)
+            self._short = True
+        else:
+            self._started += 1
 
     def _run(self) -> None:
         loop = self._loop

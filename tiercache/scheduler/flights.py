@@ -171,14 +171,16 @@ class Flights:
 
     async def _read_from(self, source: Source, key: ChunkKey, flight: _Flight) -> Lease | None:
         loop = asyncio.get_running_loop()
-        if not source.may_have(key) or not source.would_serve(source.estimate.concurrency, take_probe=True):
+        if not source.may_have(key) or not source.serves(source.estimate.concurrency):
             return None
         purpose = flight.purpose
         slot = None
+        began_s = loop.time()
         if purpose is Purpose.PREFETCH:
             # Before the place: while it waits for room it must not hold up demand reads.
             slot = await self._slot(flight)
             if slot is None:
+                source.called_off(began_s)
                 return None
         began_s = loop.time()
         try:
@@ -191,6 +193,8 @@ class Flights:
             # nothing: others go before it.
             if purpose is Purpose.READ:
                 source.waited_in_vain(began_s)
+            else:
+                source.called_off(began_s)
             return None
         except BaseException:
             if slot is not None:
@@ -202,6 +206,7 @@ class Flights:
         finally:
             if slot is None:
                 source.places.release(purpose)
+                source.called_off(began_s)
         if slot is None:
             return None
         flight.begun = True
@@ -223,7 +228,7 @@ class Flights:
             self.counters.corrupt += 1
             length = None
         except Exception as error:
-            source.breaker.failed(loop.time())
+            source.breaker.failed(loop.time(), began_s=began_s)
             self.counters.failed += 1
             logger.warning("%s: a read failed: %s", source.tier.name, error)
             length = None

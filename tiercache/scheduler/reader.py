@@ -159,7 +159,7 @@ class Reader:
         try:
             while position < len(keys):
                 for source in due:
-                    if source.would_serve(len(keys) - position, take_probe=True):
+                    if source.serves(len(keys) - position, question=True):
                         task = asyncio.create_task(source.ask(keys[position:], deadline_s), name="tiercache-ask")
                         asked[task] = source, position
                 if not asked:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.places import Places
@@ -51,15 +51,25 @@ class Source:
     def may_have(self, key: ChunkKey) -> bool:
         return self.tier.traits.shared or self.tier.contains(key)
 
-    def would_serve(self, chunks: int, *, take_probe: bool = False) -> bool:
-        """Whether the tier is well, and quicker than the engine for so many chunks. `take_probe`: it is asked now."""
+    def would_serve(self, chunks: int) -> bool:
+        """Whether the tier is well, and quicker than the engine for so many chunks."""
         now_s = asyncio.get_running_loop().time()
-        if not self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s):
-            return False
-        return self.breaker.allows(now_s) if take_probe else self.breaker.would_allow(now_s)
+        return self._worthwhile(chunks, now_s) and self.breaker.would_allow(now_s)
+
+    def serves(self, chunks: int, *, question: bool = False) -> bool:
+        """As `would_serve`, of somebody who goes there now, to read or with a question: if he is let through to find out
+        whether the tier is well, the breaker has to hear of it."""
+        now_s = asyncio.get_running_loop().time()
+        return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
+
+    def _worthwhile(self, chunks: int, now_s: float) -> bool:
+        return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s)
 
     async def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> int | None:
-        """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it."""
+        """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it.
+
+        Cancelled, it leaves it to the next one to find out whether the tier is well.
+        """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
@@ -67,18 +77,26 @@ class Source:
                 found = await self.tier.probe(keys)
         except TimeoutError:
             # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
-            self.waited_in_vain(began_s, self.settings.probe_deadline_s)
+            self.waited_in_vain(began_s, self.settings.probe_deadline_s, question=True)
             return None
+        except asyncio.CancelledError:
+            self.called_off(began_s)
+            raise
         except Exception as error:
-            self.breaker.failed(loop.time())
+            self.breaker.failed(loop.time(), began_s=began_s, question=True)
             logger.warning("%s: could not be asked what it has: %s", self.tier.name, error)
             return None
-        if self.breaker.state is not BreakerState.CLOSED:
-            self.breaker.succeeded(loop.time())  # only then: answers must not make up for reads that fail
+        self.breaker.answered(loop.time())
         return found
 
-    def waited_in_vain(self, began_s: float, enough_s: float = _LEAST_S) -> None:
+    def waited_in_vain(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
         """No answer since `began_s`; `enough_s` is the wait that counts where it is shorter than the usual least."""
         now_s = asyncio.get_running_loop().time()
         if now_s - began_s >= 0.99 * min(enough_s, self.least_s):  # a timer may be early by its resolution
-            self.breaker.failed(now_s)
+            self.breaker.failed(now_s, began_s=began_s, question=question)
+        else:
+            self.called_off(began_s)
+
+    def called_off(self, began_s: float) -> None:
+        """Whoever went there then never came to it, or gave up soon: another one may find out whether the tier is well."""
+        self.breaker.abandoned(asyncio.get_running_loop().time(), began_s)

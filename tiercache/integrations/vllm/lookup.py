@@ -163,9 +163,18 @@ class LookupClient:
         if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
             return local.thread.submit(local.find(names))
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="tiercache-lookup", daemon=True)
-            self._thread.start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # Not kept: whatever is given to a loop that nobody runs would never end.
+                loop.close()
+                logger.warning("a look-up counts as a miss: %s", error)
+                missed: concurrent.futures.Future[Match] = concurrent.futures.Future()
+                missed.set_result(Match())
+                return missed
+            self._loop, self._thread = loop, thread
         return asyncio.run_coroutine_threadsafe(self._ask_all(list(names)), self._loop)
 
     def close(self) -> None:

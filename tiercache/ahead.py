@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 
 from tiercache.core.foresight import Foresight
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, check_keys
 from tiercache.core.prediction import Sessions
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
@@ -65,6 +65,7 @@ class Ahead:
 
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
+        check_keys(keys)
         if self.foresight.began(session, keys, step, self._loop.time()):
             self._on_continued(keys)
         self._carry_out()
@@ -74,6 +75,7 @@ class Ahead:
 
         `kind` says how it ended, in words of the program's own: after "tool" one is sooner back than after "user".
         """
+        check_keys(keys)
         if self.foresight.ended(session, keys, step, kind, self._loop.time()):
             self._on_continued(keys)
         self._carry_out()
@@ -89,6 +91,7 @@ class Ahead:
         Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
         writes their part of it. A chunk that was prefetched counts as used then.
         """
+        check_keys(keys)
         check_seconds("ttl_s", ttl_s)
         pinned = 0
         for key in keys:

@@ -18,7 +18,7 @@ from tiercache.ahead import Ahead, check_seconds
 from tiercache.assembly import arena_settings, make_device, make_tiers
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
-from tiercache.core.keys import ChunkKey, chunk_keys
+from tiercache.core.keys import ChunkKey, check_key, check_keys, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchSettings
 from tiercache.device.device import Device, gpu_in_use
@@ -139,6 +139,7 @@ class TierCache:
                         queue_bytes=max(queue_bytes, pool.slot_bytes),
                         on_full=self.config.on_queue_full,
                         wait_s=self.config.queue_wait_s,
+                        most_at_once=self.cpu.budget.writes_at_once(len(tiers)),
                     ),
                 )
                 for tier in tiers
@@ -153,6 +154,7 @@ class TierCache:
             recompute_s=self.layout.chunk_tokens / rate if rate else None,
         )
         readable = [tier for tier in tiers if tier.reads]
+        self._only_read = [tier for tier in readable if not tier.writes]
         if self._device is None:
             self._reader = Reader(self.cpu, readable, reading)
         else:
@@ -240,8 +242,9 @@ class TierCache:
         """Store a chunk; returns once it is hot, and True if it is. Other tiers are written in the background.
 
         `payload` is bytes-like, a numpy array or a torch tensor of at most `layout.chunk_bytes`, and is read until this
-        returns. False: no slot came free by the deadline (in seconds; `blocking_timeout_secs` by default).
-        Cancelled, it stores nothing, and no longer reads `payload` when CancelledError comes out.
+        returns. False: no slot came free by the deadline (in seconds; `blocking_timeout_secs` by default), or the chunk was
+        forgotten meanwhile. Cancelled before it is copied it stores nothing; while it waits for room in a tier's queue, the
+        chunk is hot. It no longer reads `payload` when CancelledError comes out.
         """
         if self._device_path is not None:
             return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
@@ -266,6 +269,7 @@ class TierCache:
         LayoutError for device memory that is not laid out as it must be.
         """
         self._check_open()
+        check_keys(keys)
         if len(keys) != len(payloads):
             raise ValueError(f"expected one payload a key: {len(keys)} keys, {len(payloads)} payloads")
         chunks, host = [], []
@@ -295,10 +299,16 @@ class TierCache:
         """Store chunks that are filled in by callables: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
-        many of the chunks are hot now. `prefix` as for `put_many`, cancellation and deadline as for `put`. A source that
-        raises fails the batch with its exception; none of the batch is stored then.
+        many of the chunks are hot now. `prefix` and deadline as for `put_many`.
+
+        Chunks become hot in parts, in order: at most a quarter of the arena and 32 MiB each, fewer where a slot has to be
+        waited for, since a put that held filled slots while it waits would hold what others wait for. A source that raises
+        ends the put with its exception, and a cancellation ends it too: of the part that is being copied nothing is stored
+        and of those after it, those before it are, whole. So what is stored is a prefix of `items` (but for chunks that
+        somebody else was storing at the same time).
         """
         self._check_open()
+        check_keys([key for key, _, _ in items])
         for _, length, _ in items:
             self._check_length(length)
         with self._operation():
@@ -323,6 +333,7 @@ class TierCache:
         caller and is kept for the next.
         """
         self._check_open()
+        check_key(key)
         return _Get(self, key, self._wait_s(deadline_s))
 
     async def get_into(
@@ -341,6 +352,7 @@ class TierCache:
         are written after the driver's event `after`, by default after what the calling thread's stream has been given.
         """
         self._check_open()
+        check_keys(keys)
         if len(keys) != len(buffers):
             raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(buffers)} buffers")
         if self._device is not None and self._device_path is not None and buffers:
@@ -359,6 +371,7 @@ class TierCache:
     async def get_to(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None) -> int:
         """As `get_into`, with a callable for each chunk that gets a read-only uint8 vector on a worker thread."""
         self._check_open()
+        check_keys(keys)
         if len(keys) != len(sinks):
             raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(sinks)} buffers")
         deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
@@ -375,10 +388,12 @@ class TierCache:
     async def warm(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> int:
         """Promote chunks into the hot cache; returns how many of the contiguous prefix got there."""
         self._check_open()
+        check_keys(keys)
         return await self._reader.warm(keys, asyncio.get_running_loop().time() + self._wait_s(deadline_s))
 
     def warm_soon(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to promote chunks and do not wait: somebody is about to ask for them."""
+        check_keys(keys)
         task = asyncio.get_running_loop().create_task(self.warm(keys), name="tiercache-warm")
         self._warming.add(task)
         task.add_done_callback(self._warming.discard)
@@ -409,6 +424,7 @@ class TierCache:
             raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
         given = list(what)
         keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
+        check_keys(keys)
         return self.ahead.prefetch(keys, deadline, ttl, priority, self._reader.settings.probe_deadline_s)
 
     # Asking
@@ -421,11 +437,13 @@ class TierCache:
     async def lookup_keys(self, keys: Sequence[ChunkKey]) -> Hit:
         """As `lookup`, for keys; `tokens` counts full chunks."""
         self._check_open()
+        check_keys(keys)
         chunks, by_tier = await self._reader.lookup(keys)
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, are hot. Does not wait; does not count as a use."""
+        check_keys(keys)
         return self.cpu.prefix(keys)
 
     def describe(self) -> str:
@@ -456,22 +474,28 @@ class TierCache:
         self._check_open()
         return await self._fan_out.flush(timeout_s)
 
-    async def forget(self, keys: Sequence[ChunkKey]) -> None:
-        """Remove chunks from every tier. A tier that fails keeps no other from it; its error is raised at the end."""
-        self._check_open()
-        for key in keys:
-            self.cpu.forget(key)
-        outcomes = await asyncio.gather(
-            *(self._forget_from(writer, keys) for writer in self._fan_out.writers), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if outcome is not None:
-                raise outcome
+    async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
+        """Remove chunks from every tier, waiting for up to `deadline_s` (`blocking_timeout_secs` by default).
 
-    @staticmethod
-    async def _forget_from(writer: TierWriter, keys: Sequence[ChunkKey]) -> None:
-        for key in keys:
-            await writer.forget(key)
+        What began before this - a put, a read, a prefetch, a write, even a stuck one - brings nothing of them back; what
+        begins after it is stored, and read back from every tier. Leases that somebody has stay valid. A tier that fails
+        keeps no other from it; its error is raised at the end, and TierUnavailable where a chunk could not be removed in
+        time. Also then, and when this is cancelled, nobody gets it from there any more, and its removal goes on until it is
+        done or the cache is closed (a durable tier that could not be reached until then has it again after a restart). From
+        tiers that are only read nothing is removed; they are not asked for these chunks any more.
+        """
+        self._check_open()
+        check_keys(keys)
+        timeout_s = self._wait_s(deadline_s)
+        with self._operation():
+            await self._fan_out.forget(keys, timeout_s, self._forget_from_memory)
+
+    def _forget_from_memory(self, key: ChunkKey) -> None:
+        self.cpu.forget(key)
+        if self._device_path is not None:
+            self._device_path.staging.forget(key)
+        for tier in self._only_read:
+            tier.traffic.refuse(key)
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""

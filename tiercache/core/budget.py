@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -22,7 +23,8 @@ class SlotBudget:
     """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
 
     A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
-    prefetch leaves both.
+    prefetch leaves both. Each of several tiers has an equal part of the floor for reads to itself: what one of them fills,
+    or hangs in, leaves the others theirs.
     """
 
     slots: int
@@ -30,6 +32,8 @@ class SlotBudget:
     write_floor: int
     held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
     """Held slots by purpose."""
+    reading: dict[str, int] = field(default_factory=dict)
+    """Of those held for reads, the ones that a tier is reading into, by tier."""
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
@@ -37,20 +41,58 @@ class SlotBudget:
         floor = max(1, slots // 8)
         return cls(slots, read_floor=floor, write_floor=floor)
 
-    def allows(self, purpose: Purpose, obtainable: int) -> bool:
-        for_reads = max(0, self.read_floor - self.held[Purpose.READ])
-        for_writes = max(0, self.write_floor - self.held[Purpose.WRITE])
-        if purpose is Purpose.WRITE:
-            kept = for_reads
-        elif purpose is Purpose.READ:
-            kept = for_writes
+    def divide(self, tiers: Iterable[str]) -> None:
+        """Name the tiers that read into these slots."""
+        self.reading |= dict.fromkeys(tiers, 0)
+
+    @property
+    def reads_at_once(self) -> int:
+        """The most slots that the reads of one tier may fill, or hang in: all tiers together half of the slots."""
+        return max(1, self.slots // (2 * max(1, len(self.reading))))
+
+    def writes_at_once(self, tiers: int) -> int:
+        """The most slots that one of so many tiers may be writing from, or hang in: all together a quarter of the slots."""
+        return max(1, self.slots // (4 * max(1, tiers)))
+
+    def allows(self, purpose: Purpose, obtainable: int, tier: str | None = None) -> bool:
+        """Whether one more slot may be held; `tier` is who would read into it."""
+        if purpose is Purpose.READ:
+            kept = self._for_writes + (self._for_other_reads(tier) if len(self.reading) > 1 else 0)
+        elif purpose is Purpose.WRITE:
+            kept = self._for_reads
         else:
-            kept = for_reads + for_writes
+            kept = self._for_reads + self._for_writes
         return obtainable > kept
 
-    def take(self, purpose: Purpose) -> None:
+    def take(self, purpose: Purpose, tier: str | None = None) -> None:
         self.held[purpose] += 1
+        if tier is not None and purpose is Purpose.READ:
+            self.reading[tier] = self.reading.get(tier, 0) + 1
 
-    def give_back(self, purpose: Purpose) -> None:
+    def give_back(self, purpose: Purpose, tier: str | None = None) -> None:
         self.held[purpose] -= 1
         assert self.held[purpose] >= 0, f"{purpose.name} slots given back twice"
+        if tier is not None and purpose is Purpose.READ:
+            self.reading[tier] -= 1
+
+    @property
+    def _for_writes(self) -> int:
+        return max(0, self.write_floor - self.held[Purpose.WRITE])
+
+    @property
+    def _for_reads(self) -> int:
+        """A tier that hangs uses up its own part of the floor and no other's."""
+        counted = self.held[Purpose.READ]
+        part = self._part
+        for filled in self.reading.values():
+            if filled > part:
+                counted -= filled - part
+        return max(0, self.read_floor - counted)
+
+    def _for_other_reads(self, tier: str | None) -> int:
+        part = self._part
+        return sum(part - filled for name, filled in self.reading.items() if name != tier and filled < part)
+
+    @property
+    def _part(self) -> int:
+        return self.read_floor // max(1, len(self.reading))

@@ -16,6 +16,10 @@ import numpy as np
 
 ChunkKey = bytes
 KEY_BYTES = 24
+SHORTEST_HASH_BYTES = 16
+
+_KEY_TYPES = frozenset({bytes})
+_KEY_LENGTHS = frozenset({KEY_BYTES})
 
 _TOKEN_BYTES = 4
 # Which of C's types has four bytes is the platform's choice; the hashed bytes are little-endian everywhere.
@@ -49,8 +53,42 @@ def chunk_keys(
     return keys
 
 
+def check_keys(keys: Sequence[ChunkKey]) -> None:
+    """Raises TypeError or ValueError, with what was expected and found, unless all are keys. About 50 ns each."""
+    if _KEY_TYPES.issuperset(map(type, keys)) and _KEY_LENGTHS.issuperset(map(len, keys)):
+        return
+    for position, key in enumerate(keys):
+        if not isinstance(key, bytes):
+            raise TypeError(
+                f"keys: expected bytes of length {KEY_BYTES} (from `cache.keys` or `keys_from_hashes`), found "
+                f"{type(key).__name__} at position {position}"
+            )
+        if len(key) != KEY_BYTES:
+            raise ValueError(
+                f"keys: expected bytes of length {KEY_BYTES} (from `cache.keys` or `keys_from_hashes`), found "
+                f"{len(key)} bytes at position {position}"
+            )
+
+
+def check_key(key: ChunkKey) -> None:
+    """As `check_keys`, for one."""
+    if type(key) is not bytes or len(key) != KEY_BYTES:
+        check_keys([key])
+
+
 def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes]) -> list[ChunkKey]:
-    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves."""
+    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves.
+
+    Raises TypeError or ValueError for what cannot be one: anything but bytes, or fewer than 16 of them.
+    """
+    for position, value in enumerate(hashes):
+        if not isinstance(value, bytes):
+            raise TypeError(f"hashes: expected bytes, found {type(value).__name__} at position {position}")
+        if len(value) < SHORTEST_HASH_BYTES:
+            raise ValueError(
+                f"hashes: expected at least {SHORTEST_HASH_BYTES} bytes (a shorter one is no cryptographic hash), found "
+                f"{len(value)} at position {position}"
+            )
     blake2b = hashlib.blake2b
     return [blake2b(value, digest_size=KEY_BYTES, key=namespace).digest() for value in hashes]
 

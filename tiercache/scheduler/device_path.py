@@ -17,6 +17,7 @@ from typing import TypeVar
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.under_way import Passage
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Event, Span, Stream
 from tiercache.device.payloads import DevicePayload
@@ -85,22 +86,32 @@ class DevicePath:
         changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.pool.count // 4, _BATCH_BYTES // pool.slot_bytes))
-        tasks = [
-            asyncio.ensure_future(self._put_batch(chunks[start : start + size], after, deadline_s))
-            for start in range(0, len(chunks), size)
-        ]
-        await all_or_none(tasks)
+        # The staging tier's too: a chunk is forgotten in both at the same time.
+        passage = self.cpu.under_way.begin([key for key, _ in chunks])
+        try:
+            tasks = [
+                asyncio.ensure_future(self._put_batch(chunks[start : start + size], passage, after, deadline_s))
+                for start in range(0, len(chunks), size)
+            ]
+            await all_or_none(tasks)
+        finally:
+            self.cpu.under_way.end(passage)
         return sum(task.result() for task in tasks)
 
     async def _put_batch(
-        self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, deadline_s: float
+        self,
+        chunks: Sequence[tuple[ChunkKey, DevicePayload]],
+        passage: Passage,
+        after: Event | None,
+        deadline_s: float,
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
         async with self._puts:
             try:
                 for key, payload in chunks:
-                    await self._admit(key, payload, batch, deadline_s)
+                    if not passage.forgot(key):
+                        await self._admit(key, payload, batch, deadline_s)
                 if batch.storing:
                     try:
                         await self._enqueue_put(batch, after)
@@ -113,6 +124,10 @@ class DevicePath:
                 for lease in batch.leases:
                     lease.release()
                 raise
+        forgotten = [chunk for chunk in batch.storing if passage.forgot(chunk.key)]
+        for chunk in forgotten:
+            self._abandon(chunk)
+            batch.storing.remove(chunk)
         for chunk in batch.storing:
             length = chunk.payload.payload_bytes
             if chunk.hot is not None:
@@ -131,8 +146,8 @@ class DevicePath:
             batch.leases.append(lease)
             batch.there += 1
             return
-        wants_host = self.cpu.keep or any(not tier.contains(key) for tier in self._host_tiers)
-        wants_device = any(not tier.contains(key) for tier in self._device_tiers)
+        wants_host = self.cpu.keep or any(not _stores(tier, key) for tier in self._host_tiers)
+        wants_device = any(not _stores(tier, key) for tier in self._device_tiers)
         if not wants_host and not wants_device:
             batch.there += 1
             return
@@ -364,6 +379,11 @@ class DevicePath:
 
 def _serves_device(tier: Tier) -> bool:
     return isinstance(tier, DeviceTier) and tier.serves_device
+
+
+def _stores(tier: Tier, key: ChunkKey) -> bool:
+    """Whether it knows that it has `key`, and not only until it is removed."""
+    return tier.contains(key) and not tier.traffic.refuses(key)
 
 
 def _when_done(done: asyncio.Future[None] | None, items: Sequence[T], give_back: Callable[[T], None]) -> None:

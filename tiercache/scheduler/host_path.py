@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
 from tiercache.payloads import Source
@@ -20,6 +22,39 @@ from tiercache.tiers.cpu import CpuTier, Lease
 _BATCH_BYTES = 32 << 20
 
 
+_Item = tuple[ChunkKey, int, Source]
+
+
+class _Claim:
+    """The chunks that one batch is filling. Others wait for it and store theirs only if it fails."""
+
+    __slots__ = ("filled", "passage")
+
+    def __init__(self, passage: Passage) -> None:
+        self.passage = passage
+        self.filled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether its chunks became hot."""
+
+
+@dataclass
+class _Put:
+    """One call, which may take several batches."""
+
+    passage: Passage
+    deadline_s: float
+    stored: int = 0
+    elsewhere: list[tuple[_Item, _Claim]] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    claim: _Claim
+    fills: dict[ChunkKey, tuple[Slot, int, Source]] = field(default_factory=dict)
+    leases: list[Lease] = field(default_factory=list)
+    passed: int = 0
+    """Items that this batch has dealt with."""
+
+
 class HostPath:
     """All methods belong to the event loop. Of several puts of one chunk at a time, one copies."""
 
@@ -27,89 +62,110 @@ class HostPath:
         self.cpu = cpu
         self.skipped = 0
         self._fan_out = fan_out
-        self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
+        self._filling: dict[ChunkKey, _Claim] = {}
+        """Only while its owner has a slot for it, and fills it."""
 
-    async def put(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
+    async def put(self, items: Sequence[_Item], wait_s: float) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
-        deadline_s = asyncio.get_running_loop().time() + wait_s
-        stored = position = 0
-        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
-        while position < len(items):
-            batch = items[position : position + self._batch_items]
-            hot, passed = await self._put_batch(batch, elsewhere, deadline_s)
-            stored += hot
-            position += passed
-        for key, other in elsewhere:
-            # Somebody else is filling the same chunk at this moment: theirs is as good as ours.
-            await asyncio.wait([other], timeout=max(0.0, deadline_s - asyncio.get_running_loop().time()))
-            stored += self.cpu.contains(key)
-        return stored
-
-    async def _put_batch(
-        self,
-        items: Sequence[tuple[ChunkKey, int, Source]],
-        elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]],
-        deadline_s: float,
-    ) -> tuple[int, int]:
-        """How many chunks are hot now, and how many of `items` that was about: the batch ends where a slot has to be waited
-        for, since whoever waits must not hold what others wait for."""
-        fills: dict[ChunkKey, tuple[Slot, int, Source]] = {}
-        leases: list[Lease] = []
-        passed = 0
-        filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        put = _Put(self.cpu.under_way.begin([key for key, _, _ in items]), loop.time() + wait_s)
         try:
-            for key, length, source in items:
-                if key not in fills:
-                    lease = self.cpu.lease(key, writes=True)
-                    if lease is not None:
-                        self.cpu.touch([key])
-                        leases.append(lease)
-                    elif key in self._filling:
-                        elsewhere.append((key, self._filling[key]))
-                    else:
-                        slot = self.cpu.try_reserve(Purpose.WRITE)
-                        if slot is not None:
-                            self._filling[key] = filled
-                        elif fills or leases:
-                            break
-                        else:
-                            slot = await self._slot_to_fill(key, filled, deadline_s)
-                        if slot is not None:
-                            fills[key] = (slot, length, source)
-                        elif self.cpu.contains(key) or key in self._filling:
-                            # While we waited, somebody else began the same chunk, or finished it.
-                            elsewhere.append((key, self._filling.get(key, filled)))
-                passed += 1
-            if fills:
-                work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in fills.values()]
+            while items:
+                await self._put_batches(items, put)
+                items = await self._left_undone(put)
+        finally:
+            self.cpu.under_way.end(put.passage)
+        return put.stored
+
+    async def _put_batches(self, items: Sequence[_Item], put: _Put) -> None:
+        position = 0
+        while position < len(items):
+            position += await self._put_batch(items[position : position + self._batch_items], put)
+
+    async def _left_undone(self, put: _Put) -> list[_Item]:
+        """Wait for those who fill the same chunks: theirs are as good as ours. Returns what they did not store after all."""
+        loop = asyncio.get_running_loop()
+        elsewhere, put.elsewhere = put.elsewhere, []
+        undone = []
+        for item, claim in elsewhere:
+            await asyncio.wait([claim.filled], timeout=max(0.0, put.deadline_s - loop.time()))
+            if not claim.filled.done():
+                self.skipped += 1
+            elif claim.filled.result() and not claim.passage.forgot(item[0]):
+                put.stored += 1
+            else:
+                undone.append(item)
+        return undone
+
+    async def _put_batch(self, items: Sequence[_Item], put: _Put) -> int:
+        """How many of `items` it dealt with: the batch ends where a slot has to be waited for, since whoever waits must not
+        hold what others wait for."""
+        batch = _Batch(_Claim(put.passage))
+        try:
+            for item in items:
+                if not await self._admit(item, batch, put):
+                    break
+                batch.passed += 1
+            if batch.fills:
+                work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
                 await to_the_end(self.cpu.copiers.submit(_fill, work))
         except BaseException:
-            for slot, _, _ in fills.values():
+            for slot, _, _ in batch.fills.values():
                 self.cpu.abandon(slot, Purpose.WRITE)
-            for lease in leases:
+            for lease in batch.leases:
                 lease.release()
+            self._end(batch, hot=False)
             raise
-        else:
-            leases += [
-                self.cpu.publish(key, slot, length, Purpose.WRITE) for key, (slot, length, _) in fills.items()
-            ]
-        finally:
-            for key in fills:
-                self._filling.pop(key, None)
-            filled.set_result(None)
-        stored = len(leases)
-        await self._fan_out.offer(leases, self.lease_for)
-        return stored, passed
+        for key, (slot, length, _) in batch.fills.items():
+            if put.passage.forgot(key):
+                self.cpu.abandon(slot, Purpose.WRITE)
+            else:
+                batch.leases.append(self.cpu.publish(key, slot, length, Purpose.WRITE))
+        self._end(batch, hot=True)
+        put.stored += len(batch.leases)
+        await self._fan_out.offer(batch.leases, self.lease_for)
+        return batch.passed
 
-    async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], deadline_s: float) -> Slot | None:
-        """A slot for `key`, announced as being filled; None when none came free in time."""
-        slot = await self.cpu.reserve(Purpose.WRITE, deadline_s - asyncio.get_running_loop().time())
+    async def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
+        """Find a slot for a chunk that needs one; False when it must be waited for and the batch holds something."""
+        key, length, source = item
+        if key in batch.fills or put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+            return True
+        slot = self.cpu.try_reserve(Purpose.WRITE)
         if slot is None:
-            self.skipped += 1
-        elif self._filling.setdefault(key, filled) is not filled or self.cpu.contains(key):
-            self.cpu.abandon(slot, Purpose.WRITE)
-            return None
-        return slot
+            if batch.fills or batch.leases:
+                return False
+            slot = await self.cpu.reserve(Purpose.WRITE, put.deadline_s - asyncio.get_running_loop().time())
+            if slot is None:
+                self.skipped += 1
+                return True
+            # While we waited, somebody else may have begun the same chunk, or finished it.
+            if put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+                self.cpu.abandon(slot, Purpose.WRITE)
+                return True
+        batch.fills[key] = (slot, length, source)
+        self._filling[key] = batch.claim
+        return True
+
+    def _is_taken_care_of(self, item: _Item, batch: _Batch, put: _Put) -> bool:
+        """Whether the chunk is hot, or somebody else is filling it at this moment."""
+        key = item[0]
+        lease = self.cpu.lease(key, writes=True)
+        if lease is not None:
+            self.cpu.touch([key])
+            batch.leases.append(lease)
+            return True
+        claim = self._filling.get(key)
+        if claim is None or claim.passage.forgot(key):
+            return False
+        put.elsewhere.append((item, claim))
+        return True
+
+    def _end(self, batch: _Batch, *, hot: bool) -> None:
+        for key in batch.fills:
+            if self._filling.get(key) is batch.claim:
+                del self._filling[key]
+        batch.claim.filled.set_result(hot)
 
     def lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
         """A writer's hold on a hot chunk; None when it is not hot any more."""

@@ -27,30 +27,42 @@ class Places:
     def free(self) -> int:
         return self.count - sum(self.held.values())
 
-    async def acquire(self, purpose: Purpose) -> None:
+    def request(self, purpose: Purpose) -> asyncio.Future[None]:
+        """A place as soon as there is one. Who gives up says so with `withdraw`; else the place is to be released."""
         waiting = self._prefetch if purpose is Purpose.PREFETCH else self._demand
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not waiting and self._may(purpose):
             self.held[purpose] += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.append(turn)
+            turn.set_result(None)
+        else:
+            waiting.append(turn)
+        return turn
+
+    def withdraw(self, purpose: Purpose, turn: asyncio.Future[None]) -> None:
+        """Nobody waits for it any more: a place that came meanwhile goes to the next one."""
+        if turn.done():
+            self.release(purpose)
+        else:
+            (self._prefetch if purpose is Purpose.PREFETCH else self._demand).remove(turn)
+            self._grant()  # a demand read that waits keeps prefetches back
+
+    async def acquire(self, purpose: Purpose) -> None:
+        turn = self.request(purpose)
         try:
-            await turn
+            await asyncio.wait([turn])
         except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.release(purpose)  # it came at this very moment
-            elif turn in waiting:  # not passed over since it was cancelled
-                waiting.remove(turn)
+            self.withdraw(purpose, turn)
             raise
 
     def release(self, purpose: Purpose) -> None:
         self.held[purpose] -= 1
-        for next_purpose, waiting in ((Purpose.READ, self._demand), (Purpose.PREFETCH, self._prefetch)):
-            while waiting and self._may(next_purpose):
-                turn = waiting.popleft()
-                if not turn.done():
-                    self.held[next_purpose] += 1
-                    turn.set_result(None)
+        self._grant()
+
+    def _grant(self) -> None:
+        for purpose, waiting in ((Purpose.READ, self._demand), (Purpose.PREFETCH, self._prefetch)):
+            while waiting and self._may(purpose):
+                self.held[purpose] += 1
+                waiting.popleft().set_result(None)
 
     def _may(self, purpose: Purpose) -> bool:
         if not self.free:

@@ -49,7 +49,8 @@ class Reader:
         """`cpu` is where chunks land (the hot cache, or the staging tier of a device), `read` how they get there."""
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
-        self._sources = [Source(tier, self.settings) for tier in tiers]
+        cpu.budget.divide(tier.name for tier in tiers)
+        self._sources = [Source(tier, self.settings, cpu.budget.reads_at_once) for tier in tiers]
         self.flights = Flights(cpu, self._sources, read or read_into_host)
         self.counters = self.flights.counters
         self._questions: set[asyncio.Task[int | None]] = set()
@@ -133,8 +134,8 @@ class Reader:
         by_tier[self.cpu.name] = position
         if position < len(keys) and self._sources:
             left = len(keys) - position
-            well = [source.tier for source in self._sources if source.would_serve(left)]
-            tiers = [(tier.name, tier.contains) for tier in (self.cpu, *well)]
+            well = [source for source in self._sources if source.would_serve(left)]
+            tiers = [(self.cpu.name, self.cpu.contains), *((source.tier.name, source.contains) for source in well)]
             for key in keys[position:]:
                 for name, contains in tiers:
                     if contains(key):

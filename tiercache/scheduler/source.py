@@ -31,12 +31,14 @@ class ReaderSettings:
 class Source:
     """Health of its own: a tier that is down, hung or slow costs its own hits and no others."""
 
-    def __init__(self, tier: Tier, settings: ReaderSettings) -> None:
+    def __init__(self, tier: Tier, settings: ReaderSettings, most_slots: int | None = None) -> None:
+        """`most_slots`: how much memory its reads may fill at a time, or hang in."""
         self.tier = tier
         self.settings = settings
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
-        self.places = Places(tier.traits.read_concurrency)
+        concurrency = tier.traits.read_concurrency
+        self.places = Places(concurrency if most_slots is None else min(concurrency, most_slots))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
 
     @property
@@ -44,12 +46,18 @@ class Source:
         """Shorter waits do not count against the tier: a caller who gives up soon says nothing about it."""
         return min(_LEAST_S, self.patience_s)
 
-    def until_s(self, deadline_s: float) -> float:
-        """When to go on with the next tier, beginning now."""
-        return min(deadline_s, asyncio.get_running_loop().time() + self.patience_s)
+    def until_s(self, deadline_s: float, began_s: float | None = None) -> float:
+        """When to go on with the next tier, having begun then, or now."""
+        began_s = asyncio.get_running_loop().time() if began_s is None else began_s
+        return min(deadline_s, began_s + self.patience_s)
 
     def may_have(self, key: ChunkKey) -> bool:
-        return self.tier.traits.shared or self.tier.contains(key)
+        """Not while a chunk is being removed from it."""
+        return not self.tier.traffic.refuses(key) and (self.tier.traits.shared or self.tier.contains(key))
+
+    def contains(self, key: ChunkKey) -> bool:
+        """As `Tier.contains`, without what is being removed."""
+        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
 
     def would_serve(self, chunks: int) -> bool:
         """Whether the tier is well, and quicker than the engine for so many chunks."""

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import BoundedQueue
-from tiercache.errors import TierFull
+from tiercache.errors import TierFull, TierUnavailable
+from tiercache.scheduler.removals import Outcome, Removals
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
 logger = logging.getLogger("tiercache.writer")
+
+_FORGOTTEN_AT_ONCE = 256
+"""Keys in one turn of the loop."""
 
 LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
 
@@ -33,6 +37,8 @@ class WriterSettings:
     """Before the second attempt; doubled for each further one."""
     deadline_s: float = 30.0
     """A write that takes longer counts as failed; its memory stays held until it really ends."""
+    most_at_once: int = 65536
+    """Writes at a time, whatever the tier takes: how much of the arena it may hang in."""
 
 
 @dataclass
@@ -60,7 +66,7 @@ class TierWriter:
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: dict[ChunkKey, int] = {}
-        self._unwanted: set[ChunkKey] = set()
+        self._removals = Removals(tier, settings.deadline_s, self._removed, self._give_up_on)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
@@ -75,7 +81,12 @@ class TierWriter:
         return len(self._queue) + len(self._writing)
 
     def holds(self, key: ChunkKey) -> bool:
-        return key in self._queue or key in self._writing
+        """Whether the chunk will be written, or is being written: the bytes of it that were put since it was forgotten."""
+        return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
+
+    def stores(self, key: ChunkKey) -> bool:
+        """Whether the tier knows that it has `key`, and not only until it is removed."""
+        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
 
     def enqueue_nowait(self, lease: Lease) -> bool:
         """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
@@ -85,11 +96,20 @@ class TierWriter:
             self.counters.dropped += 1
             lease.release()
             return True
-        if self.holds(lease.key):
+        key = lease.key
+        if not lease.findable or self.holds(key):  # forgotten while it waited for room, or here already
+            lease.release()
+            return True
+        if self._removals.hopeless(key):
+            self.counters.dropped += 1
             lease.release()
             return True
         offer = self._queue.offer(
-            lease.key, lease, lease.payload_bytes, replace_oldest=self.settings.on_full == "replace"
+            key,
+            lease,
+            lease.payload_bytes,
+            replace_oldest=self.settings.on_full == "replace",
+            aside=self.tier.traffic.refuses(key),
         )
         for displaced in offer.displaced:
             self.counters.replaced += 1
@@ -120,16 +140,15 @@ class TierWriter:
             lease.release()
             raise
 
-    async def forget(self, key: ChunkKey) -> None:
-        """Remove a chunk from the tier, from the queue, and from the tier again once a write under way has ended."""
+    def forget(self, key: ChunkKey) -> Outcome:
+        """Remove a chunk from the queue, and from the tier when what of it is under way there has ended. From now on the
+        tier is not asked for it, and what is put of it now is written after the removal."""
         lease = self._queue.discard(key)
         if lease is not None:
             lease.release()
             self._room.set()
             self._settle()
-        if key in self._writing:
-            self._unwanted.add(key)
-        await self.tier.remove(key)
+        return self._removals.want(key)
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
@@ -143,6 +162,7 @@ class TierWriter:
     async def close(self) -> int:
         """Stop. Chunks still queued are given up; returns how many were not written. Does not wait for hung writes."""
         self._closed = True
+        self._removals.close()
         unwritten = self.pending
         self._drop_queue()
         for task in list(self._tasks):
@@ -160,7 +180,7 @@ class TierWriter:
     def _add_task(self) -> None:
         """One more task, up to the tier's concurrency. Hung writes count: they still occupy the tier's threads."""
         running = len(self._tasks) + len(self._stuck)
-        if running < self.tier.traits.write_concurrency and len(self._tasks) < self.pending:
+        if running < self._places and len(self._tasks) < self._queue.ready + len(self._writing):
             task = asyncio.create_task(self._drain(), name=f"tiercache-write-{self.tier.name}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -175,8 +195,8 @@ class TierWriter:
             self._tasks.discard(task)
 
     async def _write_queued(self) -> None:
-        while len(self._queue):
-            if len(self._tasks) + len(self._stuck) > self.tier.traits.write_concurrency:
+        while self._queue.ready:
+            if len(self._tasks) + len(self._stuck) > self._places:
                 break  # a hung write has taken this task's place in the tier
             key, lease = self._queue.take()
             self._moved_at_s = asyncio.get_running_loop().time()
@@ -184,15 +204,26 @@ class TierWriter:
             self._writing[key] = lease.payload_bytes
             try:
                 await self._write(key, lease)
-                if key in self._unwanted:
-                    await self.tier.remove(key)
             except Exception:
                 logger.exception("%s: a write failed in a way that nobody foresaw", self.tier.name)
                 self.counters.dropped += 1
             finally:
                 del self._writing[key]
-                self._unwanted.discard(key)
                 self._settle()
+
+    def _removed(self, key: ChunkKey) -> None:
+        """What was put since it was forgotten may be written."""
+        if self._queue.call_up(key):
+            self._add_task()
+
+    def _give_up_on(self, key: ChunkKey) -> None:
+        """Its removal does not end: what waits for that holds no memory any longer."""
+        lease = self._queue.discard(key)
+        if lease is not None:
+            self.counters.dropped += 1
+            lease.release()
+            self._room.set()
+            self._settle()
 
     def _settle(self) -> None:
         if not self.pending:
@@ -202,8 +233,11 @@ class TierWriter:
         """One chunk, with retries. The lease ends when no write touches its memory any more."""
         loop = asyncio.get_running_loop()
         stuck = False
+        self.tier.traffic.begin(key)
         try:
             for attempt in range(self.settings.attempts):
+                if not lease.findable:
+                    return  # forgotten meanwhile
                 if attempt:
                     self.counters.retried += 1
                     await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
@@ -214,7 +248,7 @@ class TierWriter:
                 done = await self._wait(work)
                 if not done:
                     stuck = True
-                    self._leave_behind(work, lease)
+                    self._leave_behind(work, key, lease)
                     self.breaker.failed(loop.time())
                     logger.warning(
                         "%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s
@@ -242,6 +276,7 @@ class TierWriter:
                 self._drop_queue()
         finally:
             if not stuck:
+                self.tier.traffic.end(key)
                 lease.release()
 
     async def _wait(self, work: asyncio.Task[bool]) -> bool:
@@ -256,13 +291,14 @@ class TierWriter:
             raise
         return bool(done)
 
-    def _leave_behind(self, work: asyncio.Task[bool], lease: Lease) -> None:
+    def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease) -> None:
         def ended(task: asyncio.Task[bool]) -> None:
             self._stuck.discard(task)
             if not task.cancelled():
                 task.exception()
+            self.tier.traffic.end(key)
             lease.release()
-            if len(self._queue):
+            if self._queue.ready:
                 self._add_task()
 
         self._stuck.add(work)
@@ -274,7 +310,12 @@ class TierWriter:
     @property
     def _hangs(self) -> bool:
         """Every place in the tier is taken by a write that outlived its deadline."""
-        return len(self._stuck) >= self.tier.traits.write_concurrency
+        return len(self._stuck) >= self._places
+
+    @property
+    def _places(self) -> int:
+        """Writes at a time, those included that hang."""
+        return min(self.tier.traits.write_concurrency, self.settings.most_at_once)
 
     @property
     def _stalls(self) -> bool:
@@ -322,7 +363,7 @@ class FanOut:
         try:
             for lease in leases:
                 for writer in self.writers:
-                    if writer.tier.contains(lease.key):
+                    if writer.stores(lease.key):
                         writer.tier.used([lease.key])
                         continue
                     own = another(lease.key, writer.tier)
@@ -345,6 +386,33 @@ class FanOut:
         """A session that has come back needs `keys`."""
         for writer in self.writers:
             writer.tier.continued(keys)
+
+    async def forget(
+        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
+    ) -> None:
+        """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
+        for each in the same step of the loop: nothing that begins in between may find it in a tier and bring it back."""
+        outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}
+        for number, key in enumerate(keys, start=1):
+            for writer in self.writers:
+                outcomes[writer.tier.name].append(writer.forget(key))
+            from_memory(key)
+            if not number % _FORGOTTEN_AT_ONCE:
+                await asyncio.sleep(0)
+        every = [outcome for of_tier in outcomes.values() for outcome in of_tier]
+        if every:
+            await asyncio.wait(every, timeout=max(0.0, timeout_s))
+        for of_tier in outcomes.values():
+            for outcome in of_tier:
+                if outcome.done() and (error := outcome.result()) is not None:
+                    raise error
+        left = {name: sum(not outcome.done() for outcome in of_tier) for name, of_tier in outcomes.items()}
+        if any(left.values()):
+            found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
+            raise TierUnavailable(
+                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); nobody gets them from there any more, and "
+                "they are removed when the tier answers"
+            )
 
     async def flush(self, timeout_s: float) -> FlushReport:
         """Drain all queues, each for up to `timeout_s`, side by side."""

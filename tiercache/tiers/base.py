@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
+from tiercache.core.traffic import KeyTraffic
 from tiercache.device.driver import Span
 from tiercache.memory.arena import Arena
 
@@ -63,6 +65,11 @@ class Tier(ABC):
     """Whether chunks are written to it."""
     patience_s: float | None = None
     """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
+
+    @cached_property
+    def traffic(self) -> KeyTraffic:
+        """Kept by those who read, write and remove, so that a removal has its key to itself. A tier need not look at it."""
+        return KeyTraffic()
 
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
         """Told before `open`: the memory that payloads lie in, for tiers that register it with something."""

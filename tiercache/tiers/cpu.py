@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiercache.core.budget import Purpose, SlotBudget
 from tiercache.core.eviction import EvictionOrder, make_order
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Pool, Slot
 from tiercache.memory.workers import Workers, to_the_end
@@ -130,6 +132,14 @@ class Lease:
             self._tier._end_lease_from_anywhere(entry, self._purpose)
 
 
+@dataclass(eq=False)
+class _Turn:
+    """Somebody who waits for a slot."""
+
+    slot: asyncio.Future[Slot | None]
+    tier: str | None
+
+
 class CpuTier(Tier):
     """Slots, residents, leases. `keep` is `local_cpu`: without it a chunk goes when its last lease ends."""
 
@@ -144,8 +154,13 @@ class CpuTier(Tier):
         self._entries: dict[ChunkKey, _Entry] = {}
         self._order: EvictionOrder[_Entry] = make_order(policy)
         self._evictable = 0
-        self._waiting: list[deque[asyncio.Future[None]]] = [deque() for _ in Purpose]
+        self.under_way = UnderWay()
+        """What will be a chunk here when it is filled, so that a forget reaches it."""
+        self._waiting: list[deque[_Turn]] = [deque() for _ in Purpose]
         self._waiters = 0
+        self._readers: dict[Slot, str] = {}
+        """Which tier reads into a slot that is not a chunk yet."""
+        self._closed = False
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_use: Callable[[ChunkKey], None] | None = None
@@ -159,11 +174,11 @@ class CpuTier(Tier):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
+        self._closed = True
         for waiting in self._waiting:
             while waiting:
-                future = waiting.popleft()
-                if not future.done():
-                    future.cancel()
+                self._waiters -= 1
+                waiting.popleft().slot.set_result(None)
 
     # Memory
 
@@ -254,55 +269,65 @@ class CpuTier(Tier):
         """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""
         return self.budget.allows(Purpose.PREFETCH, self.obtainable)
 
-    def try_reserve(self, purpose: Purpose) -> Slot | None:
-        """A slot to fill, evicting the first victim when none is free; None when the budget says wait.
+    def try_reserve(self, purpose: Purpose, tier: str | None = None) -> Slot | None:
+        """A slot to fill, evicting the first victim when none is free; None when the budget says wait, or somebody waits
+        already. `tier` is who reads into it.
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
-        if not self.budget.allows(purpose, self.obtainable):
+        if self._waiting[purpose]:
             return None
-        slot = self.pool.take()
-        if slot is None:
-            slot = self._evict()
-        self.budget.take(purpose)
-        return slot
+        return self._take_slot(purpose, tier)
 
-    async def reserve(self, purpose: Purpose, timeout_s: float) -> Slot | None:
-        """As `try_reserve`, waiting up to `timeout_s` for leases to end. First come, first served; reads before writes.
+    def request(self, purpose: Purpose, tier: str | None = None) -> asyncio.Future[Slot | None]:
+        """A slot as soon as there is one: first come, first served, reads before writes. None: the cache was closed.
 
-        Cancelled while waiting, it holds nothing.
+        Who gives up says so with `withdraw`; else the slot is his.
         """
-        if not self._waiting[purpose]:
-            slot = self.try_reserve(purpose)
-            if slot is not None:
-                return slot
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while True:
-            turn: asyncio.Future[None] = loop.create_future()
+        turn = _Turn(asyncio.get_running_loop().create_future(), tier)
+        if self._closed:
+            turn.slot.set_result(None)
+        else:
             self._waiting[purpose].append(turn)
             self._waiters += 1
-            slot, late = None, False
-            try:
-                async with asyncio.timeout_at(deadline_s):
-                    await turn
-            except TimeoutError:
-                late = True  # though the turn may have come at this very moment
-            except asyncio.CancelledError:
-                if turn.cancelled() and not self._cancelling():
-                    raise CacheClosed("the cache was closed while this waited for room") from None
-                raise
-            finally:
-                self._waiters -= 1
-                if not turn.done() or turn.cancelled():
-                    if turn in self._waiting[purpose]:
-                        self._waiting[purpose].remove(turn)
-                else:
-                    # Woken: pass the turn on when we cannot use it (cancelled, or somebody was faster).
-                    slot = self.try_reserve(purpose) if not self._cancelling() else None
-                    self._wake()
-            if slot is not None or late:
-                return slot
+            self._wake()
+        return turn.slot
+
+    def withdraw(self, purpose: Purpose, requested: asyncio.Future[Slot | None]) -> None:
+        """Nobody waits for it any more: what came meanwhile goes to the next one."""
+        if requested.done():
+            slot = requested.result()
+            if slot is not None:
+                self.abandon(slot, purpose)
+            return
+        waiting = self._waiting[purpose]
+        turn = next(turn for turn in waiting if turn.slot is requested)
+        waiting.remove(turn)
+        self._waiters -= 1
+        self._wake()  # whom it stood before
+
+    async def reserve(self, purpose: Purpose, timeout_s: float) -> Slot | None:
+        """As `try_reserve`, waiting up to `timeout_s` for leases to end. Cancelled while waiting, it holds nothing.
+
+        Raises CacheClosed when the cache is closed meanwhile.
+        """
+        slot = self.try_reserve(purpose)
+        if slot is not None:
+            return slot
+        requested = self.request(purpose)
+        came = False
+        try:
+            await asyncio.wait([requested], timeout=max(0.0, timeout_s))
+            came = requested.done()
+        finally:
+            if not came:
+                self.withdraw(purpose, requested)
+        if not came:
+            return None
+        slot = requested.result()
+        if slot is None:
+            raise CacheClosed("the cache was closed while this waited for room")
+        return slot
 
     def publish(
         self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose, parent: ChunkKey | None = None
@@ -313,7 +338,7 @@ class CpuTier(Tier):
         When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
         first copy keeps it, and equal keys have equal bytes.
         """
-        self.budget.give_back(purpose)
+        self.budget.give_back(purpose, self._readers.pop(slot, None))
         entry = self._entries.get(key)
         if entry is not None:
             self.pool.give_back(slot)
@@ -329,13 +354,18 @@ class CpuTier(Tier):
         return self._begin_lease(entry, purpose)
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
-        """Give back a reserved slot that was not filled."""
-        self.budget.give_back(purpose)
+        """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
+        self.budget.give_back(purpose, self._readers.pop(slot, None))
         self.pool.give_back(slot)
         self._wake()
 
     def forget(self, key: ChunkKey) -> bool:
-        """Make `key` invisible at once; its slot is free when its leases have ended."""
+        """Make `key` invisible at once, and what of it is under way by now when it arrives; its slot is free when its leases
+        have ended."""
+        self.under_way.forget(key)
+        return self._drop(key)
+
+    def _drop(self, key: ChunkKey) -> bool:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
@@ -351,10 +381,10 @@ class CpuTier(Tier):
         return True
 
     def clear(self) -> int:
-        """Forget every chunk that is not being written; returns how many."""
+        """Let every chunk go that is not being written; returns how many. What is on its way arrives."""
         clean = [key for key, entry in self._entries.items() if not entry.write_leases]
         for key in clean:
-            self.forget(key)
+            self._drop(key)
         return len(clean)
 
     # The Tier interface, for whoever treats all tiers alike
@@ -375,11 +405,17 @@ class CpuTier(Tier):
         slot = self.try_reserve(Purpose.WRITE)
         if slot is None:
             return False
+        passage = self.under_way.begin([key])
         try:
             await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload[:payload_bytes]))
         except BaseException:
             self.abandon(slot, Purpose.WRITE)
             raise
+        finally:
+            self.under_way.end(passage)
+        if passage.forgot(key):
+            self.abandon(slot, Purpose.WRITE)
+            return False
         self.publish(key, slot, payload_bytes, Purpose.WRITE).release()
         return True
 
@@ -407,6 +443,7 @@ class CpuTier(Tier):
         elif before is not after:
             self.budget.give_back(before)
             self.budget.take(purpose)
+            self._wake()  # a slot that counts for writes now leaves reads one more
         return Lease(self, entry, purpose)
 
     def _end_lease(self, entry: _Entry, purpose: Purpose) -> None:
@@ -456,21 +493,34 @@ class CpuTier(Tier):
 
     # Waiting for slots
 
+    def _take_slot(self, purpose: Purpose, tier: str | None) -> Slot | None:
+        if not self.budget.allows(purpose, self.obtainable, tier):
+            return None
+        slot = self.pool.take()
+        if slot is None:
+            slot = self._evict()
+        self.budget.take(purpose, tier)
+        if tier is not None and purpose is Purpose.READ:
+            self._readers[slot] = tier
+        return slot
+
     def _wake(self) -> None:
+        """Give slots to those who wait, as many as the budget lets have one by now. Among reads, one whose tier has had its
+        share does not stand before those of other tiers."""
         if not self._waiters:
             return
         for purpose in (Purpose.READ, Purpose.WRITE, Purpose.PREFETCH):
             waiting = self._waiting[purpose]
-            while waiting and waiting[0].done():
-                waiting.popleft()
-            if waiting and self.budget.allows(purpose, self.obtainable):
-                waiting.popleft().set_result(None)
-                return
-
-    @staticmethod
-    def _cancelling() -> bool:
-        task = asyncio.current_task()
-        return task is not None and task.cancelling() > 0
+            while waiting:
+                for turn in waiting:
+                    slot = self._take_slot(purpose, turn.tier)
+                    if slot is not None:
+                        break
+                else:
+                    break
+                waiting.remove(turn)
+                self._waiters -= 1
+                turn.slot.set_result(slot)
 
 
 def fill_slot(slot: np.ndarray, payload: np.ndarray) -> None:

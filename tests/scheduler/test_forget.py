@@ -1,0 +1,316 @@
+"""Forget: what began before it is not visible after it, what begins after it is. From memory, from every tier, whatever was
+under way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.scheduler.held import CHUNK_BYTES, NEW, OLD, found, is_whole, key, opened, settle, tier
+from tiercache import TierCache
+from tiercache.errors import TierUnavailable
+
+K = key(1)
+
+
+async def new_bytes_are_everywhere(cache: TierCache, *names: str) -> None:
+    """Put new bytes after the forget, and find them wherever a chunk can lie."""
+    assert not cache.cpu.contains(K)
+    assert await cache.put(K, NEW)
+    assert (await cache.flush()).complete
+    assert await found(cache, K) == NEW, "from memory"
+    for name in names:
+        assert tier(name).chunks.get(K) == NEW, f"on {name}"
+    for name in names:
+        cache.clear_hot()
+        for other in names:
+            tier(other).chunks = {K: NEW} if other == name else {}
+        assert await found(cache, K) == NEW, f"from {name}"
+
+
+async def store_cold(cache: TierCache) -> None:
+    assert await cache.put(K, OLD)
+    assert (await cache.flush()).complete
+    cache.clear_hot()
+
+
+@pytest.mark.parametrize("kind", ["get", "get_into", "warm", "prefetch"])
+async def test_read_in_flight_brings_nothing_back(kind: str) -> None:
+    async with opened("a", "b") as cache:
+        await store_cold(cache)
+        tier("a").hold("read")
+        into = bytearray(CHUNK_BYTES)
+        reading: asyncio.Future[object] = asyncio.ensure_future(
+            {
+                "get": lambda: found(cache, K),
+                "get_into": lambda: cache.get_into([K], [into]),
+                "warm": lambda: cache.warm([K]),
+                "prefetch": lambda: waiting(cache),
+            }[kind]()
+        )
+        await tier("a").until_entered("read")
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await settle()
+        tier("a").let_go("read")
+        await asyncio.gather(reading, forgetting)
+        assert await found(cache, K) is None
+        await new_bytes_are_everywhere(cache, "a", "b")
+        assert await is_whole(cache)
+
+
+async def waiting(cache: TierCache) -> None:
+    await cache.prefetch([K])
+
+
+async def test_read_that_outlived_its_deadline_brings_nothing_back() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").hold("read")
+        assert await found(cache, K, deadline_s=1.0) is None
+        with pytest.raises(TierUnavailable, match="a: 1 of 1"):
+            await cache.forget([K], deadline_s=1.0)
+        assert await cache.put(K, NEW)
+        tier("a").let_go("read")
+        await settle()
+        assert await found(cache, K) == NEW
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        assert await found(cache, K) == NEW
+        assert await is_whole(cache)
+
+
+async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").hold("read")
+        before = asyncio.create_task(found(cache, K))
+        await tier("a").until_entered("read")
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await settle()
+        after = asyncio.create_task(found(cache, K))
+        await settle()
+        tier("a").let_go("read")
+        await asyncio.gather(before, forgetting)
+        assert await after is None
+
+
+async def test_put_that_is_being_filled_brings_nothing_back() -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slowly(slot: object) -> None:
+        copying.set()
+        go_on.wait(10.0)
+        slot[:] = bytearray(OLD)  # type: ignore[index]
+
+    async with opened("a") as cache:
+        before = asyncio.create_task(cache.put_from([(K, CHUNK_BYTES, slowly)]))
+        while not copying.is_set():
+            await asyncio.sleep(0)
+        await cache.forget([K])
+        after = asyncio.create_task(cache.put(K, NEW))
+        await settle()
+        go_on.set()
+        assert await before == 0
+        assert await after
+        assert await found(cache, K) == NEW
+        cache.cpu.forget(K)
+        await cache.forget([K])
+        await new_bytes_are_everywhere(cache, "a")
+        assert await is_whole(cache)
+
+
+async def test_put_that_waits_for_a_slot_brings_nothing_back() -> None:
+    async with opened(slots=8) as cache:
+        leases = []
+        for number in range(10, 18):
+            assert await cache.put(key(number), OLD)
+            leases.append(cache.cpu.lease(key(number)))
+        before = asyncio.create_task(cache.put(K, OLD))
+        await settle()
+        await cache.forget([K])
+        after = asyncio.create_task(cache.put(K, NEW))
+        await settle()
+        for lease in leases:
+            assert lease is not None
+            lease.release()
+        assert await asyncio.gather(before, after) == [False, True]
+        assert await found(cache, K) == NEW
+
+
+async def test_write_under_way_is_followed_by_the_write_of_what_is_put_after() -> None:
+    async with opened("a", "b") as cache:
+        tier("a").hold("write")
+        assert await cache.put(K, OLD)
+        await tier("a").until_entered("write")
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await settle()
+        assert await cache.put(K, NEW)
+        assert not (await cache.flush(0.0)).complete, "it is not written yet"
+        tier("a").let_go("write")
+        await forgetting
+        assert (await cache.flush()).complete
+        for name in ("a", "b"):
+            assert tier(name).chunks == {K: NEW}
+        assert await is_whole(cache)
+
+
+async def test_queued_write_is_not_written() -> None:
+    async with opened("a") as cache:
+        tier("a").hold("write")
+        for number in (10, 11):
+            await cache.put(key(number), OLD)
+        await cache.put(K, OLD)
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await settle()
+        tier("a").let_go("write")
+        await forgetting
+        assert (await cache.flush()).complete
+        assert set(tier("a").chunks) == {key(10), key(11)}
+        await new_bytes_are_everywhere(cache, "a")
+
+
+async def test_write_that_waits_for_room_in_the_queue_is_not_written() -> None:
+    async with opened("a", write_queue_bytes=CHUNK_BYTES, queue_wait_s=20.0) as cache:
+        tier("a").hold("write")
+        for number in (10, 11, 12):
+            await cache.put(key(number), OLD)
+        before = asyncio.create_task(cache.put(K, OLD))
+        await settle()
+        assert cache.cpu.contains(K) and not before.done()
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await settle()
+        tier("a").let_go("write")
+        await asyncio.gather(before, forgetting)
+        assert (await cache.flush()).complete
+        assert K not in tier("a").chunks
+        await new_bytes_are_everywhere(cache, "a")
+
+
+async def test_stuck_write_brings_nothing_back_and_flush_tells_what_became_of_the_new_one() -> None:
+    async with opened("a") as cache:
+        tier("a").hold("write")
+        assert await cache.put(K, OLD)
+        await asyncio.sleep(31.0)
+        assert cache.statistics().stuck == 1
+        with pytest.raises(TierUnavailable):
+            await cache.forget([K], deadline_s=1.0)
+        assert await cache.put(K, NEW)
+        assert not (await cache.flush(1.0)).complete
+        await asyncio.sleep(40.0)
+        report = await cache.flush(1.0)
+        assert report.complete and report.dropped["a"] >= 1, "it holds no memory for ever"
+        tier("a").let_go("write")
+        await settle()
+        assert tier("a").chunks == {}, "the old bytes landed, and are gone again"
+        assert await found(cache, K) == NEW
+        assert await is_whole(cache)
+
+
+@pytest.mark.parametrize("kind", ["remove", "write"])
+async def test_forget_ends_at_its_deadline_on_a_tier_that_hangs(kind: str) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened("a", "b") as cache:
+        if kind == "remove":
+            await store_cold(cache)
+        tier("a").hold(kind)
+        if kind == "write":
+            assert await cache.put(K, OLD)
+            await tier("a").until_entered("write")
+        began_s = loop.time()
+        with pytest.raises(TierUnavailable, match=r"within 2\.0 s \(a: 1 of 1 chunks\)"):
+            await cache.forget([K], deadline_s=2.0)
+        assert loop.time() - began_s < 3.0
+        assert K not in tier("b").chunks, "the other one is not kept from it"
+        assert await found(cache, K) is None, "though it lies there still"
+        assert (await cache.lookup_keys([K])).chunks == 0
+        tier("a").let_go(kind)
+        await settle()
+        assert K not in tier("a").chunks, "the removal went on"
+        await new_bytes_are_everywhere(cache, "a", "b")
+
+
+async def test_new_bytes_wait_for_a_removal_that_hangs() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").hold("remove")
+        with pytest.raises(TierUnavailable):
+            await cache.forget([K], deadline_s=1.0)
+        assert await cache.put(K, NEW)
+        cache.clear_hot()
+        assert cache.cpu.contains(K), "it is still to be written"
+        assert not (await cache.flush(1.0)).complete
+        tier("a").let_go("remove")
+        assert (await cache.flush()).complete
+        assert tier("a").chunks == {K: NEW}
+        assert await is_whole(cache)
+
+
+async def test_cancelling_a_forget_takes_no_time_and_the_removal_goes_on() -> None:
+    loop = asyncio.get_running_loop()
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").hold("remove")
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await tier("a").until_entered("remove")
+        began_s = loop.time()
+        forgetting.cancel()
+        await asyncio.gather(forgetting, return_exceptions=True)
+        assert loop.time() - began_s < 1.0
+        assert await found(cache, K) is None
+        tier("a").let_go("remove")
+        await settle()
+        assert tier("a").chunks == {}
+
+
+async def test_removal_that_fails_is_reported_and_tried_again() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").fail_removals = [OSError("connection refused")] * 2
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget([K])
+        assert tier("a").chunks == {K: OLD}
+        assert await found(cache, K) is None
+        assert await cache.put(K, NEW)
+        await settle()
+        assert await is_whole(cache), "what cannot be written now waits in nobody's memory"
+        await asyncio.sleep(5.0)
+        assert tier("a").chunks == {}
+        await cache.forget([K])
+        await new_bytes_are_everywhere(cache, "a")
+
+
+async def test_lease_from_before_keeps_its_bytes() -> None:
+    async with opened("a", slots=8) as cache:
+        await cache.put(K, OLD)
+        async with cache.get(K) as lease:
+            assert lease is not None
+            await cache.forget([K])
+            await cache.put(K, NEW)
+            for number in range(10, 40):
+                await cache.put(key(number), NEW)
+            assert bytes(lease.view) == OLD
+        assert await found(cache, K) == NEW
+
+
+async def test_pinned_and_prefetched_chunks_are_forgotten_too() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        await cache.prefetch([K], ttl=1000.0)
+        assert cache.ahead.pin([K], 1000.0) == 1
+        await cache.forget([K])
+        assert cache.ahead.pinned == 0
+        await new_bytes_are_everywhere(cache, "a")
+
+
+async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() -> None:
+    async with opened("a", "b", roles={"b": "read"}) as cache:
+        tier("b").chunks[K] = OLD
+        await cache.forget([K])
+        assert tier("b").chunks == {K: OLD}, "nobody told us to change it"
+        assert await found(cache, K) is None
+        assert await cache.put(K, NEW)
+        await cache.flush()
+        cache.clear_hot()
+        assert await found(cache, K) == NEW

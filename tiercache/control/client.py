@@ -46,11 +46,12 @@ def find_sockets(configured: Path) -> list[Path]:
         return []
 
 
-async def _exchange(path: Path, message: bytes) -> bytes:
+async def _exchange(path: Path, message: bytes) -> bytearray:
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(message)
         await writer.drain()
         return await receive(reader)
     finally:
-        writer.close()
+        # Not `close`, which waits for as long as the cache does not read.
+        writer.transport.abort()

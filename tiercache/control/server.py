@@ -81,7 +81,7 @@ class ControlServer:
         Who holds the lock file beside it owns the path, so that what a dead process left is known to be nobody's.
         """
         try:
-            self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")

@@ -38,11 +38,15 @@ _WEKA_THREADS = 16
 _HF3FS_THREADS = 8
 
 
-def arena_settings(config: Config) -> ArenaSettings:
+def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
+    """Ranks have one configuration, and each an arena of its own."""
+    shm_name = config.shm_name
+    if shm_name and layout.world_size > 1:
+        shm_name = f"{shm_name}.{layout.rank}"
     return ArenaSettings(
         size_bytes=config.arena_bytes,
         hugepages=config.local_cpu_use_hugepages,
-        shm_name=config.shm_name,
+        shm_name=shm_name,
         numa_node=numa_node_for(config.numa_mode),
     )
 

@@ -94,7 +94,7 @@ class TierCache:
     async def start(self) -> None:
         """Take the arena (pre-faulted off the loop) and open the tiers."""
         # May raise for a wrong configuration: nothing is taken by then.
-        settings = arena_settings(self.config)
+        settings = arena_settings(self.config, self.layout)
         self._device = await asyncio.to_thread(
             make_device, self.config, self.layout, self._driver, gpu_in_use()
         )

@@ -54,6 +54,7 @@ async def serve(place: Path, *arguments: str, **environment: str) -> AsyncIterat
         assert line, said
         said += line.decode()
     async with httpx.AsyncClient(base_url=found[1], trust_env=False, timeout=30) as client:
+        client.pid = process.pid  # type: ignore[attr-defined]
         try:
             yield client
         finally:
@@ -162,6 +163,9 @@ async def test_without_the_token_nothing_is_said_or_done(cache: TierCache, serve
         ("prefetch", b'{"tokens": ["a"]}', 400, "malformed", r"tokens\[0\]"),
         ("prefetch", b'{"tokens": [1], "deadline": 1}', 400, "malformed", "deadline"),
         ("prefetch", b'{"tokens": [1], "deadline_s": -1}', 400, "malformed", "deadline_s"),
+        ("prefetch", b'{"tokens": ' + b"[" * 100_000, 400, "malformed", "malformed body"),
+        ("prefetch", b'{"tokens": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "malformed", "malformed body"),
+        ("prefetch", b'{"lora": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "nested too deep"),
         ("prefetch", b"\xff\xfe", 400, "malformed", "malformed body"),
         ("progress", b'{"handle": "none"}', 404, "unknown", "no prefetch 'none'"),
         ("lookup", b'{"tokens": [1], "cache_salt": "x"}', 409, "refused", "in vLLM only"),

@@ -130,7 +130,7 @@ class Config:
     shm_name: str | None = _key(
         Optional(Text("a name for POSIX shared memory")),
         None,
-        "the arena lies in shared memory of this name",
+        "the arena lies in shared memory of this name, /dev/shm/tiercache.NAME; with several ranks, .RANK is appended",
         tier="cpu",
         extra=True,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, frame, receive
+from tiercache.control.owners import check_peer, is_believed
 from tiercache.control.server import ANSWER_S
 
 _MARGIN_S = 5.0
@@ -38,19 +39,30 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
 
 
 def find_sockets(configured: Path) -> list[Path]:
-    """The sockets that the workers of a cache with `control_socket: configured` have open: that path, or one a rank."""
+    """The sockets that the workers of a cache with `control_socket: configured` have open: that path, or one a rank. What
+    users have put there who are not to be believed is left out."""
     ranked = re.compile(re.escape(configured.name) + r"(\.\d+){0,2}")
     try:
-        return sorted(path for path in configured.parent.iterdir() if ranked.fullmatch(path.name) and path.is_socket())
+        return sorted(path for path in configured.parent.iterdir() if ranked.fullmatch(path.name) and _is_ours(path))
     except OSError:
         return []
 
 
-async def _exchange(path: Path, message: bytes) -> bytes:
+def _is_ours(path: Path) -> bool:
+    """A socket that may be believed: in a shared directory others may have put theirs there, or a link to some socket."""
+    try:
+        return path.is_socket() and is_believed(path, path.lstat().st_uid)
+    except OSError:
+        return False
+
+
+async def _exchange(path: Path, message: bytes) -> bytearray:
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
+        check_peer(path, writer.get_extra_info("socket"))
         writer.write(message)
         await writer.drain()
         return await receive(reader)
     finally:
-        writer.close()
+        # Not `close`, which waits for as long as the cache does not read.
+        writer.transport.abort()

@@ -44,21 +44,23 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
     request."""
     import uvicorn
 
-    from tiercache.control.connections import Connection
+    from tiercache.control.connections import HEADER_BYTES, MOST, Connection
 
     return uvicorn.Config(
         app,
         http=Connection,
+        h11_max_incomplete_event_size=HEADER_BYTES,
         host=host,
         port=port,
         log_level="info",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=64,
+        limit_concurrency=MOST + 1,  # uvicorn answers 503 from that many on
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
         lifespan="off",
+        ws="none",
     )
 
 

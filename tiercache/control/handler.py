@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import OrderedDict
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +26,26 @@ from tiercache.control.messages import (
     Unpin,
 )
 from tiercache.control.naming import Naming
+from tiercache.control.pace import Turns
+from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.prefetcher import PrefetchHandle
 
 if TYPE_CHECKING:
     from tiercache.cache import TierCache
 
 _MOST_HANDLES = 4096
+_KEYS_AT_ONCE = 1024
+_FORGOTTEN_AT_ONCE = 8192
+"""Tiers remove many at a time."""
 
 
 class Handler:
     """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
 
-    def __init__(self, cache: TierCache, naming: Naming) -> None:
+    def __init__(self, cache: TierCache, naming: Naming, turns: Turns) -> None:
         self._cache = cache
         self._naming = naming
+        self._turns = turns
         self._handles: OrderedDict[str, PrefetchHandle] = OrderedDict()
 
     async def answer(self, command: Command) -> dict[str, Any]:
@@ -66,9 +73,7 @@ class Handler:
         cache = self._cache
         if isinstance(command, Unpin | Forget):
             keys = await self._naming.all_keys(cache, command)
-            cache.ahead.unpin(keys)
-            if isinstance(command, Forget):
-                await cache.forget(keys)
+            await (self._forget(keys) if isinstance(command, Forget) else self._unpin(keys))
             return {}
         keys = await self._naming.keys(cache, command)
         match command:
@@ -84,7 +89,33 @@ class Handler:
             case Pin():
                 if cache.lookup_hot(keys) < len(keys):
                     await _wait(cache.prefetch(keys, ttl=command.ttl_s), command.until_s)
-                return {"asked": len(keys), "pinned": cache.ahead.pin(keys, command.ttl_s)}
+                pinned = 0
+                async for part in self._parts(keys):
+                    pinned += cache.ahead.pin(part, command.ttl_s)
+                return {"asked": len(keys), "pinned": pinned}
+
+    async def _unpin(self, keys: list[ChunkKey]) -> None:
+        async for part in self._parts(keys):
+            self._cache.ahead.unpin(part)
+
+    async def _forget(self, keys: list[ChunkKey]) -> None:
+        """A part whose removal fails keeps no other from it; the first error is raised at the end."""
+        failed: Exception | None = None
+        async for part in self._parts(keys, _FORGOTTEN_AT_ONCE):
+            self._cache.ahead.unpin(part)
+            try:
+                await self._cache.forget(part)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    async def _parts(self, keys: list[ChunkKey], at_once: int = _KEYS_AT_ONCE) -> AsyncIterator[list[ChunkKey]]:
+        """Few enough to take no more than a turn of the loop."""
+        for start in range(0, len(keys), at_once):
+            if start:
+                await self._turns.turn()
+            yield keys[start : start + at_once]
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:
         name = command.handle or secrets.token_hex(12)

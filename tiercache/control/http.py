@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -21,12 +22,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tiercache.control.fleet import Fleet
-from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, Command, ControlError, Statistics
+from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
 from tiercache.control.metrics import exposition
+from tiercache.control.pace import Room
 
 logger = logging.getLogger("tiercache.control")
 
 _BODY_S = 10.0
+_SMALL_BYTES = 64 << 10
+_ROOM_BYTES = 4 * LARGEST_MESSAGE_BYTES
+"""For the bodies of all requests that are longer than that, until they are answered."""
 _STATUS = {
     "malformed": 400,
     "unauthorised": 401,
@@ -61,6 +66,7 @@ class _Server:
     def __init__(self, fleet: Fleet, token: str | None) -> None:
         self._fleet = fleet
         self._token = token.encode() if token is not None else None
+        self._room = Room(_ROOM_BYTES)
 
     async def command(self, request: Request) -> Response:
         self._check_token(request)
@@ -71,15 +77,19 @@ class _Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # Also what keeps pages in a browser out: they may not send this unasked.
             raise ControlError("unsupported", "expected content-type: application/json")
-        body = await _body(request)
+        async with AsyncExitStack() as stack:
+            if (length := _announced_bytes(request)) > _SMALL_BYTES:
+                await self._take_room(stack, length)
+            command = _decoded(name, kind, await _body(request))
+            return _json(await self._fleet.ask(command))
+
+    async def _take_room(self, stack: AsyncExitStack, length: int) -> None:
+        """Numbers in JSON are ten times as large once they are decoded, and as many connections may send some."""
         try:
-            # The path says which command it is, so the body does not.
-            content = msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
-            content["command"] = msgspec.Raw(msgspec.json.encode(name))
-            command: Any = msgspec.json.decode(msgspec.json.encode(content), type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ControlError("malformed", f"malformed body: {error}") from None
-        return await self._answer(command)
+            async with asyncio.timeout(_BODY_S):
+                await stack.enter_async_context(self._room.of(length))
+        except TimeoutError:
+            raise ControlError("busy", f"{_ROOM_BYTES} bytes of other requests' bodies are being answered") from None
 
     async def statistics(self, request: Request) -> Response:
         """Of each socket by its name: sums over ranks would hide the one that lags."""
@@ -96,9 +106,6 @@ class _Server:
         """This server lives; the caches' health is `tiercache_up`."""
         return _json({})
 
-    async def _answer(self, command: Command) -> Response:
-        return _json(await self._fleet.ask(command))
-
     def _check_token(self, request: Request) -> None:
         if self._token is None:
             return
@@ -108,19 +115,41 @@ class _Server:
             raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
 
 
+def _decoded(name: str, kind: type[Message], body: bytes) -> Any:
+    """The command. The path says which one it is, so the body does not."""
+    try:
+        content = msgspec.json.decode(body or b"{}", type=dict[str, msgspec.Raw])
+        content["command"] = msgspec.Raw(msgspec.json.encode(name))
+        return msgspec.json.decode(msgspec.json.encode(content), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ControlError("malformed", f"malformed body: {error}") from None
+    except RecursionError:
+        raise ControlError("malformed", "malformed body: its values are nested too deep") from None
+
+
+def _announced_bytes(request: Request) -> int:
+    """How long the body is, at most. Raises ControlError when that is too much."""
+    announced = request.headers.get("content-length")
+    if announced is None:
+        return LARGEST_MESSAGE_BYTES if "transfer-encoding" in request.headers else 0
+    if not announced.isdecimal() or len(announced) > 18 or int(announced) > LARGEST_MESSAGE_BYTES:
+        raise _too_large()
+    return int(announced)
+
+
+def _too_large() -> ControlError:
+    return ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
+
+
 async def _body(request: Request) -> bytes:
     """Raises ControlError for one that is too large, as soon as that is known, or too slow."""
-    too_large = ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
-    announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > LARGEST_MESSAGE_BYTES:
-        raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > LARGEST_MESSAGE_BYTES:
-                    raise too_large
+                    raise _too_large()
     except TimeoutError:
         raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
     except ClientDisconnect:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tiercache.control.messages import ControlError, Prefix
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, chunk_keys
 
 if TYPE_CHECKING:
     from tiercache.cache import TierCache
+
+_TOKENS_AT_ONCE = 16 << 10
+_KEYS_AT_ONCE = 8 << 10
 
 
 class Naming(Protocol):
@@ -22,24 +27,52 @@ class Naming(Protocol):
 
 
 class TokenNaming:
-    """Of a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys."""
+    """Of a cache whose program stores and loads by token ids (`cache.store`, `cache.load`) or by keys.
+
+    Lets others run on the loop between short steps, and names one prompt at a time.
+    """
+
+    def __init__(self) -> None:
+        self._naming = asyncio.Lock()
 
     async def keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
-        if (given := given_keys(prefix)) is not None:
+        if (given := await given_keys(prefix)) is not None:
             return given
         if prefix.cache_salt or prefix.lora is not None:
             raise ControlError(
                 "refused", "cache_salt and lora are known to a cache in vLLM only; this one names chunks by their token ids"
             )
-        return cache.keys(prefix.tokens or ())
+        async with self._naming:
+            return await _hashed(cache, prefix.tokens or ())
 
     async def all_keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
         return await self.keys(cache, prefix)
 
 
-def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
+async def _hashed(cache: TierCache, tokens: Sequence[int]) -> list[ChunkKey]:
+    """`cache.keys` in steps: a chunk's key is what the next one's is made from."""
+    chunk_tokens = cache.layout.chunk_tokens
+    step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens
+    keys: list[ChunkKey] = []
+    for start in range(0, len(tokens), step):
+        if start:
+            await asyncio.sleep(0)
+        before = keys[-1] if keys else cache.namespace
+        part = tokens[start : start + step]
+        keys += chunk_keys(before, part, chunk_tokens, partial=cache.config.save_unfull_chunk)
+    return keys
+
+
+async def given_keys(prefix: Prefix) -> list[ChunkKey] | None:
     """The keys that a message itself has; None where it has tokens. Raises ControlError unless it has one of the two."""
     if (prefix.tokens is None) == (prefix.keys is None):
         found = "neither" if prefix.tokens is None else "both"
         raise ControlError("malformed", f"expected either tokens (ids) or keys (hex), found {found}")
-    return prefix.chunk_keys
+    if prefix.keys is None:
+        return None
+    keys: list[ChunkKey] = []
+    for start in range(0, len(prefix.keys), _KEYS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        keys += map(bytes.fromhex, prefix.keys[start : start + _KEYS_AT_ONCE])
+    return keys

@@ -9,12 +9,22 @@ import fcntl
 import logging
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.control.handler import Handler
-from tiercache.control.messages import ControlError, decode, frame, receive
+from tiercache.control.large import FROM_BYTES, decode_large
+from tiercache.control.messages import (
+    LARGEST_MESSAGE_BYTES,
+    ControlError,
+    decode,
+    frame,
+    receive_body,
+    receive_length,
+)
 from tiercache.control.naming import Naming
+from tiercache.control.pace import Room, Turns
 from tiercache.errors import ConfigError, TierCacheError
 
 if TYPE_CHECKING:
@@ -27,21 +37,43 @@ _BUSY_S = 1.0
 """For a question that will be refused."""
 _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
+_SPARED_S = 1.0
+"""When all places are taken, who has asked nothing for so long gives his to somebody else."""
+_ARRIVES_S = 10.0
+"""For a message to arrive, once its length has."""
 _TAKEN_S = 10.0
 """For an answer to be taken."""
+_ROOM_S = 30.0
+_SHORT_BYTES = 4096
+_ROOM_BYTES = 4 * LARGEST_MESSAGE_BYTES
+"""For large messages, all connections' together, from their arrival to their answer."""
 ANSWER_S = 20.0
 """For an answer, beyond what the message itself waits for."""
 
 
+@dataclass
+class _Line:
+    """A connection."""
+
+    writer: asyncio.StreamWriter
+    idle_since_s: float | None
+    """None while a message of his is being answered."""
+
+
 class ControlServer:
-    """Lives on the cache's loop. Connections ask one thing after another; each wait has a deadline."""
+    """Lives on the cache's loop. Connections ask one thing after another; each wait has a deadline.
+
+    The loop is the cache's: what messages take of it, they take a short step a round, all connections together.
+    """
 
     def __init__(self, path: Path, cache: TierCache, naming: Naming) -> None:
         self.path = path
-        self._handler = Handler(cache, naming)
+        self._turns = Turns()
+        self._handler = Handler(cache, naming, self._turns)
         self._lock: int | None = None
         self._server: asyncio.Server
-        self._lines: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._lines: dict[asyncio.Task[None], _Line] = {}
+        self._room = Room(_ROOM_BYTES)
 
     async def start(self) -> None:
         """Take the path. Raises ConfigError when another process has it, or when no socket can be made there.
@@ -49,7 +81,7 @@ class ControlServer:
         Who holds the lock file beside it owns the path, so that what a dead process left is known to be nobody's.
         """
         try:
-            self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
@@ -68,9 +100,8 @@ class ControlServer:
         if self._lock is None:
             return
         self._server.close()
-        for line, writer in self._lines.items():
-            line.cancel()
-            writer.close()
+        for task in self._lines:
+            task.cancel()
         if self._lines:
             await asyncio.wait(list(self._lines), timeout=2.0)
         self.path.unlink(missing_ok=True)
@@ -84,21 +115,21 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = asyncio.current_task()
         assert line is not None
-        busy = len(self._lines) >= _MOST_CONNECTIONS
+        # What is written is with the client once `drain` returns, so that a connection can be given up at any time.
+        writer.transport.set_write_buffer_limits(0)
+        busy = len(self._lines) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
         if len(self._lines) >= 2 * _MOST_CONNECTIONS:
-            writer.close()
+            writer.transport.abort()
             return
-        self._lines[line] = writer
+        self._lines[line] = _Line(writer, asyncio.get_running_loop().time())
         try:
             if busy:
                 # After the question: whoever is hung up on while he writes does not get to read why.
                 async with asyncio.timeout(_BUSY_S):
-                    await receive(reader)
+                    await reader.readexactly(min(await receive_length(reader), _SHORT_BYTES))
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
             while True:
-                async with asyncio.timeout(_IDLE_S):
-                    packed = await receive(reader)
-                await self._reply(writer, await self._answer(packed))
+                await self._next(reader, self._lines[line])
         except ControlError as error:
             # Busy, or too large: what follows on this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
@@ -108,12 +139,52 @@ class ControlServer:
         except asyncio.CancelledError:
             pass  # the cache closes
         finally:
-            writer.close()
+            # Not `close`, which waits for as long as the client does not read.
+            writer.transport.abort()
             del self._lines[line]
 
-    async def _answer(self, packed: bytes) -> dict[str, Any]:
+    async def _next(self, reader: asyncio.StreamReader, line: _Line) -> None:
+        """Receive a message and answer it."""
+        loop = asyncio.get_running_loop()
+        line.idle_since_s = loop.time()
+        async with asyncio.timeout(_IDLE_S) as silence, contextlib.AsyncExitStack() as stack:
+            length = await receive_length(reader)
+            if length > FROM_BYTES:
+                await self._take_room(stack, length)
+            silence.reschedule(min(silence.when() or 0.0, loop.time() + _ARRIVES_S))
+            packed = await receive_body(reader, length)
+            silence.reschedule(None)
+            line.idle_since_s = None
+            answer = await self._answer(packed)
+        await self._reply(line.writer, answer)
+
+    async def _take_room(self, stack: contextlib.AsyncExitStack, length: int) -> None:
         try:
-            command = decode(packed)
+            async with asyncio.timeout(_ROOM_S):
+                await stack.enter_async_context(self._room.of(length))
+        except TimeoutError:
+            raise ControlError("busy", f"{_ROOM_BYTES} bytes of other large messages are being answered") from None
+
+    def _hang_up_on_the_idlest(self) -> bool:
+        """Make room for a new connection, at the cost of one that has not asked anything for long."""
+        before_s = asyncio.get_running_loop().time() - _SPARED_S
+        idle = [line for line in self._lines.values() if line.idle_since_s is not None and line.idle_since_s < before_s]
+        if not idle:
+            return False
+        idlest = min(idle, key=lambda line: line.idle_since_s or 0.0)
+        idlest.idle_since_s = None
+        idlest.writer.transport.abort()
+        return True
+
+    async def _answer(self, packed: bytearray) -> dict[str, Any]:
+        try:
+            if len(packed) > FROM_BYTES:
+                async with asyncio.timeout(ANSWER_S):
+                    command = await self._turns.all_of(decode_large(packed))
+                packed.clear()
+            else:
+                await self._turns.turn()
+                command = decode(packed)
             async with asyncio.timeout(command.wait_s + ANSWER_S):
                 return {"ok": await self._handler.answer(command)}
         except ControlError as error:

@@ -21,7 +21,7 @@ class AnnouncedPrompts:
     async def keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
         """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
         missing."""
-        if (given := given_keys(prefix)) is not None:
+        if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
         match, found = await locate(cache, names, self._geometry)
@@ -30,7 +30,7 @@ class AnnouncedPrompts:
         return [*found, *keys_from_hashes(cache.namespace, missing)]
 
     async def all_keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
-        if (given := given_keys(prefix)) is not None:
+        if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
         if not self._geometry.save_tails:

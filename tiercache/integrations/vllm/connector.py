@@ -61,10 +61,12 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}))
         parallel = vllm_config.parallel_config
-        if self._config.control_socket is not None:
-            # Engines that serve the same model side by side have the same configuration.
-            path = socket_path(self._config.control_socket, (parallel.data_parallel_rank, parallel.data_parallel_size))
-            self._config = replace(self._config, control_socket=str(path))
+        # Engines that serve the same model side by side have the same configuration.
+        engine = (parallel.data_parallel_rank, parallel.data_parallel_size)
+        if (path := self._config.control_socket) is not None:
+            self._config = replace(self._config, control_socket=str(socket_path(path, engine)))
+        if (name := self._config.shm_name) is not None:
+            self._config = replace(self._config, shm_name=str(socket_path(name, engine)))
         self._engine = str(transfer.engine_id)
         self._spec = attention_spec(vllm_config, kv_cache_config)
         self._geometry = Geometry.for_chunk_size(

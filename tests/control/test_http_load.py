@@ -1,0 +1,103 @@
+"""What strangers may take of `tiercache serve-control`, a process of its own: nobody needs a token to open connections."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx", reason="httpx is not installed")
+pytest.importorskip("prometheus_client", reason="tiercache[control] is not installed")
+pytest.importorskip("starlette", reason="tiercache[control] is not installed")
+pytest.importorskip("uvicorn", reason="tiercache[control] is not installed")
+
+from tests.control.test_http import TOKEN, serve
+
+MIB = 1 << 20
+
+
+def memory_bytes(client: Any, field: str = "VmRSS") -> int:
+    (line,) = (line for line in Path(f"/proc/{client.pid}/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def server(tmp_path: Path) -> Any:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    return serve(tmp_path, "--token-file", str(token_file))
+
+
+async def connect(client: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(client.base_url.host, client.base_url.port)
+
+
+async def push(client: Any, first: bytes, again: bytes, size_bytes: int, silent_s: float = 2.0) -> None:
+    """`first`, then `again` and again up to `size_bytes`, until the server takes no more or hangs up; never read."""
+    reader, writer = await connect(client)
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    writer.transport.set_write_buffer_limits(0)
+    part = again * (65536 // len(again))
+    try:
+        writer.write(first)
+        for _ in range(size_bytes // len(part)):
+            writer.write(part)
+            async with asyncio.timeout(silent_s):
+                await writer.drain()
+    except (OSError, TimeoutError):
+        pass
+    finally:
+        writer.transport.abort()
+
+
+async def test_headers_without_an_end_are_cut_off(tmp_path: Path) -> None:
+    async with server(tmp_path) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        before_bytes = memory_bytes(client)
+        await push(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\n", b"a:b\r\n", 74 * MIB)
+        await push(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\na:", b"b", 74 * MIB)
+        await push(client, b"GET /", b"b", 74 * MIB)
+        assert memory_bytes(client, "VmHWM") - before_bytes < 40 * MIB
+        assert (await client.get("/healthz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["get", "refused", "post", "unknown"],
+)
+async def test_sixty_that_ask_ahead_and_never_read_take_little(tmp_path: Path, request_bytes: bytes) -> None:
+    async with server(tmp_path) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        before_bytes = memory_bytes(client)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(60):
+                group.create_task(push(client, b"", request_bytes, 8 * MIB))
+        assert memory_bytes(client, "VmHWM") - before_bytes < 120 * MIB
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
+    """They hold all places, for no longer than others need them."""
+    async with server(tmp_path) as client:
+        silent = [await connect(client) for _ in range(64)]
+        for _, writer in silent[::2]:
+            writer.write(b"GET /healthz HTTP/1.1\r\nHo")
+        async with asyncio.timeout(5):
+            while (await client.get("/healthz")).status_code != 200:
+                await asyncio.sleep(0.1)
+        began_s = time.monotonic()
+        for _ in range(8):
+            assert (await client.get("/healthz", headers={"connection": "close"})).status_code == 200
+        assert time.monotonic() - began_s < 5
+        for _, writer in silent:
+            writer.transport.abort()

@@ -1,0 +1,120 @@
+"""What clients of the control socket may take of the process that the cache lives in: of its loop, memory, descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.control.test_socket import LAYOUT, cache, config_of, place
+from tiercache import TierCache
+from tiercache.control import server
+from tiercache.control.client import ask
+from tiercache.control.messages import Statistics
+
+__all__ = ["cache", "place"]
+LONGEST_S = 0.05
+"""A step takes 5 ms, on a machine that has nothing else to do; 0.2 to 3 s it was."""
+FLOOD = Path(__file__).with_name("flood.py")
+
+
+class Rounds:
+    """The longest round of the running loop, in seconds of processor time: another process's load is not ours."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._before_s = time.thread_time()
+        self._handle = self._loop.call_soon(self._beat)
+
+    def _beat(self) -> None:
+        now_s = time.thread_time()
+        self.longest_s = max(self.longest_s, now_s - self._before_s)
+        self._before_s = now_s
+        self._handle = self._loop.call_soon(self._beat)
+
+    def stop(self) -> float:
+        self._handle.cancel()
+        return self.longest_s
+
+
+@asynccontextmanager
+async def flood(place: Path, what: str, connections: int, times: int) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(FLOOD), str(place), what, str(connections), str(times)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert await process.stdout.readline() == b"ready\n"
+    process.stdin.write(b"\n")
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def said(process: asyncio.subprocess.Process) -> bytes:
+    assert process.stdout is not None
+    return await asyncio.wait_for(process.stdout.readline(), 120)
+
+
+@pytest.mark.parametrize(("connections", "times"), [(1, 4000), (60, 300)])
+async def test_pipelined_messages_take_a_short_step_a_round(
+    cache: TierCache, place: Path, connections: int, times: int
+) -> None:
+    async with flood(place, "statistics", connections, times) as process:
+        rounds = Rounds()
+        assert await said(process) == b"answered\n"
+        longest_s = rounds.stop()
+    assert longest_s < LONGEST_S
+
+
+@pytest.mark.parametrize("what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"])
+async def test_largest_message_takes_short_steps(cache: TierCache, place: Path, what: str) -> None:
+    async with flood(place, what, 1, 1) as process:
+        rounds = Rounds()
+        assert await said(process) == b"answered\n"
+        longest_s = rounds.stop()
+    assert longest_s < LONGEST_S
+
+
+async def test_many_large_messages_take_turns(cache: TierCache, place: Path) -> None:
+    async with flood(place, "lookup-tokens", 12, 1) as process:
+        rounds = Rounds()
+        assert await said(process) == b"answered\n"
+        longest_s = rounds.stop()
+    assert longest_s < LONGEST_S
+
+
+async def test_who_asks_and_never_reads_keeps_no_descriptor(
+    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_TAKEN_S", 0.05)
+    before = len(os.listdir("/proc/self/fd"))
+    async with flood(place, "statistics", 300, 0) as process:
+        assert await said(process) == b"asked\n"
+        async with asyncio.timeout(30):
+            # The clients are still there, and still do not read.
+            while len(os.listdir("/proc/self/fd")) > before + 8:
+                await asyncio.sleep(0)
+        assert (await ask(place, Statistics()))["rank"] == 0
+
+
+async def test_silent_connections_shut_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 that say nothing hold all places, for no longer than others need them."""
+    monkeypatch.setattr(server, "_SPARED_S", 0.0)
+    async with TierCache.open(config_of(tmp_path), LAYOUT):
+        place = tmp_path / "c.sock"
+        silent = [await asyncio.open_unix_connection(str(place)) for _ in range(64)]
+        for _ in range(8):
+            assert (await ask(place, Statistics()))["rank"] == 0
+        for _, writer in silent:
+            writer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.mounts import file_system_of
 from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import make_remote
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -117,7 +120,26 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     for remote in remotes_of(config):
         if remote.available:
             tiers.append(make_remote_tier(config, layout, remote))
+    _check_no_directory_is_used_twice(tiers)
     return tiers
+
+
+def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
+    """Raises ConfigError for an fs tier on a directory that another tier has too: each chunk would be looked for, and its
+    writing paid for, twice. By names alone: the mount may hang."""
+    users: dict[str, Tier] = {}
+    for tier in tiers:
+        directories: tuple[Path, ...] = ()
+        if isinstance(tier, FsTier):
+            directories = tier.engine.directories
+        elif isinstance(tier, DiskTier):
+            directories = tier.settings.directories
+        for directory in dict.fromkeys(map(os.path.normpath, directories)):
+            other = users.setdefault(directory, tier)
+            if other is not tier and (isinstance(tier, FsTier) or isinstance(other, FsTier)):
+                raise ConfigError(
+                    f"{tier.name}: {directory} belongs to the tier {other.name} already; give one its own"
+                )
 
 
 def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:

@@ -18,6 +18,7 @@ from tests.remote.fs.mount import FragileMount, why_no_fuse
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
 from tiercache import Config, Layout, TierCache
+from tiercache.assembly import make_tiers
 from tiercache.core.header import file_bytes
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
@@ -122,6 +123,24 @@ def test_directories_come_from_base_path_or_the_url(
 def test_a_tier_without_a_directory_is_refused(base_path: tuple[str, ...], problem: str) -> None:
     with pytest.raises(ConfigError, match=rf"remote_storage_plugin\.fs\.a\.base_path: .*{problem}"):
         tier_on(base_path=base_path)
+
+
+def test_a_directory_is_used_by_one_tier_and_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"fs\.a\.base_path: .*twice"):
+        tier_on(tmp_path / "kv", tmp_path / "other" / ".." / "kv")
+    layout = Layout("m", chunk_tokens=16, bytes_per_token=4096)
+    fs = {
+        "chunk_size": 16,
+        "remote_storage_plugins": ["fs.a", "fs.b"],
+        "remote_storage_plugin.fs.a.base_path": str(tmp_path),
+        "remote_storage_plugin.fs.b.base_path": f"{tmp_path}/x/..",
+    }
+    with pytest.raises(ConfigError, match=rf"fs\.b: {tmp_path} belongs to the tier fs\.a already"):
+        make_tiers(Config.load(environ={}, overrides=fs), layout)
+    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.1, "remote_storage_plugins": ["fs.a"]}
+    del fs["remote_storage_plugin.fs.b.base_path"]
+    with pytest.raises(ConfigError, match=rf"fs\.a: {tmp_path} belongs to the tier disk already"):
+        make_tiers(Config.load(environ={}, overrides=fs | disk), layout)
 
 
 async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:

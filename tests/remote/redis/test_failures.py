@@ -179,6 +179,36 @@ async def test_closing_does_not_wait_for_a_server_that_hangs(silent: int) -> Non
     assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.parametrize("where", ["in an answer", "in the greeting"])
+async def test_closing_ends_what_waits_for_a_frozen_server(tmp_path: Path, where: str) -> None:
+    """Its memory can be given back then."""
+    server = Server(tmp_path).start().ready()
+    tier = make_tier(f"redis://127.0.0.1:{server.port}", timeout_s=60.0)
+    await tier.open()
+    try:
+        await tier.write(KEY, PAYLOAD, LENGTH)
+        if where == "in the greeting":
+            with server.client() as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+        server.freeze()
+        work = [
+            asyncio.create_task(tier.read(KEY, page_aligned(LENGTH))),
+            asyncio.create_task(tier.write(*chunk(2, LENGTH), LENGTH)),
+            asyncio.create_task(tier.remove(KEY)),
+        ]
+        async with asyncio.timeout(10):
+            while tier._readers.unfinished + tier._writers.unfinished + tier._control.unfinished < len(work):
+                await asyncio.sleep(0)
+        began_s = time.monotonic()
+        await tier.close()
+        assert time.monotonic() - began_s < 3.0
+        assert [task for task in work if not task.done()] == []
+        assert all(isinstance(task.exception(), TierUnavailable) for task in work)
+    finally:
+        server.thaw()
+        server.kill()
+
+
 async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: Path) -> None:
     server = Server(tmp_path).start().ready()
     tier = make_tier(f"redis://127.0.0.1:{server.port}", timeout_s=0.4)

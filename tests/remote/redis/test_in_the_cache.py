@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from tests.remote.redis.servers import Server
 from tiercache import Config, Layout, TierCache
@@ -53,3 +58,35 @@ async def test_a_cache_starts_and_works_without_its_server(server: Server) -> No
         assert await cache.store(TOKENS, PAYLOADS) == len(PAYLOADS)
         buffers = [np.zeros(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in PAYLOADS]
         assert await cache.load(TOKENS, buffers) == len(TOKENS)
+
+
+@pytest.mark.parametrize("where", ["in an answer", "in the greeting"])
+async def test_closing_on_a_hung_server_gives_the_memory_back(tmp_path: Path, where: str) -> None:
+    """A read hangs in its thread; closing the sockets ends it, so nobody uses the arena any more."""
+    server = Server(tmp_path).start().ready()
+    name = f"test-{os.getpid()}-hung"
+    config = configured(server.port, shm_name=name, request_timeout=60.0)
+    arena = Path(f"/dev/shm/tiercache.{name}")
+    cache = TierCache(config, LAYOUT)
+    await cache.start()
+    try:
+        assert await cache.store(TOKENS, PAYLOADS) == len(PAYLOADS)
+        assert (await cache.flush()).complete
+        keys = cache.keys(TOKENS)
+        await cache.forget(keys[:1])
+        if where == "in the greeting":
+            with server.client() as client:
+                client.client_kill_filter(_type="normal", skipme=True)
+        server.freeze()
+        assert not await cache.get_into(
+            [b"\1" * len(keys[0])], [np.zeros(LAYOUT.chunk_bytes, np.uint8)], deadline_s=0.3
+        )
+        assert cache.statistics().stuck
+        assert arena.exists()
+        began_s = asyncio.get_running_loop().time()
+        await cache.close(0.2)
+        assert asyncio.get_running_loop().time() - began_s < 3.0
+        assert not arena.exists(), "mapped for good"
+    finally:
+        server.thaw()
+        server.kill()

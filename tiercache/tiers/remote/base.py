@@ -7,6 +7,7 @@ is asynchronous.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import abstractmethod
@@ -30,6 +31,8 @@ T = TypeVar("T")
 _REMEMBERED_KEYS = 1 << 20
 _REMEMBERED_S = 10.0
 _REFUSED_KEYS = 1 << 16
+_END_S = 1.0
+"""How long what was interrupted may take to end."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class RemoteTier(Tier):
         """What lies there is bad: it is no hit until somebody may have stored it anew."""
         self.counters = TierStatistics()
         self._open = False
+        self._busy = 0
+        """Operations that somebody waits for."""
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     # For subclasses
 
@@ -99,7 +106,10 @@ class RemoteTier(Tier):
 
     @abstractmethod
     async def _disconnect(self) -> None:
-        """Give everything back. Called once, also after a `_connect` that failed; does not wait for hung operations."""
+        """Give everything back. Called once, also after a `_connect` that failed; does not wait for hung operations.
+
+        What can make them end does: memory that they use cannot be given back before.
+        """
 
     @abstractmethod
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
@@ -166,6 +176,10 @@ class RemoteTier(Tier):
             self._open = False
             self.known.clear()
             await self._disconnect()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._idle.wait()
+            await asyncio.sleep(0)  # who waited for them hears of it before anybody asks whether their memory is free
 
     def contains(self, key: ChunkKey) -> bool:
         return self.known.has(key, time.monotonic())
@@ -253,7 +267,14 @@ class RemoteTier(Tier):
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Memory is in use until `work` has ended, whatever happens to whoever waits for it."""
-        return await to_the_end(asyncio.ensure_future(work))
+        self._busy += 1
+        self._idle.clear()
+        try:
+            return await to_the_end(asyncio.ensure_future(work))
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.set()
 
 
 class NotOurs(CorruptChunk):

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,8 @@ def _directories(settings: RemoteSettings) -> tuple[Path, ...]:
     for path in found:
         if not path.is_absolute():
             raise settings.error("base_path", f"expected a path that begins with /, found {str(path)!r}")
+    if len({os.path.normpath(path) for path in found}) < len(found):
+        raise settings.error("base_path", "a directory stands there twice, which would fill it twice")
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -28,6 +30,10 @@ class Connector:
         self.timeout_s = settings.timeout_s
         self.connect_timeout_s = float(options.get("connect_timeout_s") or 5.0)
         self._tls: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._greeting: set[Any] = set()
+        """Connections that are being made, or are asked for the topology."""
+        self._closed = False
         if address.tls:
             verify = options.get("tls_verify", True)
             self._tls = {
@@ -44,19 +50,44 @@ class Connector:
         Raises Refused for what the operator must mend, BrokenConnection for what may pass.
         """
         connection = self._make(endpoint)
-        try:
-            connection.connect()
-        except (redis.RedisError, OSError) as error:
-            connection.disconnect()
-            raise self._reason(endpoint, error) from None
+        with self._greeted(connection):
+            try:
+                connection.connect()
+            except (redis.RedisError, OSError) as error:
+                connection.disconnect()
+                raise self._reason(endpoint, error) from None
         return connection
+
+    def close(self) -> None:
+        """Whoever is being greeted by a server that hangs fails now. From any thread; idempotent."""
+        with self._lock:
+            self._closed = True
+            greeting = list(self._greeting)
+        for connection in greeting:
+            # There is no public name for it, see `Channel`. None: the server has not even accepted yet.
+            if (sock := connection._sock) is not None:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def _greeted(self, connection: Any) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise BrokenConnection("the tier is closed")
+            self._greeting.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._greeting.discard(connection)
 
     def ask(self, endpoint: Endpoint, *words: str) -> Any:
         """The answer to a command, on a connection of its own. Raises as `connect`."""
         connection = self.connect(endpoint)
         try:
-            connection.send_command(*words)
-            return connection.read_response()
+            with self._greeted(connection):
+                connection.send_command(*words)
+                return connection.read_response()
         except (redis.RedisError, OSError) as error:
             raise self._reason(endpoint, error) from None
         finally:
@@ -78,6 +109,8 @@ class Connector:
         try:
             host, port = sentinels.discover_master(self.address.service)
         except redis.sentinel.MasterNotFoundError:
+            if _all_refuse(sentinels.sentinels):
+                raise Refused("sentinel_password", "no Sentinel that answers accepts it") from None
             raise BrokenConnection(f"no Sentinel knows a master of {self.address.service!r} that is up") from None
         except (redis.RedisError, OSError) as error:
             raise self._reason(self.address.endpoints[0], error, sentinel=True) from None
@@ -163,6 +196,20 @@ class Connector:
         if isinstance(error, (redis.TimeoutError, TimeoutError)):
             return TooSlow(f"{endpoint} does not answer")
         return BrokenConnection(f"{endpoint} cannot be reached: {_told(text)}")
+
+
+def _all_refuse(sentinels: Sequence[Any]) -> bool:
+    """Whether some of them want another password, and none takes ours: redis-py takes that for a Sentinel that is away."""
+    refused = False
+    for sentinel in sentinels:
+        try:
+            sentinel.ping()
+            return False
+        except redis.AuthenticationError:
+            refused = True
+        except (redis.RedisError, OSError):
+            continue
+    return refused
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> Any:

@@ -35,12 +35,14 @@ class Servers:
     def __init__(self, name: str, connector: Connector, topology: Topology) -> None:
         self.name = name
         self.topology = topology
+        self._connector = connector
         timeout_s = connector.timeout_s
         self.pool = Pool(name, lambda endpoint: Channel(connector.connect(endpoint), endpoint, timeout_s))
         self._closing = threading.Event()
 
     def close(self) -> None:
         self._closing.set()
+        self._connector.close()
         self.pool.close()
 
     def run(self, name: bytes, exchange: Callable[[Channel], T], *, several: bool = False) -> T:

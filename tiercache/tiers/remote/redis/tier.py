@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -24,6 +26,8 @@ logger = logging.getLogger("tiercache.redis")
 T = TypeVar("T")
 
 _CONTROL_THREADS = 2
+_END_S = 1.0
+_AGAIN_S = 0.01
 
 
 class RedisTier(RemoteTier):
@@ -62,10 +66,15 @@ class RedisTier(RemoteTier):
             logger.warning("%s: not there yet: %s", self.name, error)
 
     async def _disconnect(self) -> None:
-        # First the threads are told to end, then those that wait for a server are woken.
-        for workers in (self._readers, self._writers, self._control):
+        # First the threads are told to end, then those that wait for a server are woken; also who is just about to wait.
+        threads = (self._readers, self._writers, self._control)
+        for workers in threads:
             workers.close()
         self._servers.close()
+        until_s = time.monotonic() + _END_S
+        while any(workers.unfinished for workers in threads) and time.monotonic() < until_s:
+            await asyncio.sleep(_AGAIN_S)
+            self._servers.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._in_thread(self._readers, self._chunks.get, key, into)

@@ -8,6 +8,7 @@ directories.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import re
@@ -141,9 +142,8 @@ def _end_loop(runner: asyncio.Runner, patience_s: float) -> Leaks:
     tasks = asyncio.all_tasks(loop)
     if tasks:
         _, tasks = runner.run(asyncio.wait(tasks, timeout=patience_s))
-    executor = loop._default_executor  # type: ignore[attr-defined]
-    if executor is not None:
-        executor.shutdown(wait=False)
+    with contextlib.suppress(TimeoutError):
+        runner.run(asyncio.wait_for(loop.shutdown_default_executor(), patience_s))
     return {"tasks": [repr(task) for task in tasks]} if tasks else {}
 
 
@@ -174,8 +174,8 @@ def _where(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return thread.name
-    inner = traceback.extract_stack(frame)[-3:]
-    return f"{thread.name}, at " + " > ".join(f"{one.filename}:{one.lineno} {one.name}" for one in inner)
+    inner = traceback.extract_stack(frame)[-4:]
+    return f"{thread.name}, at " + " > ".join(f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in inner)
 
 
 def _caller() -> str:

@@ -1,6 +1,9 @@
 """Every tier of ours against the contract."""
 
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
@@ -26,9 +29,15 @@ class TestFaultyTierWithoutFaults(TierContract):
 
 
 class TestCpuTier(TierContract):
+    @pytest.fixture(autouse=True)
+    def copiers(self) -> Iterator[None]:
+        self.workers = Workers("copy", 2)
+        yield
+        self.workers.close()
+
     async def make_tier(self, place: Path) -> Tier:
         pool = SlotPool(Arena(ArenaSettings(size_bytes=4 << 20)), LAYOUT.chunk_bytes)
-        return CpuTier(pool, Workers("copy", 2))
+        return CpuTier(pool, self.workers)
 
 
 class TestDiskTier(TierContract):

@@ -30,6 +30,7 @@ logger = logging.getLogger("tiercache.device")
 KERNELS = Path(__file__).with_name("kernels.cu")
 _THREADS_A_BLOCK = 256
 _BLOCKS = 16
+_LOOK_S = 0.05
 
 
 class TwinStream:
@@ -73,6 +74,7 @@ class TwinDriver(Driver):
         self._sought = False
         self._lock = threading.Lock()
         self._closed = False
+        self._never_called: list[Callable[[], None]] | None = []
         self._idle = self.make_stream()
 
     # Faults, for tests
@@ -142,20 +144,24 @@ class TwinDriver(Driver):
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._check()
-        stream.enqueue(event.happened.wait)
+        stream.enqueue(lambda: self._await(event))
 
     def query(self, event: Event) -> bool:
         self._check()
         return bool(event.happened.is_set())
 
     def synchronize(self, event: Event) -> None:
-        while not event.happened.wait(0.05):
+        while not event.happened.wait(_LOOK_S):
             self._check()
 
     def call(self, stream: Stream, function: int, argument: int) -> None:
         self._check()
         native = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-        self._enqueue(stream, lambda: native(argument))
+
+        def work() -> None:
+            native(argument)
+
+        stream.enqueue(lambda: self._keep_from_being_called(work) if self._lost.is_set() else work())
 
     def copy(self, destination: int, source: int, length_bytes: int, stream: Stream) -> None:
         self._check()
@@ -196,6 +202,23 @@ class TwinDriver(Driver):
             self._closed = True
             for stream in self._streams:
                 stream.close()
+            with self._lock:
+                never_called, self._never_called = self._never_called, None
+            for work in never_called or ():
+                work()
+
+    def _keep_from_being_called(self, work: Callable[[], None]) -> None:
+        """A lost device calls nobody; a driver that is unloaded lets go of what its callbacks own."""
+        with self._lock:
+            if self._never_called is not None:
+                self._never_called.append(work)
+                return
+        work()
+
+    def _await(self, event: TwinEvent) -> None:
+        """A lost device waits for nothing: its events never happen."""
+        while not event.happened.wait(_LOOK_S) and not self._lost.is_set():
+            pass
 
     def _enqueue(self, stream: Stream, work: Callable[[], Any]) -> None:
         """A lost device does nothing with what it already has."""

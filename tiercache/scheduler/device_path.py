@@ -17,14 +17,16 @@ from typing import TypeVar
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Event, Span, Stream
 from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
-from tiercache.scheduler.reader import Reader, all_or_none, prefix_of
-from tiercache.scheduler.writer import FanOut
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.reader import Reader, prefix_of
+from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 from tiercache.tiers.staging import StagingTier
@@ -85,22 +87,23 @@ class DevicePath:
         changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.pool.count // 4, _BATCH_BYTES // pool.slot_bytes))
+        patience = Patience(deadline_s)
         tasks = [
-            asyncio.ensure_future(self._put_batch(chunks[start : start + size], after, deadline_s))
+            asyncio.ensure_future(self._put_batch(chunks[start : start + size], after, patience))
             for start in range(0, len(chunks), size)
         ]
         await all_or_none(tasks)
         return sum(task.result() for task in tasks)
 
     async def _put_batch(
-        self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, deadline_s: float
+        self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, patience: Patience
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
         async with self._puts:
             try:
                 for key, payload in chunks:
-                    await self._admit(key, payload, batch, deadline_s)
+                    await self._admit(key, payload, batch, patience.deadline_s)
                 if batch.storing:
                     try:
                         await self._enqueue_put(batch, after)
@@ -120,7 +123,7 @@ class DevicePath:
             if chunk.staged is not None:
                 batch.leases.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.there + len(batch.storing)
-        await self._fan_out.offer(batch.leases, self._lease_for)
+        await self._fan_out.offer(batch.leases, self._lease_for, patience)
         return stored
 
     async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:

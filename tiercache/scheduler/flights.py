@@ -80,6 +80,11 @@ class Flights:
         """Reads that outlived their deadline and still hold a slot."""
         return len(self._stuck)
 
+    @property
+    def lingering(self) -> Sequence[asyncio.Task[int | None]]:
+        """Those reads."""
+        return list(self._stuck)
+
     async def fetch(
         self,
         key: ChunkKey,

@@ -10,10 +10,11 @@ import numpy as np
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
 from tiercache.payloads import Source
-from tiercache.scheduler.writer import FanOut
+from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 
@@ -32,11 +33,12 @@ class HostPath:
     async def put(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         deadline_s = asyncio.get_running_loop().time() + wait_s
+        patience = Patience(deadline_s)
         stored = position = 0
         elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
         while position < len(items):
             batch = items[position : position + self._batch_items]
-            hot, passed = await self._put_batch(batch, elsewhere, deadline_s)
+            hot, passed = await self._put_batch(batch, elsewhere, patience)
             stored += hot
             position += passed
         for key, other in elsewhere:
@@ -49,7 +51,7 @@ class HostPath:
         self,
         items: Sequence[tuple[ChunkKey, int, Source]],
         elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]],
-        deadline_s: float,
+        patience: Patience,
     ) -> tuple[int, int]:
         """How many chunks are hot now, and how many of `items` that was about: the batch ends where a slot has to be waited
         for, since whoever waits must not hold what others wait for."""
@@ -73,7 +75,7 @@ class HostPath:
                         elif fills or leases:
                             break
                         else:
-                            slot = await self._slot_to_fill(key, filled, deadline_s)
+                            slot = await self._slot_to_fill(key, filled, patience.deadline_s)
                         if slot is not None:
                             fills[key] = (slot, length, source)
                         elif self.cpu.contains(key) or key in self._filling:
@@ -98,7 +100,7 @@ class HostPath:
                 self._filling.pop(key, None)
             filled.set_result(None)
         stored = len(leases)
-        await self._fan_out.offer(leases, self.lease_for)
+        await self._fan_out.offer(leases, self.lease_for, patience)
         return stored, passed
 
     async def _slot_to_fill(self, key: ChunkKey, filled: asyncio.Future[None], deadline_s: float) -> Slot | None:

@@ -62,6 +62,9 @@ class Tier(ABC):
     patience_s: float | None = None
     """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
 
+    open_s: float = 30.0
+    """What `open` may take: a cache that starts waits no longer, cancels it, and says so."""
+
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
         """Told before `open`: the memory that payloads lie in, for tiers that register it with something."""
 

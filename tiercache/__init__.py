@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes  # noqa: F401
     from tiercache.core.layout import Layout  # noqa: F401
     from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError  # noqa: F401
+    from tiercache.scheduler.fan_out import FlushReport  # noqa: F401
     from tiercache.scheduler.reader import Hit  # noqa: F401
-    from tiercache.scheduler.writer import FlushReport  # noqa: F401
     from tiercache.statistics import Statistics  # noqa: F401
     from tiercache.tiers.cpu import Lease  # noqa: F401
 
@@ -33,7 +33,7 @@ _HOME = {
     "Config": "config",
     "ConfigError": "errors",
     "CorruptChunk": "errors",
-    "FlushReport": "scheduler.writer",
+    "FlushReport": "scheduler.fan_out",
     "Hit": "scheduler.reader",
     "Layout": "core.layout",
     "LayoutError": "errors",

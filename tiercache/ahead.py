@@ -7,18 +7,31 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from math import isfinite
 
 from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey, check_keys
 from tiercache.core.prediction import Sessions
+from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
 from tiercache.tiers.cpu import CpuTier, Lease
 
 PIN_S = 600.0
+_QUEUE = "queue"
+_FIRST = 1 << 40
+"""Requests that are here go before everything that is only predicted, and one after the other."""
+_QUEUED_SHARES = 4
+"""Of what the prefetcher may keep, so many times is remembered of the queue. What comes behind is read when it is asked for.
+"""
+_CERTAIN = 0.99
+_SOON_S = 1.0
+_WAITS_S = 60.0
+"""How long what was fetched for a request is kept for it."""
 
 
 class Ahead:
@@ -44,6 +57,8 @@ class Ahead:
         self._loop = asyncio.get_running_loop()
         self._thinking: asyncio.TimerHandle | None = None
         self._closed = False
+        self._queue: deque[Prediction] = deque()
+        self._numbers = count(-_FIRST)
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
         cpu.on_forget = self._removed
 
@@ -62,6 +77,24 @@ class Ahead:
         now_s = self._loop.time()
         hint = self.foresight.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         return self.prefetcher.begin(hint, now_s + look_s)
+
+    def queued(self, keys: Sequence[ChunkKey]) -> None:
+        """A request for `keys` is here and waits for its turn, behind those that came before it."""
+        self.cpu.renew(keys)
+        if self.cpu.prefix(keys) == len(keys):
+            return
+        while self._queue and not any(self.plan.expects(key) for key in self._queue[0].keys):
+            self.plan.withdraw(_QUEUE, self._queue.popleft().subject)  # its turn has come, or its time is over
+        most = self.plan.settings.share_bytes // self.plan.chunk_bytes
+        if sum(len(prediction.keys) for prediction in self._queue) >= _QUEUED_SHARES * most:
+            return
+        number = next(self._numbers)
+        now_s = self._loop.time()
+        prediction = Prediction(
+            _QUEUE, str(number), keys[:most], _CERTAIN, now_s, now_s, now_s + _SOON_S, number, _WAITS_S
+        )
+        self._queue.append(prediction)
+        self.prefetcher.offer(prediction)
 
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""

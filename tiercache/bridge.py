@@ -15,7 +15,7 @@ from tiercache.control.naming import Naming
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed
-from tiercache.scheduler.writer import FlushReport
+from tiercache.scheduler.fan_out import FlushReport
 
 logger = logging.getLogger("tiercache.bridge")
 

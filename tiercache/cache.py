@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import isfinite
 from operator import index
 from types import TracebackType
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.ahead import Ahead, check_seconds
-from tiercache.assembly import arena_settings, make_device, make_tiers
+from tiercache.assembly import arena_settings, make_device
+from tiercache.closing import GRACE_S, Deadline, Lingering, closed
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, check_key, check_keys, chunk_keys
@@ -24,17 +25,19 @@ from tiercache.core.prefetch import PrefetchSettings
 from tiercache.device.device import Device, gpu_in_use
 from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import device_payload
-from tiercache.errors import CacheClosed, ConfigError
+from tiercache.errors import CacheClosed, ConfigError, TierCacheError
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
-from tiercache.memory.workers import Workers
+from tiercache.memory.workers import Workers, to_the_end
+from tiercache.opening import DEVICE_S, close_device, close_tier, made, make_tiers_in_time, open_tier, when_ended
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
+from tiercache.scheduler.fan_out import FanOut, FlushReport
 from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.prefetcher import PrefetchHandle
 from tiercache.scheduler.reader import Hit, Reader, Sink
 from tiercache.scheduler.source import ReaderSettings
-from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
+from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cpu import CpuTier, Lease
@@ -69,8 +72,12 @@ class TierCache:
         self._device: Device | None = None
         self._device_path: DevicePath | None = None
         self.namespace = layout.namespace(config.tenant_salt)
-        self._warming: set[asyncio.Task[int]] = set()
-        self._running = False
+        self._started = self._running = self._closed = False
+        self._closing: asyncio.Task[FlushReport] | None = None
+        self._closers = 0
+        """Who waits for that."""
+        self._close_by: Deadline
+        self._lingering = Lingering(self._give_memory_back)
         self._operations = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -92,44 +99,59 @@ class TierCache:
             await cache.close()
 
     async def start(self) -> None:
-        """Take the arena (pre-faulted off the loop) and open the tiers."""
-        # May raise for a wrong configuration: nothing is taken by then.
+        """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
+
+        Raises ConfigError with one clear sentence when something cannot be had, or hangs. Whatever comes out, and when it is
+        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on.
+        """
+        if self._started:
+            raise TierCacheError("the cache was started already: a cache is started once; make another one")
+        self._started = True
+        try:
+            async with AsyncExitStack() as taken:
+                await self._start(taken)
+                taken.pop_all()
+        except BaseException:
+            self._started = self._running = False
+            raise
+
+    async def _start(self, taken: AsyncExitStack) -> None:
+        """Everything that is taken goes to `taken`, with how it is given back."""
         settings = arena_settings(self.config, self.layout)
-        self._device = await asyncio.to_thread(
-            make_device, self.config, self.layout, self._driver, gpu_in_use()
+        self._device = await made(
+            "device", DEVICE_S, close_device, make_device, self.config, self.layout, self._driver, gpu_in_use()
         )
-        try:
-            tiers = await asyncio.to_thread(make_tiers, self.config, self.layout, self._device)
-            self._arena = await asyncio.to_thread(Arena, settings)
-        except BaseException:
-            self._close_device()
-            raise
-        try:
-            pool = SlotPool(self._arena, self.layout.chunk_bytes)
-            if self._device is not None:
-                self._device.begin()
-                await asyncio.to_thread(self._device.pin, self._arena.memory)
-            self._copiers = Workers("copy", _COPYING_THREADS)
-            self.cpu = CpuTier(
-                pool, self._copiers, policy=self.config.cache_policy, keep=self.config.local_cpu
-            )
-            await self.cpu.open()
-            opened = []
-            try:
-                for tier in tiers:
-                    tier.use_arena(self._arena)
-                    await tier.open()
-                    opened.append(tier)
-            except BaseException:
-                for tier in opened:
-                    with contextlib.suppress(Exception):
-                        await tier.close()
-                raise
-        except BaseException:
-            self._close_device()
-            self._arena.close()
-            raise
+        # A tier that hangs in its opening may still register the arena with something: it stays mapped meanwhile.
+        left_behind: set[asyncio.Future[None]] = set()
+        taken.callback(lambda: when_ended(left_behind, lambda: close_device(self._device)))
+        tiers = await make_tiers_in_time(self.config, self.layout, self._device)
+        self._arena = arena = await made("max_local_cpu_size", None, Arena.close, Arena, settings)
+        taken.callback(lambda: when_ended(left_behind, arena.close))
+        self._copiers = Workers("copy", _COPYING_THREADS)
+        taken.callback(self._copiers.close)
+        pool = SlotPool(arena, self.layout.chunk_bytes)
+        if self._device is not None:
+            self._device.begin()
+            await to_the_end(self._copiers.submit(self._device.pin, arena.memory))
+        self.cpu = CpuTier(pool, self._copiers, policy=self.config.cache_policy, keep=self.config.local_cpu)
+        await self.cpu.open()
+        for tier in tiers:
+            tier.use_arena(arena)
+            await open_tier(tier, left_behind)
+            taken.push_async_callback(close_tier, tier)
         self.tiers = tiers
+        await self._connect(pool)
+        taken.push_async_callback(self.ahead.close)
+        self._running = True
+        if self.config.control_socket is not None:
+            path = socket_path(self.config.control_socket, (self.layout.rank, self.layout.world_size))
+            control = ControlServer(path, self, self._naming)
+            await control.start()
+            self._control = control
+
+    async def _connect(self, pool: SlotPool) -> None:
+        """Readers, writers and the prefetcher, on tiers that are open."""
+        tiers = self.tiers
         queue_bytes = self.config.write_queue_bytes or self._arena.size_bytes // 2
         self._fan_out = FanOut(
             [
@@ -176,57 +198,83 @@ class TierCache:
             reading.deadline_s,
             self._fan_out.continued,
         )
-        self._running = True
-        if self.config.control_socket is not None:
-            path = socket_path(self.config.control_socket, (self.layout.rank, self.layout.world_size))
-            control = ControlServer(path, self, self._naming)
-            try:
-                await control.start()
-            except BaseException:
-                await self.close(0.0)
-                raise
-            self._control = control
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
-        """Write what is queued for up to `timeout_s`, then give everything back. Idempotent.
+        """Write what is queued for up to `timeout_s`, then give everything back. Idempotent; of several calls at a time the
+        nearest deadline counts, and all get the same report.
 
-        Returns what was not written. Memory that a hung operation still uses stays mapped until the process ends.
+        Returns what was not written. What hangs is left behind half a second after the deadline, and its memory stays mapped
+        until it ends. Cancelled, it stops writing, gives everything back, and raises CancelledError then.
         """
-        if not self._running:
-            return FlushReport()
-        timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
-        if self._control is not None:
-            await self._control.close()
-        # A put that is under way has nothing queued yet, and copies of a device go on without their waiters.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        report = await self._fan_out.flush(timeout_s)
+        if self._closing is None:
+            if not self._running:
+                return FlushReport()
+            self._close_by = Deadline()
+            self._closing = asyncio.get_running_loop().create_task(self._close(self._close_by), name="tiercache-close")
+        now_s = asyncio.get_running_loop().time()
+        self._close_by.bring_forward(now_s + (self.config.close_timeout_s if timeout_s is None else timeout_s))
+        self._closers += 1
+        try:
+            return await asyncio.shield(self._closing)
+        except asyncio.CancelledError:
+            if self._closers == 1:
+                self._close_by.bring_forward(asyncio.get_running_loop().time())
+            while not self._closing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([self._closing])
+            raise
+        finally:
+            self._closers -= 1
+
+    async def _close(self, deadline: Deadline) -> FlushReport:
+        loop = asyncio.get_running_loop()
+        before = self._fan_out.counts()
+        await deadline.bounds(self._finished())
+        report = self._fan_out.report(before)
         self._running = False
-        for task in list(self._warming):
-            task.cancel()
-        await asyncio.gather(*self._warming, return_exceptions=True)
+        deadline.forget()
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
-        await self.ahead.close()
-        await self._reader.close()
+        until_s = max(deadline.at_s, loop.time() + GRACE_S)
+        parts: list[tuple[str, Callable[[], Coroutine[Any, Any, object]]]] = [
+            ("prefetching", self.ahead.close),
+            ("reading", self._reader.close),
+        ]
+        if self._control is not None:
+            parts.insert(0, ("control socket", self._control.close))
         if self._device_path is not None:
-            await self._device_reader.close()
-        await self._fan_out.close()
-        for tier in (*self.tiers, self.cpu):
-            try:
-                await tier.close()
-            except Exception:
-                logger.exception("%s: closing failed", tier.name)
+            parts.append(("reading into the device", self._device_reader.close))
+        for name, close in parts:
+            self._lingering.keep(await closed(name, close, until_s))
+        writing_until_s = (loop.time() + until_s) / 2  # the other half is for the tiers
+        self._lingering.keep(await closed("writing", lambda: self._fan_out.close(writing_until_s), until_s))
+        for task in await asyncio.gather(*(closed(tier.name, tier.close, until_s) for tier in self.tiers)):
+            self._lingering.keep(task)
+        for writer in self._fan_out.writers:
+            self._lingering.keep(*writer.lingering)
+        self._lingering.keep(*self._reader.flights.lingering)
+        if self._device_path is not None:
+            self._lingering.keep(*self._device_reader.flights.lingering)
+        await self.cpu.close()
         self._copiers.close()
-        if self._stuck or not self._idle.is_set():
-            logger.warning("%d operations hang in a device; their memory stays mapped", self._stuck + self._operations)
-            self._close_device(memory_in_use=True)
-        else:
-            self._close_device()
+        self._closed = True
+        if hanging := len(self._lingering.tasks) + self._operations:
+            logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
+        self._give_memory_back()
+        return report
+
+    async def _finished(self) -> None:
+        """Until no operation is under way (a put has nothing queued before its end, and copies of a device go on without
+        their waiters), and everything is written or given up."""
+        await self._idle.wait()
+        await self._fan_out.drained()
+
+    def _give_memory_back(self) -> None:
+        """Once the cache is closed and nothing uses it any more."""
+        if self._closed and not (self._lingering.tasks or self._stuck or self._operations):
+            close_device(self._device)
             self.cpu.pool.close()
             self._arena.close()
-        return report
 
     # Keys
 
@@ -392,11 +440,14 @@ class TierCache:
         return await self._reader.warm(keys, asyncio.get_running_loop().time() + self._wait_s(deadline_s))
 
     def warm_soon(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to promote chunks and do not wait: somebody is about to ask for them."""
+        """Begin to promote the chunks of a request that is here and waits for its turn. Does not wait.
+
+        They are prefetched, after those of earlier requests and before all that is only predicted, within the prefetcher's
+        share and bandwidth. With `local_cpu: false` there is nothing to promote into.
+        """
         check_keys(keys)
-        task = asyncio.get_running_loop().create_task(self.warm(keys), name="tiercache-warm")
-        self._warming.add(task)
-        task.add_done_callback(self._warming.discard)
+        if self.cpu.keep:
+            self.ahead.queued(keys)
 
     def prefetch(
         self,
@@ -523,6 +574,7 @@ class TierCache:
             self._operations -= 1
             if not self._operations:
                 self._idle.set()
+                self._give_memory_back()
 
     @contextmanager
     def _caller_event(self, after: Event | None) -> Iterator[Event]:
@@ -535,10 +587,6 @@ class TierCache:
         finally:
             if own is not None:
                 driver.release(own)
-
-    def _close_device(self, *, memory_in_use: bool = False) -> None:
-        if self._device is not None:
-            self._device.close(memory_in_use=memory_in_use)
 
     def _check_length(self, length_bytes: int) -> None:
         if not 0 < length_bytes <= self.layout.chunk_bytes:

@@ -115,6 +115,29 @@ def test_numa_modes() -> None:
         numa_node_for("banana")
 
 
+@pytest.mark.parametrize("hugepages", [False, True])
+def test_memory_that_is_not_to_be_had_is_one_sentence(hugepages: bool) -> None:
+    with pytest.raises(ConfigError, match=r"max_local_cpu_size: 65536.00 GB .*not to be had .*GB free\. Lower it"):
+        Arena(ArenaSettings(size_bytes=1 << 46, hugepages=hugepages))
+
+
+@pytest.mark.parametrize("kind", ["thp", "shm"])
+def test_memory_that_a_limit_refuses_is_one_sentence_and_leaves_nothing(kind: str, shm_name: str) -> None:
+    name = shm_name if kind == "shm" else None
+    program = (
+        "import resource; from tiercache.errors import ConfigError; from tiercache.memory.arena import *\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
+        "try:\n"
+        f"    Arena(ArenaSettings(size_bytes={256 << 20}, shm_name={name!r}))\n"
+        "except ConfigError as error:\n"
+        "    print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("max_local_cpu_size: 0.25 GB of memory are not to be had (Cannot allocate memory)")
+    assert not (Path("/dev/shm") / f"tiercache.{shm_name}").exists()
+
+
 def test_slots_are_aligned_disjoint_and_all_there() -> None:
     pool = SlotPool(Arena(ArenaSettings(size_bytes=SIZE)), 100_000)
     slots = [pool.take() for _ in range(pool.count)]

@@ -11,8 +11,8 @@ from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import Source
+from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
-from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 

@@ -1,12 +1,16 @@
 """Write-behind: bounds hold, policies do what they say, and a bad tier keeps no memory."""
 
 import asyncio
+import gc
+from collections import deque
 
 import pytest
 
 from tests.scheduler.conftest import Bench
+from tiercache.core.patience import Patience
 from tiercache.errors import TierFull
-from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
@@ -16,6 +20,11 @@ from tiercache.tiers.cpu import Lease
 def writer_of(bench: Bench, **settings: object) -> TierWriter:
     defaults = {"queue_bytes": 4 * CHUNK_BYTES, "deadline_s": 5.0}
     return TierWriter(bench.tier, WriterSettings(**{**defaults, **settings}))  # type: ignore[arg-type]
+
+
+def patience(wait_s: float = 100.0) -> Patience:
+    """Of a put whose deadline is so far away."""
+    return Patience(asyncio.get_running_loop().time() + wait_s)
 
 
 async def occupy(bench: Bench, writer: TierWriter) -> None:
@@ -89,10 +98,10 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
     writer = writer_of(bench, on_full="wait", wait_s=1.0)
     await occupy(bench, writer)
     began = asyncio.get_running_loop().time()
-    await writer.enqueue(bench.make_hot(7))
+    await writer.enqueue(deque([bench.make_hot(7)]), patience())
     assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
     assert writer.statistics().skipped == 1
-    waiting = asyncio.create_task(writer.enqueue(bench.make_hot(8)))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), patience()))
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await waiting
@@ -104,7 +113,7 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
 async def test_cancelled_wait_for_room_leaks_nothing(bench: Bench) -> None:
     writer = writer_of(bench, on_full="wait")
     await occupy(bench, writer)
-    waiting = asyncio.create_task(writer.enqueue(bench.make_hot(7)))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(7)]), patience()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -172,11 +181,56 @@ async def test_flush_reports_what_it_could_not_write(bench: Bench) -> None:
     assert (await FanOut([writer]).flush(5.0)).complete
 
 
-async def test_close_with_a_hung_tier_returns(bench: Bench) -> None:
+async def test_report_of_a_flush_counts_what_was_dropped_meanwhile(bench: Bench) -> None:
+    writer = writer_of(bench)
+    fan_out = FanOut([writer])
+    bench.tier.fail_writes = [OSError("device lost")] * 3
+    writer.enqueue_nowait(bench.make_hot(1))
+    assert (await fan_out.flush(20.0)).dropped == {"disk": 1}
+    await asyncio.sleep(1.5)
+    writer.enqueue_nowait(bench.make_hot(2))
+    report = await fan_out.flush(20.0)
+    assert (report.written, report.dropped) == ({"disk": 1}, {"disk": 0})
+
+
+async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_writes_end(bench: Bench) -> None:
     writer = writer_of(bench, deadline_s=1000.0)
     await occupy(bench, writer)
-    assert await writer.close() == 6
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    assert await writer.close(began_s + 0.5) == 6
+    assert loop.time() - began_s == pytest.approx(0.5, abs=0.1)
+    assert writer.stuck == 2
+    assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
+    while writer.stuck:
+        await asyncio.sleep(0)
+    assert bench.is_whole()
+
+
+async def test_writes_that_hang_at_close_fail_later_without_a_word(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = writer_of(bench, deadline_s=1000.0)
+    await occupy(bench, writer)
+    bench.tier.fail_writes = [OSError("device lost")] * 2
+    await writer.close(0.0)
+    bench.tier.gate.set()
+    while writer.stuck:
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+async def test_write_that_is_under_way_at_close_may_end(bench: Bench) -> None:
+    writer = writer_of(bench)
+    await occupy(bench, writer)
+    closing = asyncio.create_task(writer.close(asyncio.get_running_loop().time() + 1.0))
+    await asyncio.sleep(0)
+    bench.tier.gate.set()
+    assert await closing == 4, "the queue"
+    assert set(bench.memory.chunks) == {chunk(1)[0], chunk(2)[0]}
+    assert bench.is_whole()
 
 
 async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Bench) -> None:
@@ -191,7 +245,7 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
         return bench.cpu.lease(key, writes=True)
 
     for number in range(1, 15):
-        await fan_out.offer([bench.make_hot(number)], another)
+        await fan_out.offer([bench.make_hot(number)], another, patience())
     assert await good.flush(5.0)
     assert good.statistics().written == 14
     bench.tier.gate.set()
@@ -206,7 +260,7 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
     began_s = loop.time()
-    await writer.enqueue(bench.make_hot(7))
+    await writer.enqueue(deque([bench.make_hot(7)]), patience())
     assert loop.time() - began_s < 0.5, "a put that waited would wait for this tier in vain, and the other tiers with it"
     assert writer.statistics().skipped == 1
     bench.tier.gate.set()
@@ -269,12 +323,16 @@ async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) ->
     await open_and_wait_out(bench, writer)
     entered = bench.tier.entered
     bench.tier.gate.clear()
-    for number in range(1, 7):
-        assert writer.enqueue_nowait(bench.make_hot(number))
+    writer.enqueue_nowait(bench.make_hot(1))
     await bench.tier.until_entered(entered + 1)
+    for number in range(2, 6):
+        assert writer.enqueue_nowait(bench.make_hot(number))
+    await asyncio.sleep(0)
+    assert writer.enqueue_nowait(bench.make_hot(6)), "one is on its way to a task that waits for the probe"
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    assert await writer.enqueue([bench.make_hot(7)], Patience(began_s + 10.0)) == 0
+    await writer.enqueue(deque([bench.make_hot(7)]), Patience(began_s + 10.0))
+    assert writer.statistics().skipped == 1
     assert loop.time() - began_s < 0.5, "it may be as ill as before"
     bench.tier.gate.set()
     assert await writer.flush(20.0)

@@ -12,7 +12,8 @@ class Patience:
         self.waited_s = 0.0
 
     def until_s(self, now_s: float, wait_s: float) -> float:
-        """The end of a wait that begins now, where a put may wait `wait_s` altogether. Not after `now_s`: it may not wait."""
+        """The end of a wait that begins now, where a put may wait `wait_s` altogether. Where it is not after `now_s` the put
+        has waited enough."""
         return min(self.deadline_s, now_s + wait_s - self.waited_s)
 
     def waited(self, began_s: float, now_s: float) -> None:

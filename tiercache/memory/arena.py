@@ -7,6 +7,7 @@ pages reads 0.9 GB/s where huge pages read 2.3-2.6.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -50,16 +51,24 @@ class Arena:
         self.shm_path: Path | None = None
         self._shm_file = -1
         self.pinned = False
+        self.memory = np.empty(0, dtype=np.uint8)
         if settings.hugepages and settings.shm_name:
             raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
-        if settings.shm_name:
-            self._map_shared(settings.shm_name)
-        elif not (settings.hugepages and self._map_hugetlb()):
-            self._map_anonymous()
-        self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
-        if settings.numa_node is not None:
-            self._prefer_node(settings.numa_node)
-        self._prefault(settings.threads, on_progress)
+        try:
+            if settings.shm_name:
+                self._map_shared(settings.shm_name)
+            elif not (settings.hugepages and self._map_hugetlb()):
+                self._map_anonymous()
+            self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
+            if settings.numa_node is not None:
+                self._prefer_node(settings.numa_node)
+            self._prefault(settings.threads, on_progress)
+        except (OSError, MemoryError, OverflowError) as error:
+            self.close()
+            raise ConfigError(self._refused(error)) from error
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> int:
@@ -80,6 +89,16 @@ class Arena:
         if self._shm_file >= 0:
             os.close(self._shm_file)
             self._shm_file = -1
+
+    def _refused(self, error: Exception) -> str:
+        """What to say when the system does not give the memory."""
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return (
+            f"max_local_cpu_size: {self.size_bytes / 2**30:.2f} GB of memory are not to be had ({reason}); this machine has "
+            f"{free_bytes / 2**30:.2f} GB free. Lower it, or raise what this process may have (ulimit -v, the container's "
+            "memory)"
+        )
 
     def _map_anonymous(self) -> None:
         self.kind = "thp"
@@ -165,18 +184,23 @@ class Arena:
         populate = _populate_call()
         touched = 0
         lock = threading.Lock()
+        failures: list[OSError] = []
         began_s = last_report_s = time.monotonic()
 
         def run() -> None:
             nonlocal touched, last_report_s
             while True:
                 with lock:
-                    if not starts:
+                    if not starts or failures:
                         return
                     start = starts.pop()
                 part = self.memory[start : start + _PREFAULT_STEP_BYTES]
-                if not populate(part):
-                    part[:: mmap.PAGESIZE] = 0
+                try:
+                    if not populate(part):
+                        part[:: mmap.PAGESIZE] = 0
+                except OSError as error:
+                    failures.append(error)
+                    return
                 with lock:
                     touched += part.nbytes
                     if on_progress is not None:
@@ -196,6 +220,8 @@ class Arena:
         run()
         for helper in helpers:
             helper.join()
+        if failures:
+            raise failures[0]
         logger.info(
             "arena: %.2f GB of %s memory in %.1f s", self.size_bytes / 2**30, self.kind, time.monotonic() - began_s
         )
@@ -221,12 +247,20 @@ def _sweep_dead_arenas() -> None:
 
 
 def _populate_call() -> Callable[[np.ndarray], bool]:
-    """madvise(MADV_POPULATE_WRITE), Linux 5.14: faults a range in one call that releases the GIL."""
+    """madvise(MADV_POPULATE_WRITE), Linux 5.14: faults a range in one call that releases the GIL. False where there is none.
+
+    Raises OSError where there is no memory: who touched those pages himself would be killed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def populate(part: np.ndarray) -> bool:
-        return bool(libc.madvise(part.ctypes.data, part.nbytes, _MADV_POPULATE_WRITE) == 0)
+        if libc.madvise(part.ctypes.data, part.nbytes, _MADV_POPULATE_WRITE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.ENOMEM, errno.EFAULT):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return False
 
     return populate
 

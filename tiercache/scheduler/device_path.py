@@ -17,6 +17,7 @@ from typing import TypeVar
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Event, Span, Stream
@@ -24,8 +25,9 @@ from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
-from tiercache.scheduler.reader import Reader, all_or_none, prefix_of
-from tiercache.scheduler.writer import FanOut
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.reader import Reader, prefix_of
+from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 from tiercache.tiers.staging import StagingTier
@@ -86,11 +88,12 @@ class DevicePath:
         changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.pool.count // 4, _BATCH_BYTES // pool.slot_bytes))
+        patience = Patience(deadline_s)
         # The staging tier's too: a chunk is forgotten in both at the same time.
         passage = self.cpu.under_way.begin([key for key, _ in chunks])
         try:
             tasks = [
-                asyncio.ensure_future(self._put_batch(chunks[start : start + size], passage, after, deadline_s))
+                asyncio.ensure_future(self._put_batch(chunks[start : start + size], passage, after, patience))
                 for start in range(0, len(chunks), size)
             ]
             await all_or_none(tasks)
@@ -103,7 +106,7 @@ class DevicePath:
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
         passage: Passage,
         after: Event | None,
-        deadline_s: float,
+        patience: Patience,
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
@@ -111,7 +114,7 @@ class DevicePath:
             try:
                 for key, payload in chunks:
                     if not passage.forgot(key):
-                        await self._admit(key, payload, batch, deadline_s)
+                        await self._admit(key, payload, batch, patience.deadline_s)
                 if batch.storing:
                     try:
                         await self._enqueue_put(batch, after)
@@ -135,7 +138,7 @@ class DevicePath:
             if chunk.staged is not None:
                 batch.leases.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.there + len(batch.storing)
-        await self._fan_out.offer(batch.leases, self._lease_for)
+        await self._fan_out.offer(batch.leases, self._lease_for, patience)
         return stored
 
     async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
 from tiercache.payloads import Source
-from tiercache.scheduler.writer import FanOut
+from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 
@@ -41,7 +42,7 @@ class _Put:
     """One call, which may take several batches."""
 
     passage: Passage
-    deadline_s: float
+    patience: Patience
     stored: int = 0
     elsewhere: list[tuple[_Item, _Claim]] = field(default_factory=list)
 
@@ -68,7 +69,7 @@ class HostPath:
     async def put(self, items: Sequence[_Item], wait_s: float) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         loop = asyncio.get_running_loop()
-        put = _Put(self.cpu.under_way.begin([key for key, _, _ in items]), loop.time() + wait_s)
+        put = _Put(self.cpu.under_way.begin([key for key, _, _ in items]), Patience(loop.time() + wait_s))
         try:
             while items:
                 await self._put_batches(items, put)
@@ -88,7 +89,7 @@ class HostPath:
         elsewhere, put.elsewhere = put.elsewhere, []
         undone = []
         for item, claim in elsewhere:
-            await asyncio.wait([claim.filled], timeout=max(0.0, put.deadline_s - loop.time()))
+            await asyncio.wait([claim.filled], timeout=max(0.0, put.patience.deadline_s - loop.time()))
             if not claim.filled.done():
                 self.skipped += 1
             elif claim.filled.result() and not claim.passage.forgot(item[0]):
@@ -123,7 +124,7 @@ class HostPath:
                 batch.leases.append(self.cpu.publish(key, slot, length, Purpose.WRITE))
         self._end(batch, hot=True)
         put.stored += len(batch.leases)
-        await self._fan_out.offer(batch.leases, self.lease_for)
+        await self._fan_out.offer(batch.leases, self.lease_for, put.patience)
         return batch.passed
 
     async def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
@@ -135,7 +136,7 @@ class HostPath:
         if slot is None:
             if batch.fills or batch.leases:
                 return False
-            slot = await self.cpu.reserve(Purpose.WRITE, put.deadline_s - asyncio.get_running_loop().time())
+            slot = await self.cpu.reserve(Purpose.WRITE, put.patience.deadline_s - asyncio.get_running_loop().time())
             if slot is None:
                 self.skipped += 1
                 return True

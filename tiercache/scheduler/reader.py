@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import to_the_end
 from tiercache.scheduler.flights import Flights, ReadCall, read_into_host
 from tiercache.scheduler.source import ReaderSettings, Source
+from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 
@@ -249,14 +249,3 @@ def prefix_of(delivered: bytearray) -> int:
     """How many of the first are set."""
     gap = delivered.find(0)
     return len(delivered) if gap < 0 else gap
-
-
-async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait for all; if this or one of them is cancelled or fails, none is left running."""
-    try:
-        await asyncio.gather(*work)
-    except BaseException:
-        for item in work:
-            item.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
-        raise

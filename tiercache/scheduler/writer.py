@@ -5,32 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
-from tiercache.errors import TierFull, TierUnavailable
+from tiercache.errors import TierFull
 from tiercache.scheduler.removals import Outcome, Removals
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
 logger = logging.getLogger("tiercache.writer")
 
-_FORGOTTEN_AT_ONCE = 256
-"""Keys in one turn of the loop."""
-
-LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
-
-
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int
     queue_items: int = 65536
     on_full: str = "wait"
-    """wait: `put` waits up to `wait_s` for room, then skips. skip: the chunk is not written to this tier. replace: the
-    oldest queued chunk is not."""
+    """wait: a `put` waits up to `wait_s` for room, for all of its chunks together, then skips. skip: the chunk is not
+    written to this tier. replace: the oldest queued chunk is not."""
     wait_s: float = 1.0
     attempts: int = 3
     first_pause_s: float = 0.05
@@ -70,6 +66,8 @@ class TierWriter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
+        self._verdict = asyncio.Event()
+        """Set when the breaker has heard of a write."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -92,7 +90,7 @@ class TierWriter:
         """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
         be it by dropping it; False when the caller may wait for room with `enqueue`."""
         now_s = asyncio.get_running_loop().time()
-        if self._closed or not self.breaker.would_allow(now_s) or self._hangs:
+        if self._closed or self._hangs or not (self.breaker.would_allow(now_s) or self.breaker.probing(now_s)):
             self.counters.dropped += 1
             lease.release()
             return True
@@ -124,21 +122,32 @@ class TierWriter:
         lease.release()
         return True
 
-    async def enqueue(self, lease: Lease) -> None:
-        """Queue `lease`, waiting for room as configured. Takes care of the lease in any case, cancellation included."""
+    async def enqueue(self, leases: deque[Lease], patience: Patience) -> None:
+        """Queue `leases` in their order, waiting for room as configured and as long as `patience` lasts; the others are
+        skipped. Takes them out, and takes care of all in any case, cancellation included."""
+        loop = asyncio.get_running_loop()
+        until_s = patience.until_s(loop.time(), self.settings.wait_s)
         try:
-            async with asyncio.timeout(self.settings.wait_s):
-                while not self.enqueue_nowait(lease):
-                    if self._stalls:
-                        raise TimeoutError
-                    self._room.clear()
-                    await self._room.wait()
+            async with asyncio.timeout_at(until_s):
+                while leases:
+                    if self.enqueue_nowait(leases[0]):
+                        leases.popleft()
+                    elif self._stalls or loop.time() >= until_s:
+                        break
+                    else:
+                        self._room.clear()
+                        await self._room.wait()
         except TimeoutError:
-            self.counters.skipped += 1
-            lease.release()
+            pass  # what is left is skipped
         except BaseException:
-            lease.release()
+            release_all(leases)
             raise
+        self.skip(leases)
+
+    def skip(self, leases: deque[Lease]) -> None:
+        """There is no room for these: do not write them. Takes them out."""
+        self.counters.skipped += len(leases)
+        release_all(leases)
 
     def forget(self, key: ChunkKey) -> Outcome:
         """Remove a chunk from the queue, and from the tier when what of it is under way there has ended. From now on the
@@ -154,20 +163,30 @@ class TierWriter:
         """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self.drained()
         except TimeoutError:
             return False
         return True
 
-    async def close(self) -> int:
-        """Stop. Chunks still queued are given up; returns how many were not written. Does not wait for hung writes."""
+    async def drained(self) -> None:
+        """Wait until all is written or given up. Cancelling it changes nothing."""
+        await self._idle.wait()
+
+    async def close(self, until_s: float) -> int:
+        """Stop. Chunks still queued are given up, writes under way may end until the loop time `until_s`. Returns how many
+        were not written. Hung writes are left behind with their memory."""
         self._closed = True
         self._removals.close()
-        unwritten = self.pending
+        unwritten = len(self._queue)
         self._drop_queue()
-        for task in list(self._tasks):
+        self._verdict.set()
+        tasks = set(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
+        unwritten += self.pending
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         return unwritten
 
     def statistics(self) -> WriterStatistics:
@@ -241,15 +260,19 @@ class TierWriter:
                 if attempt:
                     self.counters.retried += 1
                     await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
-                if not self.breaker.allows(loop.time()):
+                if not await self._may_write():
                     break
                 began_s = loop.time()
                 work = asyncio.create_task(lease.write_to(self.tier))
-                done = await self._wait(work)
-                if not done:
-                    stuck = True
-                    self._leave_behind(work, key, lease)
-                    self.breaker.failed(loop.time())
+                work.add_done_callback(_retrieve)
+                try:
+                    await asyncio.wait([work], timeout=self.settings.deadline_s)
+                finally:
+                    stuck = not work.done()
+                    if stuck:
+                        self._leave_behind(work, key, lease)
+                if stuck:
+                    self._failed(began_s)
                     logger.warning(
                         "%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s
                     )
@@ -259,43 +282,55 @@ class TierWriter:
                 except TierFull as error:
                     if self.breaker.state.value == "closed":
                         logger.warning("%s: paused: %s", self.tier.name, error)
-                    self.breaker.trip(loop.time())
+                    self._trip()
                     break
                 except Exception as error:
-                    self.breaker.failed(loop.time())
+                    self._failed(began_s)
                     logger.warning("%s: a write failed: %s", self.tier.name, error)
                     continue
-                self.breaker.succeeded(loop.time(), loop.time() - began_s)
+                self._succeeded(began_s)
                 if stored:
                     self.counters.written += 1
                 else:
                     self.counters.declined += 1
                 return
             self.counters.dropped += 1
-            if not self.breaker.would_allow(loop.time()):
+            if not (self.breaker.would_allow(loop.time()) or self.breaker.probing(loop.time())):
                 self._drop_queue()
         finally:
             if not stuck:
                 self.tier.traffic.end(key)
                 lease.release()
 
-    async def _wait(self, work: asyncio.Task[bool]) -> bool:
-        """Whether `work` ended in time. Cancelled, it leaves nothing behind that still touches the lease's memory."""
-        try:
-            done, _ = await asyncio.wait([work], timeout=self.settings.deadline_s)
-        except asyncio.CancelledError:
-            done, _ = await asyncio.wait([work], timeout=1.0)
-            if not done:
-                # At close, with a hung device: the arena outlives the thread, see TierCache.close.
-                self._stuck.add(work)
-            raise
-        return bool(done)
+    async def _may_write(self) -> bool:
+        """Whether the breaker lets a write begin. While another one finds out whether the tier is well, waits for its end:
+        that is at most `deadline_s` away."""
+        loop = asyncio.get_running_loop()
+        while self._closed or not self.breaker.allows(loop.time()):
+            if self._closed or not self.breaker.probing(loop.time()):
+                return False
+            self._verdict.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.deadline_s):
+                    await self._verdict.wait()
+        return True
+
+    def _succeeded(self, began_s: float) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.breaker.succeeded(now_s, now_s - began_s)
+        self._verdict.set()
+
+    def _failed(self, began_s: float) -> None:
+        self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
+        self._verdict.set()
+
+    def _trip(self) -> None:
+        self.breaker.trip(asyncio.get_running_loop().time())
+        self._verdict.set()
 
     def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease) -> None:
         def ended(task: asyncio.Task[bool]) -> None:
             self._stuck.discard(task)
-            if not task.cancelled():
-                task.exception()
             self.tier.traffic.end(key)
             lease.release()
             if self._queue.ready:
@@ -304,7 +339,7 @@ class TierWriter:
         self._stuck.add(work)
         work.add_done_callback(ended)
         if self._hangs:
-            self.breaker.trip(asyncio.get_running_loop().time())
+            self._trip()
             self._drop_queue()
 
     @property
@@ -319,14 +354,20 @@ class TierWriter:
 
     @property
     def _stalls(self) -> bool:
-        """The tier has begun no write for as long as it may take to answer: no `put` waits for it."""
+        """The tier has begun no write for as long as it may take to answer, or is being probed: no `put` waits for it."""
+        now_s = asyncio.get_running_loop().time()
         patience_s = self.tier.patience_s
-        return patience_s is not None and asyncio.get_running_loop().time() - self._moved_at_s > patience_s
+        return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
     @property
     def stuck(self) -> int:
         """Writes that outlived their deadline and still hold memory."""
         return len(self._stuck)
+
+    @property
+    def lingering(self) -> Sequence[asyncio.Task[bool]]:
+        """Those writes."""
+        return list(self._stuck)
 
     def _drop_queue(self) -> None:
         for lease in self._queue.drain():
@@ -336,96 +377,13 @@ class TierWriter:
         self._settle()
 
 
-@dataclass(frozen=True)
-class FlushReport:
-    """What a flush or a close achieved, by tier."""
-
-    written: dict[str, int] = field(default_factory=dict)
-    pending: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def complete(self) -> bool:
-        return not any(self.pending.values())
+def release_all(leases: deque[Lease]) -> None:
+    """Takes them out."""
+    while leases:
+        leases.pop().release()
 
 
-class FanOut:
-    """All writers of a cache."""
-
-    def __init__(self, writers: list[TierWriter]) -> None:
-        self.writers = writers
-
-    async def offer(self, leases: list[Lease], another: LeaseMaker) -> None:
-        """Queue chunks for every tier that lacks them. Uses up `leases`, also when cancelled.
-
-        Each writer gets a lease of its own, made by `another` for its tier.
-        """
-        try:
-            for lease in leases:
-                for writer in self.writers:
-                    if writer.stores(lease.key):
-                        writer.tier.used([lease.key])
-                        continue
-                    own = another(lease.key, writer.tier)
-                    if own is not None and not writer.enqueue_nowait(own):
-                        await writer.enqueue(own)
-                lease.release()
-        finally:
-            for lease in leases:
-                lease.release()
-
-    def used(self, keys: Sequence[ChunkKey], another: LeaseMaker) -> None:
-        """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put."""
-        for writer in self.writers:
-            for key in writer.tier.used(keys):
-                own = another(key, writer.tier)
-                if own is not None and not writer.enqueue_nowait(own):
-                    own.release()
-
-    def continued(self, keys: Sequence[ChunkKey]) -> None:
-        """A session that has come back needs `keys`."""
-        for writer in self.writers:
-            writer.tier.continued(keys)
-
-    async def forget(
-        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
-    ) -> None:
-        """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
-        for each in the same step of the loop: nothing that begins in between may find it in a tier and bring it back."""
-        outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}
-        for number, key in enumerate(keys, start=1):
-            for writer in self.writers:
-                outcomes[writer.tier.name].append(writer.forget(key))
-            from_memory(key)
-            if not number % _FORGOTTEN_AT_ONCE:
-                await asyncio.sleep(0)
-        every = [outcome for of_tier in outcomes.values() for outcome in of_tier]
-        if every:
-            await asyncio.wait(every, timeout=max(0.0, timeout_s))
-        for of_tier in outcomes.values():
-            for outcome in of_tier:
-                if outcome.done() and (error := outcome.result()) is not None:
-                    raise error
-        left = {name: sum(not outcome.done() for outcome in of_tier) for name, of_tier in outcomes.items()}
-        if any(left.values()):
-            found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
-            raise TierUnavailable(
-                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); nobody gets them from there any more, and "
-                "they are removed when the tier answers"
-            )
-
-    async def flush(self, timeout_s: float) -> FlushReport:
-        """Drain all queues, each for up to `timeout_s`, side by side."""
-        before = {writer.tier.name: writer.counters.written for writer in self.writers}
-        await asyncio.gather(*(writer.flush(timeout_s) for writer in self.writers))
-        return FlushReport(
-            written={w.tier.name: w.counters.written - before[w.tier.name] for w in self.writers},
-            pending={w.tier.name: w.pending for w in self.writers},
-            dropped={w.tier.name: w.counters.dropped for w in self.writers},
-        )
-
-    async def close(self) -> None:
-        for writer in self.writers:
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer.close()
-
+def _retrieve(work: asyncio.Task[bool]) -> None:
+    """Nobody may be left to look at what became of it."""
+    if not work.cancelled():
+        work.exception()

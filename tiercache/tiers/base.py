@@ -65,6 +65,8 @@ class Tier(ABC):
     """Whether chunks are written to it."""
     patience_s: float | None = None
     """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
+    open_s: float = 30.0
+    """What `open` may take: a cache that starts waits no longer, cancels it, and says so."""
 
     @cached_property
     def traffic(self) -> KeyTraffic:

@@ -1,6 +1,7 @@
 """The tier below a reader and a writer: what hangs opens their breakers, and they close again when it is over."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, until
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
@@ -60,7 +62,8 @@ class Bench:
         slot = await self.cpu.reserve(Purpose.WRITE, 10.0)
         assert slot is not None
         self.cpu.pool.view(slot)[:] = payload
-        await self.writer.enqueue(self.cpu.publish(key, slot, CHUNK_BYTES, Purpose.WRITE))
+        lease = self.cpu.publish(key, slot, CHUNK_BYTES, Purpose.WRITE)
+        await self.writer.enqueue(deque([lease]), Patience(asyncio.get_running_loop().time() + 60.0))
         return key
 
     async def get(self, number: int) -> bool:

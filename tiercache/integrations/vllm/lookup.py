@@ -41,13 +41,12 @@ _local: dict[tuple[str, int], LookupServer] = {}
 async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, into_device: bool = False) -> Match:
     """`locate`, for a request that is here.
 
-    Starts promoting what is not hot, so that reading overlaps with the request's wait in the engine's queue; but for
-    what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
+    Starts prefetching what is not hot and keeps what is, so that reading overlaps with the request's wait in the engine's
+    queue; but for what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
     match, found = await locate(cache, names, geometry)
-    if match.tokens_by_tier.get("cpu", 0) < match.blocks * geometry.block_tokens:
-        direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
-        cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
+    direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
+    cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
 
 

@@ -72,6 +72,8 @@ class Hf3fsSettings(DiskSettings):
 class Hf3fsTier(DiskTier):
     name = "hf3fs"
     option = "hf3fs_base_path"
+    open_s = _OPEN_S + 10.0
+    """Its own deadline comes first, and knows more."""
 
     def __init__(self, settings: Hf3fsSettings, fingerprint: bytes, *, name: str = "hf3fs") -> None:
         super().__init__(settings, fingerprint)

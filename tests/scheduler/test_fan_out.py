@@ -1,0 +1,108 @@
+"""Putting into the hot cache above tiers that are slow, full or hung: no put waits longer than it said it would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import SMALL_BYTES, Bench
+from tiercache.core.keys import ChunkKey
+from tiercache.payloads import Source
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.writer import TierWriter, WriterSettings
+from tiercache.testing import FaultyTier, MemoryTier, chunk
+from tiercache.tiers.base import Traits
+
+
+class SlowTier(MemoryTier):
+    """One chunk in half a second."""
+
+    def __init__(self) -> None:
+        super().__init__("slow", Traits(durable=True, write_concurrency=1))
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        await asyncio.sleep(0.5)  # of the clock that jumps
+        return await super().write(key, payload, payload_bytes)
+
+
+def writer_of(tier: MemoryTier | FaultyTier, queue_chunks: int = 2, wait_s: float = 1.0) -> TierWriter:
+    return TierWriter(tier, WriterSettings(queue_bytes=queue_chunks * SMALL_BYTES, wait_s=wait_s))
+
+
+def items_of(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
+    def source_of(number: int) -> Source:
+        return lambda into: np.copyto(into, chunk(number)[1])
+
+    return [(chunk(number)[0], SMALL_BYTES, source_of(number)) for number in numbers]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def settled(bench: Bench, *writers: TierWriter) -> None:
+    bench.tier.gate.set()
+    for writer in writers:
+        assert await writer.flush(60.0)
+    assert bench.is_whole()
+
+
+async def test_put_of_many_chunks_above_a_hung_tier_ends_by_its_deadline_with_all_hot(bench: Bench) -> None:
+    bench.tier.gate.clear()
+    writer = writer_of(bench.tier)
+    path = HostPath(bench.cpu, FanOut([writer]))
+    began_s = now()
+    assert await path.put(items_of(range(1, 21)), 0.5) == 20, "what is hot is hot"
+    assert now() - began_s < 0.6
+    assert writer.statistics().skipped >= 15
+    await settled(bench, writer)
+
+
+async def test_put_waits_for_full_queues_once_and_not_for_each_chunk_and_tier(bench: Bench) -> None:
+    slow, other = writer_of(SlowTier()), writer_of(SlowTier())
+    path = HostPath(bench.cpu, FanOut([slow, other]))
+    began_s = now()
+    assert await path.put(items_of(range(1, 25)), 60.0) == 24
+    assert now() - began_s == pytest.approx(1.0, abs=0.2)
+    for writer in (slow, other):
+        assert await writer.flush(60.0)
+        counted = writer.statistics()
+        assert counted.written + counted.skipped == 24
+        assert counted.written >= 4, "what came free meanwhile was used"
+    await settled(bench)
+
+
+async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(bench: Bench) -> None:
+    bench.tier.gate.clear()
+    hung, good = writer_of(bench.tier, wait_s=10.0), writer_of(MemoryTier("good"), 100)
+    path = HostPath(bench.cpu, FanOut([hung, good]))
+    putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
+    began_s = now()
+    async with asyncio.timeout(5.0):
+        while good.statistics().written < 8:
+            await asyncio.sleep(0.01)
+    assert now() - began_s < 1.0
+    assert not putting.done()
+    bench.tier.gate.set()
+    assert await putting == 8
+    await settled(bench, hung, good)
+    assert hung.statistics().written == 8
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_put_that_is_cancelled_while_it_waits_for_room_holds_nothing(bench: Bench, steps: int) -> None:
+    bench.tier.gate.clear()
+    hung, slow = writer_of(bench.tier, wait_s=10.0), writer_of(SlowTier(), wait_s=10.0)
+    path = HostPath(bench.cpu, FanOut([hung, slow]))
+    putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
+    while not hung.pending:
+        await asyncio.sleep(0)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    putting.cancel()
+    await asyncio.gather(putting, return_exceptions=True)
+    await settled(bench, hung, slow)

@@ -1,0 +1,248 @@
+"""Opening and closing a cache when something hangs, fails, or is cancelled: by a deadline, and nothing is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
+from tiercache import CacheThread, ConfigError, TierCache
+from tiercache.errors import CacheClosed, TierCacheError
+from tiercache.tiers.cpu import Lease
+from tiercache.tiers.disk import DiskTier
+
+needs_fuse = pytest.mark.skipif(why_no_fuse() is not None, reason=str(why_no_fuse()))
+
+
+@pytest.fixture
+def arena_file() -> Iterator[Path]:
+    """There while a cache made by `started` holds its arena."""
+    path = Path("/dev/shm") / f"tiercache.test-{uuid.uuid4().hex}"
+    yield path
+    assert not path.exists()
+
+
+async def started(directory: Path | None, arena_file: Path, **values: object) -> TierCache:
+    cache = TierCache(configured(directory, shm_name=arena_file.name.removeprefix("tiercache."), **values), LAYOUT)
+    await cache.start()
+    return cache
+
+
+@pytest.fixture
+def held() -> Iterator[list[Lease]]:
+    """Leases that a test takes, and that end with it."""
+    leases: list[Lease] = []
+    yield leases
+    for lease in leases:
+        lease.release()
+
+
+async def put_that_waits(cache: TierCache, held: list[Lease]) -> asyncio.Task[bool]:
+    """A put for which no slot comes free: `close` waits for it."""
+    for number in range(cache.cpu.pool.count):
+        assert await cache.put(key(number), payload(number))
+        lease = cache.cpu.lease(key(number))
+        assert lease is not None
+        held.append(lease)
+    waiting = asyncio.create_task(cache.put(key(998), payload(998), deadline_s=60.0))
+    await asyncio.sleep(0)
+    return waiting
+
+
+async def gone(path: Path) -> bool:
+    for _ in range(100):
+        if not path.exists():
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def own_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("tiercache-"))
+
+
+@needs_fuse
+async def test_close_above_a_hung_disk_takes_its_time_out_once_and_gives_the_memory_back_when_the_disk_goes_on(
+    tmp_path: Path, arena_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FragileMount(tmp_path) as mount:
+        cache = await started(mount.path, arena_file)
+        mount.hang()
+        for number in range(8):
+            assert await cache.put(key(number), payload(number))
+        waiting = asyncio.create_task(cache.put_from([(key(9), CHUNK_BYTES, lambda into: time.sleep(1.5))]))
+        await asyncio.sleep(0)
+        began_s = time.monotonic()
+        report = await cache.close(1.0)
+        assert time.monotonic() - began_s < 1.9
+        assert not report.complete
+        assert arena_file.exists(), "a hung write may still read it"
+        await asyncio.gather(waiting, return_exceptions=True)
+        mount.go_on()
+        assert await gone(arena_file)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not [record for record in caplog.records if record.name == "asyncio"], "exceptions that nobody retrieved"
+
+
+async def test_cancelled_close_gives_everything_back_and_says_that_it_was_cancelled(
+    tmp_path: Path, arena_file: Path, held: list[Lease]
+) -> None:
+    cache = await started(tmp_path, arena_file)
+    waiting = await put_that_waits(cache, held)
+    closing = asyncio.create_task(cache.close(60.0))
+    await asyncio.sleep(0.1)
+    began_s = time.monotonic()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert time.monotonic() - began_s < 2.0
+    with pytest.raises(CacheClosed):
+        await waiting
+    assert await gone(arena_file)
+    async with TierCache.open(configured(tmp_path), LAYOUT) as again:
+        assert again.statistics().tiers["disk"].strays == 0
+
+
+async def test_caches_of_a_loop_that_is_shut_down_while_they_close_keep_nothing(
+    tmp_path: Path, arena_file: Path, held: list[Lease]
+) -> None:
+    def whole_program() -> None:
+        async def main() -> None:
+            cache = await started(tmp_path, arena_file)
+            await put_that_waits(cache, held)
+            closing = asyncio.create_task(cache.close(60.0))
+            await asyncio.sleep(0.1)
+            assert not closing.done()
+
+        asyncio.run(main())
+
+    await asyncio.to_thread(whole_program)
+    assert not arena_file.exists()
+
+
+async def test_of_several_closes_the_nearest_deadline_counts_and_all_get_the_report(
+    tmp_path: Path, arena_file: Path, held: list[Lease]
+) -> None:
+    cache = await started(tmp_path, arena_file)
+    await put_that_waits(cache, held)
+    began_s = time.monotonic()
+    first = asyncio.create_task(cache.close(60.0))
+    await asyncio.sleep(0.05)
+    impatient = asyncio.create_task(cache.close(30.0))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.sleep(0.05)
+    assert not first.done() and not impatient.done(), "somebody else still waits for what is being written"
+    reports = await asyncio.gather(first, cache.close(0.2), cache.close())
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    assert time.monotonic() - began_s < 2.0
+    assert reports[0] is reports[1] is reports[2]
+    assert await cache.close() is reports[0]
+
+
+async def test_started_twice_is_an_error_and_takes_nothing() -> None:
+    cache = TierCache(configured(), LAYOUT)
+    await cache.start()
+    assert await cache.put(key(1), payload(1))
+    threads = own_threads()
+    with pytest.raises(TierCacheError, match="started already"):
+        await cache.start()
+    assert own_threads() == threads
+    assert cache.lookup_hot([key(1)]) == 1
+    await cache.close()
+    with pytest.raises(TierCacheError, match="started already"):
+        await cache.start()
+
+
+async def test_start_that_fails_at_the_end_keeps_nothing_and_may_be_tried_again(tmp_path: Path, arena_file: Path) -> None:
+    before = own_threads()
+    name = arena_file.name.removeprefix("tiercache.")
+    sockets = tmp_path / "sockets"
+    config = configured(tmp_path / "disk", shm_name=name, control_socket=str(sockets / "control"))
+    cache = TierCache(config, LAYOUT)
+    with pytest.raises(ConfigError, match="control_socket"):
+        await cache.start()
+    assert not arena_file.exists()
+    for _ in range(100):
+        if own_threads() == before:
+            break
+        await asyncio.sleep(0.05)
+    assert own_threads() == before
+    with pytest.raises(CacheClosed):
+        await cache.put(key(1), payload(1))
+    sockets.mkdir()
+    await cache.start()
+    assert await cache.put(key(1), payload(1))
+    await cache.close()
+
+
+@needs_fuse
+@pytest.mark.parametrize("option", ["local_disk", "gds_path"])
+async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_keeps_nothing(
+    tmp_path: Path, arena_file: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskTier, "open_s", 1.0)
+    monkeypatch.setattr("tiercache.opening.FILE_SYSTEMS_S", 1.0)
+    values: dict[str, object] = {"max_local_disk_size": 0.1}
+    if option == "gds_path":
+        values = {"max_gds_size": 0.1, "gds_buffer_size": 8, "device": "twin"}
+    with FragileMount(tmp_path) as mount:
+        mount.hang()
+        began_s = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"{option}.*{mount.path}.*within 1 s"):
+            await started(None, arena_file, **{option: str(mount.path), **values})
+        assert time.monotonic() - began_s < 5.0
+        mount.go_on()
+        assert await gone(arena_file)
+
+
+@needs_fuse
+def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskTier, "open_s", 1.0)
+    with FragileMount(tmp_path) as mount:
+        mount.hang()
+        with pytest.raises(ConfigError, match=str(mount.path)):
+            CacheThread(configured(mount.path), LAYOUT)
+        mount.go_on()
+
+
+@needs_fuse
+async def test_cancelled_start_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
+    with FragileMount(tmp_path) as mount:
+        mount.hang()
+        starting = asyncio.create_task(started(mount.path, arena_file))
+        while not arena_file.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        mount.go_on()
+        assert await gone(arena_file)
+
+
+async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
+    for steps in range(0, 60, 3):
+        starting = asyncio.create_task(started(tmp_path, arena_file))
+        for _ in range(steps):
+            await asyncio.sleep(0.0005)
+        starting.cancel()
+        (outcome,) = await asyncio.gather(starting, return_exceptions=True)
+        if isinstance(outcome, TierCache):
+            await outcome.close(0.0)
+        assert await gone(arena_file), steps
+    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+        assert await cache.put(key(1), np.zeros(16, np.uint8))

@@ -1,0 +1,92 @@
+"""How a cache gives back what it has: by one deadline, whatever hangs and whoever is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger("tiercache")
+
+GRACE_S = 0.5
+"""What all parts together have to give back what they hold, at least: also where the deadline has passed."""
+
+
+class Deadline:
+    """A loop time in seconds that may come nearer while somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.at_s = float("inf")
+        self._over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def bring_forward(self, at_s: float) -> None:
+        if at_s < self.at_s:
+            self.at_s = at_s
+            self.forget()
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._over.set)
+
+    def forget(self) -> None:
+        """Nobody waits for it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def bounds(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until `work` has ended, or until the deadline. Cancelled, the deadline is now."""
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._over.wait())]
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+
+
+class Lingering:
+    """What hung when a cache was closed, and may still touch its memory."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        """`on_end` is called when one of them has ended."""
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._on_end = on_end
+
+    def keep(self, *tasks: asyncio.Task[Any] | None) -> None:
+        for task in tasks:
+            if task is not None:
+                self.tasks.add(task)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        # A wait that was cancelled says nothing about the thread that it waited for: that one stays for good.
+        if not task.cancelled():
+            self.tasks.discard(task)
+            self._on_end()
+
+
+async def closed(
+    name: str, close: Callable[[], Coroutine[Any, Any, object]], until_s: float
+) -> asyncio.Task[object] | None:
+    """Run `close` until that loop time; what has not ended by then is left to itself, and returned.
+
+    Whoever cancels this one (a loop that shuts down cancels everything) does not keep anything from being given back.
+    """
+    loop = asyncio.get_running_loop()
+    for _ in range(2):
+        task: asyncio.Task[object] = loop.create_task(close(), name=f"tiercache-close-{name}")
+        while not task.done() and loop.time() < until_s:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task], timeout=until_s - loop.time())
+        if not task.done():
+            task.add_done_callback(_look_away)
+            logger.warning("%s: does not close in time, and is left behind", name)
+            return task
+        if not task.cancelled():
+            if (error := task.exception()) is not None:
+                logger.error("%s: closing failed", name, exc_info=error)
+            break
+    return None
+
+
+def _look_away(task: asyncio.Task[object]) -> None:
+    if not task.cancelled():
+        task.exception()

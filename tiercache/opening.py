@@ -1,0 +1,156 @@
+"""How a cache takes what it needs: in threads that nobody has to wait for, and each part by a deadline.
+
+A device, a mount or a lock may hang. An executor's threads are joined when the interpreter exits, so what may hang runs in
+daemon threads of our own; and whoever opens a cache gets one clear sentence instead of waiting for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tiercache.assembly import make_tiers
+from tiercache.closing import GRACE_S, closed
+from tiercache.core.layout import Layout
+from tiercache.device.device import Device
+from tiercache.errors import ConfigError
+from tiercache.memory.workers import Workers
+from tiercache.tiers.base import Tier
+
+if TYPE_CHECKING:
+    from tiercache.config import Config
+
+logger = logging.getLogger("tiercache")
+
+T = TypeVar("T")
+
+FILE_SYSTEMS_S = 30.0
+"""What the file systems of the configured directories have to say what they are."""
+DEVICE_S = 120.0
+"""What an accelerator has to come up."""
+_LET_GO_S = 0.5
+"""What a tier that is too late has to give back what it holds, before it is left behind."""
+
+
+async def made(
+    what: str, within_s: float | None, give_back: Callable[[T], object], make: Callable[..., T], *arguments: Any
+) -> T:
+    """`make(*arguments)` in a thread. Raises ConfigError about `what` when that takes longer; None: it takes what it takes.
+
+    What comes too late, or after a cancellation, is given back by `give_back`, in the thread.
+    """
+    workers = Workers("start", 1)
+    unwanted = threading.Event()
+
+    def run() -> tuple[T, bool]:
+        result = make(*arguments)
+        if late := unwanted.is_set():
+            give_back(result)
+        return result, late
+
+    def disown(work: asyncio.Future[tuple[T, bool]]) -> None:
+        if not work.cancelled() and work.exception() is None:
+            result, given_back = work.result()
+            if not given_back:  # it came at this very moment
+                give_back(result)
+
+    work = workers.submit(run)
+    workers.close()
+    try:
+        await asyncio.wait([work], timeout=within_s)
+    except asyncio.CancelledError:
+        unwanted.set()
+        work.add_done_callback(disown)
+        raise
+    if not work.done():
+        unwanted.set()
+        work.add_done_callback(disown)
+        raise ConfigError(f"{what}: no answer within {within_s:.0f} s; does a device, a mount or a server hang?")
+    return work.result()[0]
+
+
+async def make_tiers_in_time(config: Config, layout: Layout, device: Device | None) -> list[Tier]:
+    """`make_tiers`, which asks the file systems of directories what they are."""
+    places = ", ".join([*(config.gds_path or ()), *(config.weka_path or ())])
+    return await made(
+        f"gds_path, weka_path: {places}", FILE_SYSTEMS_S, lambda tiers: None, make_tiers, config, layout, device
+    )
+
+
+def close_device(device: Device | None) -> None:
+    if device is not None:
+        device.close()
+
+
+async def close_tier(tier: Tier) -> None:
+    """Of a cache that does not come up: why is said already."""
+    await closed(tier.name, tier.close, asyncio.get_running_loop().time() + GRACE_S)
+
+
+def when_ended(left_behind: set[asyncio.Future[None]], give_back: Callable[[], None]) -> None:
+    """Now, or when the last of these has."""
+
+    def ended(task: asyncio.Future[None]) -> None:
+        if not left_behind:
+            give_back()
+
+    if not left_behind:
+        give_back()
+    for task in left_behind:
+        task.add_done_callback(ended)
+
+
+async def open_tier(tier: Tier, left_behind: set[asyncio.Future[None]]) -> None:
+    """`tier.open` by the tier's own deadline, and ConfigError after it.
+
+    A tier that is too late, or whose opening is cancelled, gives back what it holds. Where it does not get to that at once
+    it is left to itself, in `left_behind` for as long as that takes.
+    """
+    opening = asyncio.ensure_future(tier.open())
+    within_s = max(tier.open_s, 2 * (tier.patience_s or 0.0))
+    try:
+        await asyncio.wait([opening], timeout=within_s)
+    except asyncio.CancelledError:
+        await _call_off(tier, opening, left_behind)
+        raise
+    if not opening.done():
+        await _call_off(tier, opening, left_behind)
+        option = getattr(tier, "option", tier.name)
+        raise ConfigError(
+            f"{option}: {tier.describe()} did not open within {within_s:.0f} s; does its device, "
+            "mount or server hang, or a process that holds its lock?"
+        )
+    opening.result()
+
+
+async def _call_off(tier: Tier, opening: asyncio.Future[None], left_behind: set[asyncio.Future[None]]) -> None:
+    if not opening.done():
+        opening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([opening], timeout=_LET_GO_S)
+    if opening.done():
+        if not opening.cancelled() and opening.exception() is None:
+            await tier.close()
+        return
+
+    def ended(late: asyncio.Future[None]) -> None:
+        left_behind.discard(late)
+        if not late.cancelled() and late.exception() is None:
+            logger.warning("%s: came up too late, and is closed again", tier.name)
+            closing = asyncio.ensure_future(tier.close())
+            left_behind.add(closing)
+            closing.add_done_callback(left_behind.discard)
+            closing.add_done_callback(_look_away)
+
+    left_behind.add(opening)
+    opening.add_done_callback(ended)
+
+
+def _look_away(work: asyncio.Future[Any]) -> None:
+    """Nobody is left who would look at what became of it."""
+    if not work.cancelled():
+        work.exception()

@@ -1,0 +1,145 @@
+"""Fan-out: what is put goes to all tiers that lack it, side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tiercache.core.keys import ChunkKey
+from tiercache.core.patience import Patience
+from tiercache.errors import TierUnavailable
+from tiercache.scheduler.removals import Outcome
+from tiercache.scheduler.together import all_or_none
+from tiercache.scheduler.writer import TierWriter, release_all
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import Lease
+
+_FORGOTTEN_AT_ONCE = 256
+"""Keys in one turn of the loop."""
+
+LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """What became of chunks while somebody waited for a flush or a close, by tier; `pending` were neither written nor given
+    up at its end."""
+
+    written: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return not any(self.pending.values())
+
+
+class FanOut:
+    """All writers of a cache."""
+
+    def __init__(self, writers: list[TierWriter]) -> None:
+        self.writers = writers
+
+    async def offer(self, leases: list[Lease], another: LeaseMaker, patience: Patience) -> None:
+        """Queue chunks for every tier that lacks them. Uses up `leases`, also when cancelled.
+
+        Each writer gets a lease of its own, made by `another` for its tier. All are offered everything before anybody is
+        waited for, and those with full queues are waited for side by side, as long as the put's `patience` lasts. What does
+        not fit then is skipped by that writer.
+        """
+        waiting: dict[TierWriter, deque[Lease]] = {}
+        try:
+            for writer in self.writers:
+                for lease in leases:
+                    if writer.stores(lease.key):
+                        writer.tier.used([lease.key])
+                        continue
+                    own = another(lease.key, writer.tier)
+                    if own is not None and (writer in waiting or not writer.enqueue_nowait(own)):
+                        waiting.setdefault(writer, deque()).append(own)
+            for lease in leases:
+                lease.release()
+            if waiting:
+                loop = asyncio.get_running_loop()
+                began_s = loop.time()
+                await all_or_none(
+                    [asyncio.ensure_future(writer.enqueue(rest, patience)) for writer, rest in waiting.items()]
+                )
+                patience.waited(began_s, loop.time())
+        finally:
+            for lease in leases:
+                lease.release()
+            for rest in waiting.values():
+                release_all(rest)  # a writer that was cancelled before its first step has not come to it
+
+    def used(self, keys: Sequence[ChunkKey], another: LeaseMaker) -> None:
+        """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put."""
+        for writer in self.writers:
+            for key in writer.tier.used(keys):
+                own = another(key, writer.tier)
+                if own is not None and not writer.enqueue_nowait(own):
+                    writer.skip(deque([own]))
+
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        """A session that has come back needs `keys`."""
+        for writer in self.writers:
+            writer.tier.continued(keys)
+
+    async def forget(
+        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
+    ) -> None:
+        """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
+        for each in the same step of the loop: nothing that begins in between may find it in a tier and bring it back."""
+        outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}
+        for number, key in enumerate(keys, start=1):
+            for writer in self.writers:
+                outcomes[writer.tier.name].append(writer.forget(key))
+            from_memory(key)
+            if not number % _FORGOTTEN_AT_ONCE:
+                await asyncio.sleep(0)
+        every = [outcome for of_tier in outcomes.values() for outcome in of_tier]
+        if every:
+            await asyncio.wait(every, timeout=max(0.0, timeout_s))
+        for of_tier in outcomes.values():
+            for outcome in of_tier:
+                if outcome.done() and (error := outcome.result()) is not None:
+                    raise error
+        left = {name: sum(not outcome.done() for outcome in of_tier) for name, of_tier in outcomes.items()}
+        if any(left.values()):
+            found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
+            raise TierUnavailable(
+                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); nobody gets them from there any more, and "
+                "they are removed when the tier answers"
+            )
+
+    async def flush(self, timeout_s: float) -> FlushReport:
+        """Drain all queues, each for up to `timeout_s`, side by side. Cancelling it changes nothing."""
+        before = self.counts()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.drained()
+        return self.report(before)
+
+    async def drained(self) -> None:
+        """Wait until all is written or given up. Cancelling it changes nothing."""
+        for writer in self.writers:
+            await writer.drained()
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By tier, how many chunks were written and dropped up to now."""
+        return {w.tier.name: (w.counters.written, w.counters.dropped) for w in self.writers}
+
+    def report(self, before: dict[str, tuple[int, int]]) -> FlushReport:
+        """What has happened since `counts` gave `before`, and what is still to be written."""
+        return FlushReport(
+            written={w.tier.name: w.counters.written - before[w.tier.name][0] for w in self.writers},
+            pending={w.tier.name: w.pending for w in self.writers},
+            dropped={w.tier.name: w.counters.dropped - before[w.tier.name][1] for w in self.writers},
+        )
+
+    async def close(self, until_s: float) -> None:
+        """Stop all writers side by side; as `TierWriter.close`."""
+        await asyncio.gather(*(writer.close(until_s) for writer in self.writers))

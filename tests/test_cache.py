@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -293,3 +293,35 @@ def test_import_is_quick_and_takes_neither_torch_nor_vllm() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("wrong", [b"short", b"", b"x" * 32, "x" * 24, None])
+async def test_what_is_no_key_is_refused_everywhere(tmp_path: Path, wrong: object) -> None:
+    """Files under names of other lengths were not counted after a restart."""
+    async with opened(tmp_path) as cache:
+        one: list[object] = [wrong]
+        into = np.zeros(CHUNK_BYTES, np.uint8)
+        calls: list[Callable[[], object]] = [
+            lambda: cache.put(wrong, payload(1)),  # type: ignore[arg-type]
+            lambda: cache.put_many(one, [payload(1)]),  # type: ignore[arg-type]
+            lambda: cache.put_from([(wrong, 100, lambda slot: None)]),  # type: ignore[list-item]
+            lambda: cache.get(wrong),  # type: ignore[arg-type]
+            lambda: cache.get_into(one, [into]),  # type: ignore[arg-type]
+            lambda: cache.get_to(one, [lambda view: None]),  # type: ignore[arg-type]
+            lambda: cache.warm(one),  # type: ignore[arg-type]
+            lambda: cache.warm_soon(one),  # type: ignore[arg-type]
+            lambda: cache.prefetch([key(1), wrong]),  # type: ignore[list-item]
+            lambda: cache.lookup_keys(one),  # type: ignore[arg-type]
+            lambda: cache.lookup_hot(one),  # type: ignore[arg-type]
+            lambda: cache.forget(one),  # type: ignore[arg-type]
+            lambda: cache.ahead.pin(one),  # type: ignore[arg-type]
+            lambda: cache.ahead.unpin(one),  # type: ignore[arg-type]
+            lambda: cache.ahead.began("session", one),  # type: ignore[arg-type]
+            lambda: cache.ahead.ended("session", one),  # type: ignore[arg-type]
+        ]
+        for call in calls:
+            with pytest.raises((ValueError, TypeError), match="key: expected 24 bytes"):
+                outcome = call()
+                if asyncio.iscoroutine(outcome):
+                    await outcome
+        assert cache.cpu.statistics().resident == 0

@@ -144,6 +144,7 @@ class Ahead:
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Let `keys` be evicted like others."""
+        check_keys(keys)
         for key in keys:
             pin = self._pins.pop(key, None)
             if pin is not None:

@@ -356,7 +356,7 @@ class TierCache:
         somebody else was storing at the same time).
         """
         self._check_open()
-        check_keys([key for key, _, _ in items])
+        check_keys(key for key, _, _ in items)
         for _, length, _ in items:
             self._check_length(length)
         with self._operation():

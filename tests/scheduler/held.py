@@ -26,7 +26,7 @@ class HeldTier(MemoryTier):
     made: dict[str, HeldTier] = {}  # noqa: RUF012 - how a test gets at the tier that a configuration names
 
     def __init__(self, settings: RemoteSettings) -> None:
-        super().__init__(settings.name, Traits(durable=True, shared=True, read_concurrency=2, write_concurrency=2))
+        super().__init__(settings.name, Traits(True, True, settings.concurrency, settings.concurrency))
         self._gates = {kind: asyncio.Event() for kind in KINDS}
         for gate in self._gates.values():
             gate.set()
@@ -78,12 +78,13 @@ class HeldTier(MemoryTier):
 
 @asynccontextmanager
 async def opened(
-    *names: str, slots: int = 32, roles: dict[str, str] | None = None, **values: object
+    *names: str, slots: int = 32, concurrency: int = 2, roles: dict[str, str] | None = None, **values: object
 ) -> AsyncIterator[TierCache]:
     """The smallest arena, cut into so many slots; payloads need not fill theirs."""
     settings: dict[str, object] = {}
     for name in names:
         own = {"module_path": __name__, "class_name": "HeldTier", "role": (roles or {}).get(name, "both")}
+        own["concurrency"] = str(concurrency)
         settings |= {f"{name}.{option}": value for option, value in own.items()}
     config = Config(
         max_local_cpu_size=_ARENA_BYTES / 2**30,

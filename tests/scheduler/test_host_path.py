@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.budget import Purpose
@@ -13,6 +15,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.payloads import Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -66,4 +70,93 @@ async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench:
     for lease in leases:
         lease.release()
     assert await asyncio.gather(*puts) == [1, 1, 1]
+    assert bench.is_whole()
+
+
+async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Bench) -> None:
+    """The second gets its slot when the first has long published."""
+    path = HostPath(bench.cpu, FanOut([]))
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
+    while len(bench.cpu._waiting[Purpose.WRITE]) < 2:
+        await asyncio.sleep(0)
+    leases.pop().release()
+    assert await puts[0] == 1
+    leases.pop().release()
+    assert await puts[1] == 1
+    for lease in leases:
+        lease.release()
+    bench.cpu.forget(chunk(1)[0])
+    assert await path.put(items([1]), 10.0) == 1
+    assert bench.is_whole()
+
+
+async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again(bench: Bench) -> None:
+    path = HostPath(bench.cpu, FanOut([]))
+    reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
+    (key,) = bench.keep_on_tier(range(1, 2))
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    put = asyncio.create_task(path.put(items([1]), 10.0))
+    while not bench.cpu._waiting[Purpose.WRITE]:
+        await asyncio.sleep(0)
+    lease = await reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
+    assert lease is not None
+    for each in (lease, *leases):
+        each.release()
+    assert await put == 1
+    bench.cpu.forget(key)
+    assert await path.put(items([1]), 10.0) == 1
+    assert bench.is_whole()
+
+
+@pytest.mark.parametrize("ends", ["fails", "is cancelled"])
+async def test_put_beside_a_put_of_the_same_chunk_that_fails_stores_its_own(bench: Bench, ends: str) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def broken(slot: np.ndarray) -> None:
+        copying.set()
+        go_on.wait(10.0)
+        raise OSError("the engine's memory is gone")
+
+    path = HostPath(bench.cpu, FanOut([]))
+    key, payload = chunk(1)
+    bad = asyncio.create_task(path.put([(key, CHUNK_BYTES, broken)], 10.0))
+    while not copying.is_set():
+        await asyncio.sleep(0)
+    good = asyncio.create_task(path.put(items([1, 2]), 10.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    if ends == "is cancelled":
+        bad.cancel()
+    go_on.set()
+    assert isinstance((await asyncio.gather(bad, return_exceptions=True))[0], OSError | asyncio.CancelledError)
+    assert await good == 2
+    lease = bench.cpu.lease(key)
+    assert lease is not None and np.array_equal(lease.view, payload)
+    lease.release()
+    assert bench.is_whole()
+
+
+@pytest.mark.parametrize("ends", ["fails", "is cancelled"])
+async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench, ends: str) -> None:
+    copying, go_on = threading.Event(), threading.Event()
+
+    def last(slot: np.ndarray) -> None:
+        copying.set()
+        go_on.wait(10.0)
+        if ends == "fails":
+            raise OSError("the engine's memory is gone")
+
+    path = HostPath(bench.cpu, FanOut([]))
+    some = items(range(20))
+    some[19] = (some[19][0], CHUNK_BYTES, last)
+    put = asyncio.create_task(path.put(some, 10.0))
+    while not copying.is_set():
+        await asyncio.sleep(0)
+    if ends == "is cancelled":
+        put.cancel()
+    go_on.set()
+    await asyncio.gather(put, return_exceptions=True)
+    before = 19 // (SLOTS // 4) * (SLOTS // 4)
+    assert [bench.cpu.contains(key) for key, _, _ in some] == [True] * before + [False] * (20 - before)
     assert bench.is_whole()

@@ -1,0 +1,95 @@
+"""What a forget reaches, as plain data."""
+
+from __future__ import annotations
+
+import pytest
+
+from tiercache.core.keys import KEY_BYTES, check_key, check_keys, keys_from_hashes
+from tiercache.core.queue import BoundedQueue
+from tiercache.core.traffic import KeyTraffic
+from tiercache.core.under_way import UnderWay
+
+A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
+
+
+def test_forget_reaches_what_began_before_and_nothing_that_begins_after() -> None:
+    under_way = UnderWay()
+    before, other = under_way.begin([A, B]), under_way.begin([B])
+    under_way.forget(A)
+    after = under_way.begin([A])
+    assert before.forgot(A) and not before.forgot(B)
+    assert not other.forgot(B) and not after.forgot(A)
+
+
+def test_nothing_is_kept_of_passages_that_have_ended() -> None:
+    under_way = UnderWay()
+    passages = [under_way.begin([A, B, A]), under_way.begin([A]), under_way.begin([])]
+    for passage in passages:
+        under_way.end(passage)
+    under_way.forget(A)
+    assert len(under_way) == 0
+    assert not any(passage.forgot(A) for passage in passages)
+
+
+def test_removal_has_its_key_to_itself() -> None:
+    traffic, clear = KeyTraffic(), []
+    traffic.on_clear = clear.append
+    assert traffic.want_removal(B) is True, "nothing of it is under way"
+    traffic.begin(A)
+    traffic.begin(A)
+    assert traffic.want_removal(A) is False
+    assert traffic.refuses(A)
+    traffic.end(A)
+    assert clear == []
+    traffic.end(A)
+    assert clear == [A]
+    traffic.removed(A)
+    assert not traffic.refuses(A)
+
+
+def test_item_put_aside_counts_and_is_taken_when_it_is_called_up() -> None:
+    queue: BoundedQueue[str] = BoundedQueue(max_bytes=30, max_items=3)
+    assert queue.offer(A, "aside", 10, aside=True).accepted
+    assert queue.offer(B, "b", 10).accepted
+    assert (len(queue), queue.ready, queue.queued_bytes) == (2, 1, 20)
+    assert A in queue
+    assert queue.call_up(A) and not queue.call_up(B)
+    assert queue.take() == (A, "aside"), "it came first"
+    assert queue.take() == (B, "b")
+    assert queue.queued_bytes == 0
+
+
+def test_queue_of_nothing_but_items_aside_keeps_its_bounds() -> None:
+    queue: BoundedQueue[str] = BoundedQueue(max_bytes=10, max_items=3)
+    assert queue.offer(A, "aside", 10, aside=True).accepted
+    assert not queue.offer(B, "b", 10).accepted
+    assert queue.offer(B, "b", 10, replace_oldest=True).displaced == ("aside",)
+    assert queue.drain() == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "found"),
+    [
+        (b"short", ValueError, "5 bytes"),
+        (b"", ValueError, "0 bytes"),
+        (b"x" * 25, ValueError, "25 bytes"),
+        ("x" * KEY_BYTES, TypeError, "str"),
+        (None, TypeError, "NoneType"),
+        (bytearray(KEY_BYTES), TypeError, "bytearray"),
+    ],
+)
+def test_what_is_no_key_is_a_sentence(wrong: object, error: type[Exception], found: str) -> None:
+    with pytest.raises(error, match=f"key: expected 24 bytes .*found {found}"):
+        check_keys([A, wrong])  # type: ignore[list-item]
+    with pytest.raises(error):
+        check_key(wrong)  # type: ignore[arg-type]
+    check_keys([A, B])
+    check_key(A)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [("hash", TypeError), (None, TypeError), (7, TypeError), (b"8 bytes!", ValueError)]
+)
+def test_what_is_no_hash_is_a_sentence(wrong: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="hashes: expected"):
+        keys_from_hashes(b"namespace", [A, wrong])  # type: ignore[list-item]

@@ -1,0 +1,132 @@
+"""Reads that outlive their first caller's patience: whoever has more of it waits on, and what comes is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.scheduler.conftest import Bench
+from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
+from tiercache.core.budget import Purpose
+from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.testing import chunk
+
+
+def reader_of(bench: Bench) -> Reader:
+    return Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=30.0))
+
+
+def soon(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def test_read_that_is_late_is_kept_for_the_next(bench: Bench) -> None:
+    (wanted,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    assert await reader.fetch(wanted, soon(0.1)) is None
+    bench.tier.gate.set()
+    await settle()
+    assert bench.cpu.contains(wanted)
+    lease = await reader.fetch(wanted, soon(0.1))
+    assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
+    lease.release()
+    assert bench.memory.counters.reads == 1
+    assert reader.counters.kept == 1
+    assert bench.is_whole()
+
+
+async def test_who_joins_with_more_time_gets_all_of_it(bench: Bench) -> None:
+    (wanted,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    hasty = asyncio.create_task(reader.fetch(wanted, soon(0.1)))
+    await bench.tier.until_entered(1)
+    patient = asyncio.create_task(reader.fetch(wanted, soon(10.0)))
+    asyncio.get_running_loop().call_later(5.0, bench.tier.gate.set)
+    assert await hasty is None
+    lease = await patient
+    assert lease is not None, "it came after 5 of 10 seconds"
+    lease.release()
+    assert bench.memory.counters.reads == 1
+    assert bench.is_whole()
+
+
+async def test_who_comes_when_the_first_has_gone_waits_for_the_same_read(bench: Bench) -> None:
+    (wanted,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    assert await reader.fetch(wanted, soon(0.1)) is None
+    patient = [asyncio.create_task(reader.fetch(wanted, soon(10.0))) for _ in range(3)]
+    await settle()
+    bench.tier.gate.set()
+    for lease in await asyncio.gather(*patient):
+        assert lease is not None
+        lease.release()
+    assert bench.memory.counters.reads == 1, "no second read, slot and place"
+    assert bench.is_whole()
+
+
+@pytest.mark.parametrize("scarce", ["places", "slots"])
+async def test_who_joins_while_the_first_waits_for_its_turn_gets_all_of_his_time(bench: Bench, scarce: str) -> None:
+    keys = bench.keep_on_tier(range(1, 4))
+    reader = reader_of(bench)
+    slots = []
+    others: list[asyncio.Task[object]] = []
+    bench.tier.gate.clear()
+    if scarce == "places":
+        others = [asyncio.create_task(reader.fetch(wanted, soon(20.0))) for wanted in keys[1:]]
+        await bench.tier.until_entered(2)
+    else:
+        while (slot := bench.cpu.try_reserve(Purpose.READ)) is not None:
+            slots.append(slot)
+    hasty = asyncio.create_task(reader.fetch(keys[0], soon(1.0)))
+    await settle()
+    patient = asyncio.create_task(reader.fetch(keys[0], soon(10.0)))
+    assert await hasty is None
+    await asyncio.sleep(1.0)
+    bench.tier.gate.set()
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.READ)
+    lease = await patient
+    assert lease is not None
+    lease.release()
+    for other in await asyncio.gather(*others):
+        other.release()  # type: ignore[attr-defined]
+    assert bench.is_whole()
+
+
+async def test_late_read_that_fails_gives_its_slot_back(bench: Bench) -> None:
+    (wanted,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    bench.tier.fail_reads = [OSError("device lost")]
+    assert await reader.fetch(wanted, soon(0.1)) is None
+    bench.tier.gate.set()
+    await settle()
+    assert not bench.cpu.contains(wanted)
+    assert reader.stuck == 0
+    assert bench.is_whole()
+
+
+async def test_hung_tier_leaves_another_its_share_of_a_small_arena() -> None:
+    """Its reads hang in as many slots as they can get, and writes take what is left."""
+    async with opened("well", "hung", slots=16, concurrency=16) as cache:
+        for number in range(16):
+            tier("hung").chunks[key(100 + number)] = payload(number)
+            tier("well").chunks[key(200 + number)] = payload(number)
+        tier("hung").hold("read")
+        await asyncio.gather(*(found(cache, key(100 + number), 0.5) for number in range(16)))
+        assert cache.statistics().stuck == 4, "a quarter of the arena: all tiers together half of it"
+        tier("well").hold("write")
+        for number in range(16):
+            await cache.put(key(300 + number), bytes(CHUNK_BYTES), deadline_s=0.1)
+        got = [await found(cache, key(200 + number), 1.0) for number in range(16)]
+        assert got == [payload(number) for number in range(16)]
+        tier("hung").let_go()
+        tier("well").let_go()
+        await cache.flush()
+        assert await is_whole(cache)

@@ -1,0 +1,113 @@
+"""Who waits for a slot gets it in turn, whatever happens to those before and beside him."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.scheduler.conftest import SLOTS, Bench
+from tests.scheduler.test_host_path import items
+from tiercache.core.budget import Purpose
+from tiercache.errors import CacheClosed
+from tiercache.memory.slots import Slot
+from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.writer import FanOut
+
+
+def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
+    slots = []
+    while (slot := bench.cpu.try_reserve(purpose)) is not None:
+        slots.append(slot)
+    return slots
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_later_caller_does_not_overtake_who_waits(bench: Bench) -> None:
+    slots = take_all(bench)
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0))
+    await settle()
+    bench.cpu.abandon(slots.pop(), Purpose.WRITE)
+    assert bench.cpu.try_reserve(Purpose.WRITE) is None, "it is the other one's turn"
+    late = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 1.0))
+    got = await waiting
+    assert got is not None
+    assert await late is None
+    for slot in (got, *slots):
+        bench.cpu.abandon(slot, Purpose.WRITE)
+    assert bench.is_whole()
+
+
+async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench) -> None:
+    slots = take_all(bench)
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        slot = await bench.cpu.reserve(Purpose.WRITE, 60.0)
+        assert slot is not None
+        order.append(number)
+        await asyncio.sleep(0)
+        bench.cpu.abandon(slot, Purpose.WRITE)
+
+    tasks = []
+    for number in range(8):
+        tasks.append(asyncio.create_task(wait(number)))
+        await settle()
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.WRITE)
+    await asyncio.gather(*tasks)
+    assert order == list(range(8))
+    assert bench.is_whole()
+
+
+async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
+    """There a request to cancel is still pending, which says nothing about the put."""
+    path = HostPath(bench.cpu, FanOut([]))
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    stored: list[int] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(100.0)
+        finally:
+            stored.append(await path.put(items([1]), 10.0))
+
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work())
+    await settle()
+    task.cancel()
+    await settle()
+    began_s = loop.time()
+    for lease in leases:
+        lease.release()
+    await asyncio.gather(task, return_exceptions=True)
+    assert stored == [1]
+    assert loop.time() - began_s < 5.0
+    assert bench.is_whole()
+
+
+async def test_slot_that_comes_at_the_moment_of_cancellation_goes_on_to_the_next(bench: Bench) -> None:
+    slots = take_all(bench)
+    first, second = (asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0)) for _ in range(2))
+    await settle()
+    bench.cpu.abandon(slots.pop(), Purpose.WRITE)
+    first.cancel()
+    got = await second
+    assert got is not None
+    assert (await asyncio.gather(first, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+    for slot in (got, *slots):
+        bench.cpu.abandon(slot, Purpose.WRITE)
+    assert bench.is_whole()
+
+
+async def test_closing_tells_whoever_waits(bench: Bench) -> None:
+    take_all(bench)
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 100.0))
+    await settle()
+    await bench.cpu.close()
+    with pytest.raises(CacheClosed):
+        await waiting

@@ -11,8 +11,8 @@ from tests.scheduler.test_host_path import items
 from tiercache.core.budget import Purpose
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
+from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
-from tiercache.scheduler.writer import FanOut
 
 
 def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
@@ -105,9 +105,11 @@ async def test_slot_that_comes_at_the_moment_of_cancellation_goes_on_to_the_next
 
 
 async def test_closing_tells_whoever_waits(bench: Bench) -> None:
-    take_all(bench)
+    slots = take_all(bench)
     waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 100.0))
     await settle()
     await bench.cpu.close()
     with pytest.raises(CacheClosed):
         await waiting
+    for slot in slots:
+        bench.cpu.abandon(slot, Purpose.WRITE)

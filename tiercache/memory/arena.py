@@ -12,6 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,22 @@ class Arena:
     @property
     def address(self) -> int:
         return int(self.memory.ctypes.data)
+
+    def is_ours_alone(self) -> bool:
+        """Whether no other process of this host has shared memory of ours open or mapped, so that none can write to it.
+
+        The kernel says it: only then does it grant a lease for writing, which is given back at once.
+        """
+        if self._shm_file < 0:
+            return True
+        # Who opens the file in between has us told. By default that signal would end the process; nobody minds this one.
+        fcntl.fcntl(self._shm_file, fcntl.F_SETSIG, signal.SIGURG)
+        try:
+            fcntl.fcntl(self._shm_file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            return False
+        fcntl.fcntl(self._shm_file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
 
     def close(self) -> None:
         """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""

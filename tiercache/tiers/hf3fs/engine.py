@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ _SUSPECT_S = 1.0
 _LONGEST_PAUSE_S = 5.0
 _JOIN_S = 2.0
 _END_S = 5.0
+_WORTH_IT = 16
+"""Rings are made anew when a 16th of the arena is lost."""
+_LET_GO_S = 1.0
+"""How long a daemon may take to unmap what is not registered any more."""
+_FIRST_TAKE_BACK_PAUSE_S = 10.0
+_LONGEST_TAKE_BACK_PAUSE_S = 300.0
 DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
 
 
@@ -60,7 +67,7 @@ class RingEngine:
 
     A transfer is over when its ring says so, when the daemon that had it is dead, or when the engine is closed. One that a
     living daemon never answers costs its place and its entries. When half of either is lost that way while others are
-    served, rings and buffers are made anew; an arena's slot stays lost until the daemon ends.
+    served, rings and buffers are made anew; an arena's slot stays lost until the daemon has let go of the arena, or ends.
     """
 
     def __init__(
@@ -95,6 +102,10 @@ class RingEngine:
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
         self._examine_at_s = 0.0
+        self._parched = False
+        """Given up, and waiting for the arena."""
+        self._take_back_at_s = 0.0
+        self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
         self._look_s = min(_LOOK_S, settings.hang_s / 4)
         self._pause_s = self._look_s
         self._closed = False
@@ -167,6 +178,8 @@ class RingEngine:
             parts += in_parts(segment.iov, start, length, offset, PART_BYTES)
         loop = self._loop
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
+        if read:
+            transfer.arena_bytes = sum(length for (segment, _, length), _ in pieces if segment is self.arena)
         min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
         self._tell()
@@ -252,14 +265,14 @@ class RingEngine:
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
         suspect = (
             self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
-        )
+        ) or (self._held_bytes > 0 and now_s >= self._take_back_at_s)
         if not suspect:
             self._pause_s = self._look_s
         elif self._examination is None and now_s >= self._examine_at_s:
             self._suspected = False
             self._examination = self._loop.create_task(self._examine(), name="tiercache-hf3fs-examine")
             self._examination.add_done_callback(self._examined)
-        if suspect or unfinished:
+        if suspect or unfinished or self._held_bytes:
             self._watch_soon()
 
     def _examined(self, examination: asyncio.Task[None]) -> None:
@@ -280,15 +293,21 @@ class RingEngine:
                 logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
                 # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
                 self._draining = True
-                if served := [each.ended for each in self._unfinished() if not each.ended.done()]:
-                    await asyncio.wait(served)
+                served = self._serves_others(now)
+                if in_time := [each.ended for each in self._unfinished() if not each.ended.done()]:
+                    await asyncio.wait(in_time)
                 silent = StillInUse(f"3FS at {self.mount} does not answer")
                 left = self._give_up(silent, over=False)
                 dead = await self._workers.submit(_take_away_and_look, left)
                 if dead:
                     await self._mourn(None)
+                elif not await self._take_arena_back() and not served:
+                    # New rings would only lose more of the arena: nobody was served by the old ones either.
+                    self._parched = True
             else:
                 return
+        if self._parched and not await self._take_arena_back():
+            return
         await self._begin()
         self.restarts += 1
         self._tell()
@@ -300,16 +319,60 @@ class RingEngine:
         self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
         await self._workers.submit(self._bury, equipment)
 
+    async def _take_arena_back(self) -> bool:
+        """Whether nothing of the arena is lost any more.
+
+        Reads that were never answered are over once the daemon has the arena mapped no more: 3FS keeps the memory of an
+        operation for as long as that may write to it, also when it is not registered any more."""
+        if self.arena is None or not self._held_bytes:
+            self._parched = False
+            return True
+        self._take_back_at_s = self._loop.time() + self._take_back_pause_s
+        if not await self._workers.submit(_withdraw, self.arena):
+            logger.warning(
+                "3FS at %s still has the arena mapped: what it never answered stays lost for now", self.mount
+            )
+            self._take_back_pause_s = min(2 * self._take_back_pause_s, _LONGEST_TAKE_BACK_PAUSE_S)
+            return False
+        self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
+        self._parched = False
+        over = [transfer for transfer in self._forsaken if transfer.arena_bytes]
+        self._forsaken = [transfer for transfer in self._forsaken if not transfer.arena_bytes]
+        for transfer in over:
+            transfer.over.set_result(None)
+        self._tell()
+        return True
+
+    @property
+    def _held_bytes(self) -> int:
+        """Of the arena, by reads of rings that were given up."""
+        return sum(transfer.arena_bytes for transfer in self._forsaken)
+
+    def _lacks_slots(self, late: list[Transfer]) -> bool:
+        """Whether so much of the arena is lost that it is worth an interruption, and how long ago the last one was."""
+        if self.arena is None:
+            return False
+        held_bytes, lost_bytes = self._held_bytes, sum(transfer.arena_bytes for transfer in late)
+        if held_bytes and self._loop.time() < self._take_back_at_s:
+            return False
+        return _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes
+
     def _worn_out(self, now: _Equipment) -> bool:
-        """Whether half of the places, or of a ring's entries, are lost. While nobody is served it may only hang."""
+        """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it
+        may only hang."""
         late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
         lost = [(sum(each.missing for each in late[ring]), ring.entries) for ring in late]
         lost.append((sum(map(len, late.values())), now.buffers.count))
-        youngest_s = max((each.began_s for part in late.values() for each in part), default=0.0)
-        if self._served_s > youngest_s:
-            return any(2 * count >= room for count, room in lost)
-        # Without any room nobody can be served. An arena's slots come back only through the rings that have them.
-        return self.arena is None and any(count >= room for count, room in lost)
+        if self._serves_others(now):
+            in_arena = self._lacks_slots([each for part in late.values() for each in part])
+            return in_arena or any(2 * count >= room for count, room in lost)
+        # Without any room nobody can be served.
+        return any(count >= room for count, room in lost)
+
+    def _serves_others(self, now: _Equipment) -> bool:
+        """Whether something was served that began after all that is late."""
+        late_s = [each.began_s for ring in now.all_rings for each in ring.unfinished if each.ended.done()]
+        return self._served_s > max(late_s, default=0.0)
 
     # In the thread
 
@@ -371,6 +434,17 @@ def _is_dead(registrations: int, name: str) -> bool:
         )
     except OSError as error:
         return error.errno in DEAD_MOUNT
+
+
+def _withdraw(arena: Segment) -> bool:
+    """Take the arena's registration away; whether nobody else has it mapped then."""
+    arena.unregister()
+    until_s = time.monotonic() + _LET_GO_S
+    while not arena.is_ours_alone():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(_LET_GO_S / 100)
+    return True
 
 
 def _take_away_and_look(equipment: _Equipment | None) -> bool:

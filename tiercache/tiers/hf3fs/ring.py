@@ -54,6 +54,8 @@ class Transfer:
     over: asyncio.Future[None]
     """Done when the daemon touches neither the memory nor the file any more. Not before `ended`, perhaps long after."""
     began_s: float
+    arena_bytes: int = 0
+    """Of the arena's, that it reads into: they stay with it until it is over."""
     missing: int = 0
     moved_bytes: int = 0
     error: OSError | None = None

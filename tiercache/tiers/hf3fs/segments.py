@@ -11,6 +11,7 @@ import contextlib
 import os
 import tempfile
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,10 @@ class Segment:
     have a lock for that.
     """
 
-    def __init__(self, name: str, memory: np.ndarray) -> None:
+    def __init__(self, name: str, memory: np.ndarray, is_ours_alone: Callable[[], bool] = lambda: False) -> None:
+        """`is_ours_alone`: whether certainly no other process has the memory mapped."""
         self.name = name
+        self.is_ours_alone = is_ours_alone
         self.buf = memory.data
         self.memory = memory
         self.iov: Any = None
@@ -131,4 +134,4 @@ def arena_segment(arena: Arena) -> Segment | None:
     """The arena as a segment; None where it does not lie in shared memory."""
     if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
         return None
-    return Segment(arena.shm_path.name, arena.memory)
+    return Segment(arena.shm_path.name, arena.memory, arena.is_ours_alone)

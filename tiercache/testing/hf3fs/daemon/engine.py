@@ -15,7 +15,7 @@ import time
 import uuid
 from queue import SimpleQueue
 
-from tiercache.testing.hf3fs.daemon.buffers import Buffers
+from tiercache.testing.hf3fs.daemon.buffers import Buffer, Buffers
 from tiercache.testing.hf3fs.daemon.faults import Fault, Faults
 from tiercache.testing.hf3fs.daemon.files import KnownFile, KnownFiles
 from tiercache.testing.hf3fs.daemon.later import Later
@@ -32,8 +32,8 @@ _WATCHER_WAKES_S = 1.0
 THREADS = min(4, os.cpu_count() or 4)
 """More than there are CPUs only fight for the GIL."""
 
-_Work = tuple[Batch, int, Fault | None, float | None]
-"""A batch, which of its operations, what goes wrong, and when it may be reported."""
+_Work = tuple[Batch, int, Buffer | None, Fault | None, float | None]
+"""A batch, which of its operations, the memory for it, what goes wrong, and when it may be reported."""
 
 
 class Engine:
@@ -96,10 +96,11 @@ class Engine:
     def _dispatch(self, batch: Batch) -> None:
         for position in range(len(batch.submissions)):
             for_read, due_s = batch.ring.traits.for_read, None
+            arguments = batch.ring.memory.arguments(batch.submissions[position][0])
             if self._pacing.pace is not None:
-                length_bytes = batch.ring.memory.arguments(batch.submissions[position][0]).length
-                due_s = self._pacing.transfer_due_s(for_read, length_bytes)
-            item = (batch, position, self._faults.next(for_read), due_s)
+                due_s = self._pacing.transfer_due_s(for_read, arguments.length)
+            # Looked up now, as 3FS does: however long an operation takes, it keeps its memory mapped and may write to it.
+            item = (batch, position, self._buffers.find(arguments.buffer_id), self._faults.next(for_read), due_s)
             if not self._faults.parks(functools.partial(self._work.put, item)):
                 self._work.put(item)
 
@@ -108,16 +109,19 @@ class Engine:
             self._serve(*item)
             del item  # an idle worker keeps no ring mapped
 
-    def _serve(self, batch: Batch, position: int, fault: Fault | None, due_s: float | None) -> None:
+    def _serve(
+        self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None, due_s: float | None
+    ) -> None:
         if fault is not None and fault.action == "delay":
             # Not slept away in a worker: other operations are not to wait for this one.
             self._later.at(
-                time.monotonic() + fault.value, functools.partial(self._work.put, (batch, position, None, due_s))
+                time.monotonic() + fault.value,
+                functools.partial(self._work.put, (batch, position, buffer, None, due_s)),
             )
             return
         result: int | None
         try:
-            result = self._transfer(batch, position, fault)
+            result = self._transfer(batch, position, buffer, fault)
         except OSError as error:
             result = -(error.errno if error.errno in _PASSED_ON else errno.EIO)
         except Exception:
@@ -137,7 +141,7 @@ class Engine:
             for following in batch.ring.claim(1):
                 self._dispatch(following)
 
-    def _transfer(self, batch: Batch, position: int, fault: Fault | None) -> int | None:
+    def _transfer(self, batch: Batch, position: int, buffer: Buffer | None, fault: Fault | None) -> int | None:
         """Bytes moved or -errno; None for a completion that is to be lost."""
         arguments = batch.ring.memory.arguments(batch.submissions[position][0])
         traits = batch.ring.traits
@@ -148,7 +152,6 @@ class Engine:
         known = self._files.find(arguments.inode)
         if known is None:
             return -errno.EBADF
-        buffer = self._buffers.find(arguments.buffer_id)
         piece = None if buffer is None else buffer.piece(arguments.buffer_offset, arguments.length)
         if piece is None:
             return -errno.EINVAL

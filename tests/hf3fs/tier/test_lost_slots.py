@@ -1,0 +1,98 @@
+"""Slots of an arena whose reads were never answered: they come back, and never while somebody may still write to them."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
+from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put
+from tiercache.errors import TierUnavailable
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.tiers.hf3fs import Hf3fsTier, engine
+from tiercache.tiers.hf3fs.engine import StillInUse
+
+pytestmark = pytest.mark.parametrize("memory", ["arena"], indirect=True)
+
+SLOTS = (16 << 20) // CHUNK_BYTES
+LOST = SLOTS // 16
+
+Reads = dict["asyncio.Task[int | None]", np.ndarray]
+
+
+def start(tier: Hf3fsTier, memory: Memory) -> Reads:
+    slots = [memory.make() for _ in range(LOST)]
+    return {asyncio.create_task(tier.read(chunk(number)[0], slot)): slot for number, slot in enumerate(slots, start=1)}
+
+
+async def serve_until(tier: Hf3fsTier, memory: Memory, condition: Callable[[], object]) -> set[asyncio.Task[None]]:
+    """Others ask meanwhile, and get what is right or nothing. Returns those whose answer is late, too."""
+
+    async def ask() -> None:
+        slot = memory.make()
+        with contextlib.suppress(TierUnavailable):
+            assert await tier.read(chunk(99)[0], slot) == CHUNK_BYTES
+            assert np.array_equal(slot, chunk(99)[1])
+        memory.give_back(slot)
+
+    asking: set[asyncio.Task[None]] = set()
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await tier.engine.until(lambda: tier.engine.serves or bool(condition()))
+            asking.add(asyncio.create_task(ask()))
+            await asyncio.wait(asking, timeout=2 * HASTY.hang_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in asking if task.done()]:
+                asking.remove(task)
+                task.result()
+    return asking
+
+
+@pytest.mark.parametrize("entries", [64, 16], ids=["others are served", "the rings are full"])
+async def test_slots_come_back_from_lost_answers_time_and_again(
+    opened: Opened, mortal: Hf3fsEmulator, memory: Memory, entries: int
+) -> None:
+    """More incidents than the arena has room for, with one and the same daemon."""
+    async with opened(mortal.mount / "chunks", rings=replace(HASTY, entries=entries)) as tier:
+        await put(tier, memory, 99, *range(1, LOST + 1))
+        for incident in range(1, 2 + SLOTS // LOST):
+            struck = mortal.control.statistics().faults_struck
+            mortal.control.lose(2 * LOST, direction="read")  # a header and a payload each
+            reads = start(tier, memory)
+            await asyncio.to_thread(mortal.control.until_struck, struck + 2 * LOST)
+            left = await serve_until(tier, memory, lambda reads=reads: all(read.done() for read in reads))
+            await asyncio.gather(*left)
+            assert all(isinstance(read.exception(), StillInUse) for read in reads)
+            await until(tier.engine, lambda incident=incident: tier.engine.restarts == incident)
+            for slot in reads.values():
+                memory.give_back(slot)
+        assert tier.engine.in_flight == 0
+        for number in range(1, LOST + 1):
+            await get(tier, memory, number)
+
+
+async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
+    opened: Opened, mortal: Hf3fsEmulator, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers are late, not lost: what it writes at last lands in memory that nobody else has got meanwhile."""
+    monkeypatch.setattr(engine, "_LET_GO_S", 0.2)
+    monkeypatch.setattr(engine, "_FIRST_TAKE_BACK_PAUSE_S", 0.2)
+    async with opened(mortal.mount / "chunks", rings=replace(HASTY, entries=64)) as tier:
+        await put(tier, memory, 99, *range(1, LOST + 1))
+        struck = mortal.control.statistics().faults_struck
+        mortal.control.delay(4.0, count=2 * LOST, direction="read")
+        reads = start(tier, memory)
+        await asyncio.to_thread(mortal.control.until_struck, struck + 2 * LOST)
+        left = await serve_until(tier, memory, lambda: tier.engine.restarts)
+        assert not any(read.done() for read in reads), "the daemon may still write there"
+        assert all((slot == 0xEE).all() for slot in reads.values())
+        left |= await serve_until(tier, memory, lambda: all(read.done() for read in reads))
+        for slot in reads.values():
+            assert not (slot == 0xEE).all(), "given back before it was written to"
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*left)
+        assert tier.engine.in_flight == 0

@@ -1,7 +1,7 @@
 # make demo   what the cache does, with real vLLM and a real model, on this machine
 # make test   all tests
 # make lint   ruff and mypy
-# make bench  ceilings and ours in one run
+# make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
 # All share .venv. On a machine without a GPU, this spares several GB of CUDA libraries that come with torch:
@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/tiercache bench
+	$(BIN)/tiercache bench $(BENCH)
 
 gpu-check:
 	@mkdir -p build

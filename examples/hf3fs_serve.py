@@ -51,7 +51,7 @@ def main(
         config = place / "tiercache.yaml"
         config.write_text(CONFIG.format(base_path=base_path))
         console.print("preparing the model (20 s) and the question")
-        model = prepare_model(place / "model")
+        model = prepare_model()
         message = long_message(model, tokens)
         answers: dict[str, tuple[Answer, str]] = {}
 

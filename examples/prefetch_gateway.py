@@ -73,7 +73,7 @@ def main(
         # Room for a conversation and a half.
         config.write_text(CONFIG.format(place=place, hot_gb=round(1.5 * tokens * _BYTES_PER_TOKEN / 2**30, 3)))
         console.print("preparing the model (20 s) and the conversations")
-        model = prepare_model(place / "model")
+        model = prepare_model()
         text = long_message(model, tokens)
         others = [f"{name}: {text}" for name in ("Somebody else asks", "A third one asks")]
         console.print("starting vLLM (a minute) and serve-control")

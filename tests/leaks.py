@@ -71,8 +71,8 @@ class Held:
     """How many of the watched tiers are older."""
 
     @classmethod
-    def now(cls, run_directory: str) -> Held:
-        descriptors = frozenset(_descriptors())
+    def now(cls, run_directory: str, lasting: str = "$^") -> Held:
+        descriptors = frozenset(one for one in _descriptors() if not re.search(lasting, one))
         entries = (name for name in os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else ()
         mounts = _MOUNTS.read_text().splitlines()
         return cls(
@@ -105,16 +105,18 @@ def nothing_left(
     runner: asyncio.Runner | None = None,
     forget_errors: Callable[[], None] = lambda: None,
     patience_s: float = PATIENCE_S,
+    lasting: str = "$^",
 ) -> Iterator[None]:
     """Raises AssertionError at the end of the block unless everything that began in it has ended, or ends soon.
 
-    `runner` is the test's event loop; `forget_errors` lets go of logged exceptions, which keep frames, which keep memory.
+    `runner` is the test's event loop; `forget_errors` lets go of logged exceptions, which keep frames, which keep memory;
+    `lasting` is a pattern for descriptors that libraries keep.
     """
-    before = Held.now(run_directory)
+    before = Held.now(run_directory, lasting)
     yield
     until_s = time.monotonic() + patience_s
     leaks: Leaks = {} if runner is None else _end_loop(runner, patience_s)
-    leaks |= _leaks_since(before, run_directory, until_s)
+    leaks |= _leaks_since(before, run_directory, lasting, until_s)
     if leaks.keys() - {"tasks"}:
         forget_errors()
         while leaks.keys() - {"tasks"} and time.monotonic() < until_s:
@@ -122,18 +124,18 @@ def nothing_left(
             if runner is not None:
                 runner.run(asyncio.sleep(0))  # what threads and freed objects have told the loop
             leaks = {kind: lines for kind, lines in leaks.items() if kind == "tasks"}
-            leaks |= _leaks_since(before, run_directory, until_s)
+            leaks |= _leaks_since(before, run_directory, lasting, until_s)
     del _watched[before.slots :]
     assert not leaks, "the test left behind:\n" + "\n".join(
         f"  {kind}:\n" + "\n".join(f"    {line}" for line in lines) for kind, lines in leaks.items()
     )
 
 
-def _leaks_since(before: Held, run_directory: str, until_s: float) -> Leaks:
+def _leaks_since(before: Held, run_directory: str, lasting: str, until_s: float) -> Leaks:
     """Threads that were told to end are waited for: they may hold the rest."""
     for thread in frozenset(threading.enumerate()) - before.threads:
         thread.join(max(0.0, until_s - time.monotonic()))
-    return before.leaks_of(Held.now(run_directory))
+    return before.leaks_of(Held.now(run_directory, lasting))
 
 
 def _end_loop(runner: asyncio.Runner, patience_s: float) -> Leaks:

@@ -30,6 +30,12 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def lasting_descriptors() -> str:
+    """obstore's runtime is the process's, and keeps connections and event descriptors for the next request."""
+    return r"socket:|anon_inode:"
+
+
 @pytest.fixture(autouse=True)
 def no_credentials_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whoever runs the tests may have AWS credentials; no test may use them."""

@@ -1,0 +1,64 @@
+"""A place like a fresh clone in which the README's commands run as a reader types them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.readme.blocks import REPOSITORY
+
+SMALL = "max_local_cpu_size: 0.05\nlocal_disk: {place}/kv\nmax_local_disk_size: 0.2\n"
+
+Shell = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The repository's files by links; what commands write stays here."""
+    for name in (
+        "Makefile",
+        "examples",
+        "pyproject.toml",
+        "requirements",
+        "tests",
+        "tiercache",
+        "README.md",
+        "LICENSE",
+    ):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "small.yaml").write_text(SMALL.format(place=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """This Python and this tree first, and nothing that configures the cache."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_", "PYTEST"))
+    }
+    paths = {"PATH": f"{sys.prefix}/bin:{kept['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+    return kept | paths | {"HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def shell(place: Path, environment: dict[str, str]) -> Shell:
+    def run(command: str, status: int = 0, limit_s: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
+        found = subprocess.run(
+            ["bash", "-c", command],
+            cwd=place,
+            env=environment | more,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+        assert found.returncode == status, f"$ {command}\n{found.stdout[-4000:]}\n{found.stderr[-4000:]}"
+        return found
+
+    return run

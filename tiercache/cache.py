@@ -215,11 +215,11 @@ class TierCache:
         try:
             return await asyncio.shield(self._closing)
         except asyncio.CancelledError:
-            if self._closers == 1:
+            if self._closers == 1:  # or it goes on for the others
                 self._close_by.bring_forward(asyncio.get_running_loop().time())
-            while not self._closing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([self._closing])
+                while not self._closing.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([self._closing])
             raise
         finally:
             self._closers -= 1

@@ -15,6 +15,9 @@ logger = logging.getLogger("tiercache")
 GRACE_S = 0.5
 """What all parts together have to give back what they hold, at least: also where the deadline has passed."""
 
+_LEAST_S = 0.1
+"""What one of them has though others have used up the time."""
+
 
 class Deadline:
     """A loop time in seconds that may come nearer while somebody waits for it."""
@@ -73,6 +76,7 @@ async def closed(
     Whoever cancels this one (a loop that shuts down cancels everything) does not keep anything from being given back.
     """
     loop = asyncio.get_running_loop()
+    until_s = max(until_s, loop.time() + _LEAST_S)
     for _ in range(2):
         task: asyncio.Task[object] = loop.create_task(close(), name=f"tiercache-close-{name}")
         while not task.done() and loop.time() < until_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,9 @@ from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
@@ -138,6 +142,24 @@ def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
     tier.reads, tier.writes = remote.reads, remote.writes
     tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
     return tier
+
+
+def make_fan_out(config: Config, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int) -> FanOut:
+    """A write queue for each tier that is written to."""
+    queue_bytes = config.write_queue_bytes or arena_bytes // 2
+    settings = WriterSettings(
+        queue_bytes=max(queue_bytes, slot_bytes), on_full=config.on_queue_full, wait_s=config.queue_wait_s
+    )
+    return FanOut([TierWriter(tier, settings) for tier in tiers if tier.writes])
+
+
+def reader_settings(config: Config, layout: Layout) -> ReaderSettings:
+    rate = config.prefill_tokens_per_s
+    return ReaderSettings(
+        deadline_s=config.blocking_timeout_secs,
+        probe_deadline_s=config.lookup_timeout_ms / 1000,
+        recompute_s=layout.chunk_tokens / rate if rate else None,
+    )
 
 
 def disk_settings(config: Config, layout: Layout) -> DiskSettings:

@@ -89,7 +89,7 @@ def close_device(device: Device | None) -> None:
 
 async def close_tier(tier: Tier) -> None:
     """Of a cache that does not come up: why is said already."""
-    await closed(tier.name, tier.close, asyncio.get_running_loop().time() + GRACE_S)
+    await closed(asyncio.get_running_loop().time() + GRACE_S, (tier.name, tier.close))
 
 
 def when_ended(left_behind: set[asyncio.Future[None]], give_back: Callable[[], None]) -> None:

@@ -275,14 +275,16 @@ class TierWriter:
         """Whether the breaker lets a write begin. While another one finds out whether the tier is well, waits for its end:
         that is at most `deadline_s` away."""
         loop = asyncio.get_running_loop()
-        while self._closed or not self.breaker.allows(loop.time()):
-            if self._closed or not self.breaker.probing(loop.time()):
+        while not self._closed:
+            if self.breaker.allows(loop.time()):
+                return True
+            if not self.breaker.probing(loop.time()):
                 return False
             self._verdict.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.deadline_s):
                     await self._verdict.wait()
-        return True
+        return False
 
     def _succeeded(self, began_s: float) -> None:
         now_s = asyncio.get_running_loop().time()

@@ -1,16 +1,17 @@
-"""Opening and closing a cache when something hangs, fails, or is cancelled: by a deadline, and nothing is kept."""
+"""Opening, filling and closing a cache when something hangs, fails, or is cancelled: by a deadline, and nothing is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.remote.fs.mount import FragileMount, why_no_fuse
@@ -141,14 +142,28 @@ async def test_of_several_closes_the_nearest_deadline_counts_and_all_get_the_rep
     impatient = asyncio.create_task(cache.close(30.0))
     await asyncio.sleep(0)
     impatient.cancel()
-    await asyncio.sleep(0.05)
-    assert not first.done() and not impatient.done(), "somebody else still waits for what is being written"
-    reports = await asyncio.gather(first, cache.close(0.2), cache.close())
     with pytest.raises(asyncio.CancelledError):
         await impatient
+    await asyncio.sleep(0.05)
+    assert not first.done(), "somebody else still waits for what is being written"
+    reports = await asyncio.gather(first, cache.close(0.2), cache.close())
     assert time.monotonic() - began_s < 2.0
     assert reports[0] is reports[1] is reports[2]
     assert await cache.close() is reports[0]
+
+
+@needs_fuse
+async def test_put_of_many_chunks_above_a_hung_disk_ends_by_its_deadline(tmp_path: Path) -> None:
+    with FragileMount(tmp_path) as mount:
+        async with TierCache.open(configured(mount.path, close_timeout_s=0.0), LAYOUT) as cache:
+            mount.hang()
+            keys = [key(number) for number in range(100)]
+            began_s = time.monotonic()
+            stored = await cache.put_many(keys, [payload(number) for number in range(100)], deadline_s=2.0)
+            assert time.monotonic() - began_s < 3.0
+            assert stored == 100, "each was hot when its turn had come"
+            assert cache.statistics().writers["disk"].skipped > 50
+        mount.go_on()
 
 
 async def test_started_twice_is_an_error_and_takes_nothing() -> None:
@@ -220,6 +235,25 @@ def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
 
 
 @needs_fuse
+def test_program_ends_though_its_disk_hung_at_the_start(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys; from tests.test_cache import LAYOUT, configured; from tiercache import TierCache\n"
+        "from tiercache.tiers.disk import DiskTier; from pathlib import Path\n"
+        "DiskTier.open_s = 0.5\n"
+        "async def main():\n"
+        "    async with TierCache.open(configured(Path(sys.argv[1])), LAYOUT): pass\n"
+        "asyncio.run(main())"
+    )
+    with FragileMount(tmp_path) as mount:
+        mount.hang()
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(mount.path)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert run.stderr.splitlines()[-1].startswith("tiercache.errors.ConfigError: local_disk: disk (")
+        mount.go_on()
+
+
+@needs_fuse
 async def test_cancelled_start_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
     with FragileMount(tmp_path) as mount:
         mount.hang()
@@ -236,7 +270,7 @@ async def test_cancelled_start_keeps_nothing(tmp_path: Path, arena_file: Path) -
 
 async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path, arena_file: Path) -> None:
     for steps in range(0, 60, 3):
-        starting = asyncio.create_task(started(tmp_path, arena_file))
+        starting = asyncio.create_task(started(tmp_path / str(steps), arena_file))
         for _ in range(steps):
             await asyncio.sleep(0.0005)
         starting.cancel()
@@ -244,5 +278,3 @@ async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path,
         if isinstance(outcome, TierCache):
             await outcome.close(0.0)
         assert await gone(arena_file), steps
-    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
-        assert await cache.put(key(1), np.zeros(16, np.uint8))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tiercache.config.remotes import Remote, remotes_of, split_paths
 from tiercache.config.schema import available_memory_bytes
+from tiercache.core.budget import SlotBudget
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.cuda import CudaDriver
@@ -18,6 +19,9 @@ from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
@@ -164,6 +168,29 @@ def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
     tier.reads, tier.writes = remote.reads, remote.writes
     tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
     return tier
+
+
+def make_fan_out(
+    config: Config, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
+) -> FanOut:
+    """A write queue for each tier that is written to."""
+    queue_bytes = config.write_queue_bytes or arena_bytes // 2
+    settings = WriterSettings(
+        queue_bytes=max(queue_bytes, slot_bytes),
+        on_full=config.on_queue_full,
+        wait_s=config.queue_wait_s,
+        most_at_once=budget.writes_at_once(len(tiers)),
+    )
+    return FanOut([TierWriter(tier, settings) for tier in tiers if tier.writes])
+
+
+def reader_settings(config: Config, layout: Layout) -> ReaderSettings:
+    rate = config.prefill_tokens_per_s
+    return ReaderSettings(
+        deadline_s=config.blocking_timeout_secs,
+        probe_deadline_s=config.lookup_timeout_ms / 1000,
+        recompute_s=layout.chunk_tokens / rate if rate else None,
+    )
 
 
 def disk_settings(config: Config, layout: Layout) -> DiskSettings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import isfinite
 from operator import index
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tiercache.ahead import Ahead, check_seconds
-from tiercache.assembly import arena_settings, make_device
-from tiercache.closing import GRACE_S, Deadline, Lingering, closed
+from tiercache.assembly import arena_settings, make_device, make_fan_out, reader_settings
+from tiercache.closing import GRACE_S, Deadline, Lingering, Part, closed
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, check_key, check_keys, chunk_keys
@@ -32,12 +32,10 @@ from tiercache.memory.workers import Workers, to_the_end
 from tiercache.opening import DEVICE_S, close_device, close_tier, made, make_tiers_in_time, open_tier, when_ended
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
-from tiercache.scheduler.fan_out import FanOut, FlushReport
+from tiercache.scheduler.fan_out import FlushReport
 from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.prefetcher import PrefetchHandle
 from tiercache.scheduler.reader import Hit, Reader, Sink
-from tiercache.scheduler.source import ReaderSettings
-from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cpu import CpuTier, Lease
@@ -152,29 +150,9 @@ class TierCache:
     async def _connect(self, pool: SlotPool) -> None:
         """Readers, writers and the prefetcher, on tiers that are open."""
         tiers = self.tiers
-        queue_bytes = self.config.write_queue_bytes or self._arena.size_bytes // 2
-        self._fan_out = FanOut(
-            [
-                TierWriter(
-                    tier,
-                    WriterSettings(
-                        queue_bytes=max(queue_bytes, pool.slot_bytes),
-                        on_full=self.config.on_queue_full,
-                        wait_s=self.config.queue_wait_s,
-                        most_at_once=self.cpu.budget.writes_at_once(len(tiers)),
-                    ),
-                )
-                for tier in tiers
-                if tier.writes
-            ]
-        )
+        self._fan_out = make_fan_out(self.config, tiers, self._arena.size_bytes, pool.slot_bytes, self.cpu.budget)
         self._host_path = HostPath(self.cpu, self._fan_out)
-        rate = self.config.prefill_tokens_per_s
-        reading = ReaderSettings(
-            deadline_s=self.config.blocking_timeout_secs,
-            probe_deadline_s=self.config.lookup_timeout_ms / 1000,
-            recompute_s=self.layout.chunk_tokens / rate if rate else None,
-        )
+        reading = reader_settings(self.config, self.layout)
         readable = [tier for tier in tiers if tier.reads]
         self._only_read = [tier for tier in readable if not tier.writes]
         if self._device is None:
@@ -217,11 +195,11 @@ class TierCache:
         try:
             return await asyncio.shield(self._closing)
         except asyncio.CancelledError:
-            if self._closers == 1:
+            if self._closers == 1:  # or it goes on for the others
                 self._close_by.bring_forward(asyncio.get_running_loop().time())
-            while not self._closing.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([self._closing])
+                while not self._closing.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([self._closing])
             raise
         finally:
             self._closers -= 1
@@ -236,25 +214,19 @@ class TierCache:
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
         until_s = max(deadline.at_s, loop.time() + GRACE_S)
-        parts: list[tuple[str, Callable[[], Coroutine[Any, Any, object]]]] = [
-            ("prefetching", self.ahead.close),
-            ("reading", self._reader.close),
-        ]
+        parts: list[Part] = [("prefetching", self.ahead.close)]
         if self._control is not None:
-            parts.insert(0, ("control socket", self._control.close))
-        if self._device_path is not None:
-            parts.append(("reading into the device", self._device_reader.close))
-        for name, close in parts:
-            self._lingering.keep(await closed(name, close, until_s))
+            parts.append(("control socket", self._control.close))
+        readers = [self._reader] if self._device_path is None else [self._reader, self._device_reader]
         writing_until_s = (loop.time() + until_s) / 2  # the other half is for the tiers
-        self._lingering.keep(await closed("writing", lambda: self._fan_out.close(writing_until_s), until_s))
-        for task in await asyncio.gather(*(closed(tier.name, tier.close, until_s) for tier in self.tiers)):
-            self._lingering.keep(task)
+        writing: Part = ("writing", lambda: self._fan_out.close(writing_until_s))
+        for group in (parts, [("reading", reader.close) for reader in readers], [writing]):
+            self._lingering.keep(await closed(until_s, *group))
+        self._lingering.keep(await closed(until_s, *((tier.name, tier.close) for tier in self.tiers)))
         for writer in self._fan_out.writers:
-            self._lingering.keep(*writer.lingering)
-        self._lingering.keep(*self._reader.flights.lingering)
-        if self._device_path is not None:
-            self._lingering.keep(*self._device_reader.flights.lingering)
+            self._lingering.keep(writer.lingering)
+        for reader in readers:
+            self._lingering.keep(reader.flights.lingering)
         await self.cpu.close()
         self._copiers.close()
         self._closed = True

@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
+
+from tiercache.scheduler.together import look_away
 
 logger = logging.getLogger("tiercache")
 
 GRACE_S = 0.5
 """What all parts together have to give back what they hold, at least: also where the deadline has passed."""
+
+_LEAST_S = 0.1
+"""What one of them has though others have used up the time."""
+
+
+Part = tuple[str, Callable[[], Coroutine[Any, Any, object]]]
+"""What it is called in a log, and how it is closed."""
 
 
 class Deadline:
@@ -40,6 +49,7 @@ class Deadline:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
+            task.add_done_callback(look_away)
 
 
 class Lingering:
@@ -50,11 +60,10 @@ class Lingering:
         self.tasks: set[asyncio.Task[Any]] = set()
         self._on_end = on_end
 
-    def keep(self, *tasks: asyncio.Task[Any] | None) -> None:
+    def keep(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in tasks:
-            if task is not None:
-                self.tasks.add(task)
-                task.add_done_callback(self._ended)
+            self.tasks.add(task)
+            task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # A wait that was cancelled says nothing about the thread that it waited for: that one stays for good.
@@ -63,30 +72,28 @@ class Lingering:
             self._on_end()
 
 
-async def closed(
-    name: str, close: Callable[[], Coroutine[Any, Any, object]], until_s: float
-) -> asyncio.Task[object] | None:
-    """Run `close` until that loop time; what has not ended by then is left to itself, and returned.
+async def closed(until_s: float, *parts: Part) -> list[asyncio.Task[object]]:
+    """Close `parts` side by side until that loop time. What has not ended by then is left to itself, and returned.
 
-    Whoever cancels this one (a loop that shuts down cancels everything) does not keep anything from being given back.
+    Whoever cancels this one (a loop that shuts down cancels everything, at any moment) keeps nothing from being given back.
     """
     loop = asyncio.get_running_loop()
+    until_s = max(until_s, loop.time() + _LEAST_S)
+    left: list[asyncio.Task[object]] = []
     for _ in range(2):
-        task: asyncio.Task[object] = loop.create_task(close(), name=f"tiercache-close-{name}")
-        while not task.done() and loop.time() < until_s:
+        tasks = {loop.create_task(close(), name=f"tiercache-close-{name}"): (name, close) for name, close in parts}
+        while (unfinished := [task for task in tasks if not task.done()]) and loop.time() < until_s:
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([task], timeout=until_s - loop.time())
-        if not task.done():
-            task.add_done_callback(_look_away)
-            logger.warning("%s: does not close in time, and is left behind", name)
-            return task
-        if not task.cancelled():
-            if (error := task.exception()) is not None:
+                await asyncio.wait(unfinished, timeout=until_s - loop.time())
+        for task, (name, _) in tasks.items():
+            task.add_done_callback(look_away)
+            if not task.done():
+                logger.warning("%s: does not close in time, and is left behind", name)
+                left.append(task)
+            elif not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("%s: closing failed", name, exc_info=error)
+        # Cancelled with everything else, and not by us: those have not ended what they do.
+        parts = tuple(part for task, part in tasks.items() if task.done() and task.cancelled())
+        if not parts:
             break
-    return None
-
-
-def _look_away(task: asyncio.Task[object]) -> None:
-    if not task.cancelled():
-        task.exception()
+    return left

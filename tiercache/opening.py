@@ -19,6 +19,7 @@ from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError
 from tiercache.memory.workers import Workers
+from tiercache.scheduler.together import look_away
 from tiercache.tiers.base import Tier
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def close_device(device: Device | None) -> None:
 
 async def close_tier(tier: Tier) -> None:
     """Of a cache that does not come up: why is said already."""
-    await closed(tier.name, tier.close, asyncio.get_running_loop().time() + GRACE_S)
+    await closed(asyncio.get_running_loop().time() + GRACE_S, (tier.name, tier.close))
 
 
 def when_ended(left_behind: set[asyncio.Future[None]], give_back: Callable[[], None]) -> None:
@@ -144,13 +145,7 @@ async def _call_off(tier: Tier, opening: asyncio.Future[None], left_behind: set[
             closing = asyncio.ensure_future(tier.close())
             left_behind.add(closing)
             closing.add_done_callback(left_behind.discard)
-            closing.add_done_callback(_look_away)
+            closing.add_done_callback(look_away)
 
     left_behind.add(opening)
     opening.add_done_callback(ended)
-
-
-def _look_away(work: asyncio.Future[Any]) -> None:
-    """Nobody is left who would look at what became of it."""
-    if not work.cancelled():
-        work.exception()

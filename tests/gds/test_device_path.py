@@ -86,7 +86,7 @@ class Bench:
         self.tier.gate.set()
         await self.host_reader.close()
         await self.device_reader.close()
-        await self.fan_out.close()
+        await self.fan_out.close(self.soon(1.0))
         await self.tier.close()
         self.copiers.close()
 
@@ -156,6 +156,35 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
     for number, sink in enumerate(sinks, start=1):
         assert np.array_equal(sink.content, chunk(number)[1])
     assert bench.whole
+
+
+async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Bench) -> None:
+    """A put has as many batches at a time as the device takes; whoever comes after them does not wait for their end."""
+    hold = Hold(bench.device.gather)
+    first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2)]
+    while bench.device.bridge.pending < 2:
+        await asyncio.sleep(0)
+    began_s = bench.soon(0.0)
+    assert await bench.put(3, paged=True, wait_s=0.3) == 0
+    assert bench.soon(0.0) - began_s < 1.0
+    assert bench.path.skipped == 1
+    hold.release()
+    assert await asyncio.gather(*first) == [1, 1]
+    assert await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    await bench.until_whole()
+    hold = Hold(bench.device.scatter)
+    gets = [
+        asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon())) for _ in "ab"
+    ]
+    while bench.device.bridge.pending < 2:
+        await asyncio.sleep(0)
+    began_s = bench.soon(0.0)
+    assert await bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon(0.3)) == 0
+    assert bench.soon(0.0) - began_s < 1.0
+    hold.release()
+    assert await asyncio.gather(*gets) == [1, 1]
+    await bench.until_whole()
 
 
 @pytest.mark.parametrize("paged", [False, True])

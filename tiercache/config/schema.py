@@ -194,7 +194,11 @@ class Config:
         ours=True,
     )
     queue_wait_s: float = _key(
-        Number(unit="seconds"), 1.0, "longest wait for a full write queue", tier="disk", ours=True
+        Number(unit="seconds"),
+        1.0,
+        "longest wait of one put for full write queues, all of its chunks and all tiers together",
+        tier="disk",
+        ours=True,
     )
 
     gds_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the GDS tier", tier="gds")

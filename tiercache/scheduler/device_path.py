@@ -27,7 +27,7 @@ from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reader import Reader, prefix_of
-from tiercache.scheduler.together import all_or_none
+from tiercache.scheduler.together import all_or_none, look_away
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 from tiercache.tiers.staging import StagingTier
@@ -110,7 +110,12 @@ class DevicePath:
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
-        async with self._puts:
+        try:
+            await _by(patience.deadline_s, self._puts)
+        except TimeoutError:
+            self.skipped += len(chunks)
+            return 0
+        try:
             try:
                 for key, payload in chunks:
                     if not passage.forgot(key):
@@ -127,6 +132,8 @@ class DevicePath:
                 for lease in batch.leases:
                     lease.release()
                 raise
+        finally:
+            self._puts.release()
         forgotten = [chunk for chunk in batch.storing if passage.forgot(chunk.key)]
         for chunk in forgotten:
             self._abandon(chunk)
@@ -256,6 +263,7 @@ class DevicePath:
         happened = self.device.happened(after)
         done, _ = await asyncio.wait([happened], timeout=max(0.0, deadline_s - loop.time()))
         if not done:
+            happened.add_done_callback(look_away)
             return False
         happened.result()
         return True
@@ -313,7 +321,8 @@ class DevicePath:
         rooms: list[Slot] = []
         done: asyncio.Future[None] | None = None
         try:
-            async with self._gets:
+            await _by(deadline_s, self._gets)
+            try:
                 try:
                     for position, lease in part:
                         await self._enqueue_get(lease, payloads[position], rooms, deadline_s)
@@ -321,6 +330,8 @@ class DevicePath:
                     # Also what was enqueued before something failed writes to the caller's memory.
                     done = self.device.end_of(self.device.load, self.device.scatter)
                     await self._copied(done)
+            finally:
+                self._gets.release()
             for position, _ in part:
                 delivered[position] = 1
         except (ValueError, LayoutError, TimeoutError) as error:
@@ -374,10 +385,20 @@ class DevicePath:
         """Until what is enqueued has ended. Cancellation waits for it too: it touches the caller's memory."""
         await to_the_end(asyncio.ensure_future(asyncio.wait([done], timeout=_LONGEST_COPY_S)), _LONGEST_COPY_S)
         if not done.done():
+            done.add_done_callback(look_away)
             raise DeviceError(
                 f"{self.device.driver.name}: a copy did not end within {_LONGEST_COPY_S:.0f} s; its memory is still in use"
             )
         done.result()
+
+
+async def _by(deadline_s: float, places: asyncio.Semaphore) -> None:
+    """One of the places. Raises TimeoutError when those before us, whose copies may hang, do not leave one in time."""
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            await places.acquire()
+    except TimeoutError:
+        raise TimeoutError("the copies before it did not end by the deadline") from None
 
 
 def _serves_device(tier: Tier) -> bool:

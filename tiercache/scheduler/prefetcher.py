@@ -7,6 +7,7 @@ nobody expects it any more. The plan bounds how much that may be.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch import Fetch, PrefetchPlan
 from tiercache.scheduler.reader import Reader
 from tiercache.tiers.cpu import Lease
+
+logger = logging.getLogger("tiercache.prefetch")
 
 _SWEEP_S = 1.0
 _SEARCH_PAUSE_S = 0.1
@@ -236,7 +239,12 @@ class Prefetcher:
         self.let_go()
 
     async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
-        found, _ = await self.reader.lookup(prediction.keys, deadline_s)
+        found = 0
+        try:
+            found, _ = await self.reader.lookup(prediction.keys, deadline_s)
+        except Exception:
+            # Somebody waits for the handle: all of it is missing then.
+            logger.exception("a look-up failed in a way that nobody foresaw")
         keys = prediction.keys[:found]
         handle._look_for(set(keys))
         if not handle.done:

@@ -15,6 +15,7 @@ from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
 from tiercache.scheduler.removals import Outcome, Removals
+from tiercache.scheduler.together import look_away
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
@@ -264,7 +265,7 @@ class TierWriter:
                     break
                 began_s = loop.time()
                 work = asyncio.create_task(lease.write_to(self.tier))
-                work.add_done_callback(_retrieve)
+                work.add_done_callback(look_away)
                 try:
                     await asyncio.wait([work], timeout=self.settings.deadline_s)
                 finally:
@@ -306,14 +307,16 @@ class TierWriter:
         """Whether the breaker lets a write begin. While another one finds out whether the tier is well, waits for its end:
         that is at most `deadline_s` away."""
         loop = asyncio.get_running_loop()
-        while self._closed or not self.breaker.allows(loop.time()):
-            if self._closed or not self.breaker.probing(loop.time()):
+        while not self._closed:
+            if self.breaker.allows(loop.time()):
+                return True
+            if not self.breaker.probing(loop.time()):
                 return False
             self._verdict.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.deadline_s):
                     await self._verdict.wait()
-        return True
+        return False
 
     def _succeeded(self, began_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -381,9 +384,3 @@ def release_all(leases: deque[Lease]) -> None:
     """Takes them out."""
     while leases:
         leases.pop().release()
-
-
-def _retrieve(work: asyncio.Task[bool]) -> None:
-    """Nobody may be left to look at what became of it."""
-    if not work.cancelled():
-        work.exception()

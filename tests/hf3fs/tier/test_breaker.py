@@ -51,7 +51,7 @@ class Bench:
 
     async def close(self) -> None:
         await self.reader.close()
-        await self.writer.close()
+        await self.writer.close(asyncio.get_running_loop().time() + 1.0)
         await self.tier.close()
         self.copiers.close()
         self.arena.close()

@@ -1,0 +1,80 @@
+"""Closing several parts by one deadline, whoever is cancelled meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tiercache.closing import Lingering, closed
+
+
+class Thing:
+    """Takes its time to close. `seconds` None: as long as `go_on` is not set."""
+
+    def __init__(self, seconds: float | None = 0.05) -> None:
+        self.seconds = seconds
+        self.go_on = asyncio.Event()
+        self.closed = False
+
+    async def close(self) -> None:
+        if self.seconds is None:
+            await self.go_on.wait()
+        else:
+            await asyncio.sleep(self.seconds)
+        self.closed = True
+
+
+def soon(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def test_parts_are_closed_side_by_side_and_what_hangs_is_handed_back() -> None:
+    things = [Thing(0.2), Thing(0.2), Thing(None)]
+    began_s = soon(0.0)
+    left = await closed(began_s + 0.5, *((str(number), thing.close) for number, thing in enumerate(things)))
+    assert soon(0.0) - began_s < 0.9
+    assert [thing.closed for thing in things] == [True, True, False]
+    assert len(left) == 1 and not left[0].done()
+    things[2].go_on.set()
+    await left[0]
+
+
+async def test_loop_that_cancels_everything_at_any_moment_keeps_nothing_open() -> None:
+    for steps in range(12):
+        things = [Thing(), Thing()]
+        closing = asyncio.ensure_future(closed(soon(5.0), *(("thing", thing.close) for thing in things)))
+        for _ in range(steps):
+            await asyncio.sleep(0.005)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        (outcome,) = await asyncio.gather(closing, return_exceptions=True)
+        if steps:  # cancelled before its first step it has not begun
+            assert outcome == []
+            assert all(thing.closed for thing in things), steps
+
+
+async def test_part_that_fails_is_told_and_the_others_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken() -> None:
+        raise OSError("the device is gone")
+
+    thing = Thing()
+    assert await closed(soon(1.0), ("broken", broken), ("thing", thing.close)) == []
+    assert thing.closed
+    assert "broken: closing failed" in caplog.text
+
+
+async def test_memory_is_free_when_the_last_of_what_lingers_has_ended_and_not_after_a_cancelled_wait() -> None:
+    free: list[int] = []
+    lingering = Lingering(lambda: free.append(len(lingering.tasks)))
+    thing, other = Thing(None), Thing(None)
+    tasks = [asyncio.ensure_future(thing.close()), asyncio.ensure_future(other.close())]
+    lingering.keep(tasks)
+    thing.go_on.set()
+    await tasks[0]
+    await asyncio.sleep(0)
+    assert free == [1]
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0)
+    assert free == [1], "nobody knows whether its thread has ended"

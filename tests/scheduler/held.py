@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
 
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import TierUnavailable
 from tiercache.testing import MemoryTier
 from tiercache.tiers.base import Traits
 from tiercache.tiers.remote.base import RemoteSettings
@@ -32,8 +31,8 @@ class HeldTier(MemoryTier):
             gate.set()
         self.entered = dict.fromkeys(KINDS, 0)
         self.fail_removals: list[Exception] = []
-        self.pace: Callable[[str], float | None] = lambda kind: 0.0
-        """Seconds that an operation takes, in the stress test; None: it fails."""
+        self.fate: Callable[[], Awaitable[None]] | None = None
+        """What happens to each operation on its way, in the stress test; it may raise."""
         self.made[settings.name] = self
 
     def hold(self, kind: str) -> None:
@@ -69,11 +68,8 @@ class HeldTier(MemoryTier):
     async def _enter(self, kind: str) -> None:
         self.entered[kind] += 1
         await self._gates[kind].wait()
-        takes_s = self.pace(kind)
-        if takes_s is None:
-            raise TierUnavailable(f"{self.name}: this {kind} failed")
-        if takes_s:
-            await asyncio.sleep(takes_s)
+        if self.fate is not None:
+            await self.fate()
 
 
 @asynccontextmanager

@@ -288,11 +288,12 @@ class Flights:
         source, loop = read.source, asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            await _came(read.task, lambda: source.until_s(flight.deadline_s, began_s))
-        finally:
-            if not read.task.done():
-                self._leave_behind(read)
-        if not read.task.done():
+            ended = await _came(read.task, lambda: source.until_s(flight.deadline_s, began_s))
+        except BaseException:
+            self._leave_behind(read)
+            raise
+        if not ended:
+            self._leave_behind(read)
             source.waited_in_vain(began_s)
             self.counters.failed += 1
             return None

@@ -116,6 +116,7 @@ async def test_closing_tells_whoever_waits(bench: Bench) -> None:
 
 async def test_chunk_that_is_read_while_somebody_waits_for_a_slot_is_not_evicted_for_him(bench: Bench) -> None:
     """The hold of a prefetched chunk ends with its first use, which leaves a slot for the other one: but not this one."""
+    bench.cpu.budget.write_floor = 0
     bench.make_hot(1).release()
     hold = bench.cpu.hold(chunk(1)[0])
     assert hold is not None
@@ -123,7 +124,6 @@ async def test_chunk_that_is_read_while_somebody_waits_for_a_slot_is_not_evicted
     slots = take_all(bench, Purpose.READ)
     waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
     await settle()
-    bench.cpu.budget.write_floor = 0
     lease = bench.cpu.lease(chunk(1)[0])
     assert lease is not None and bench.cpu.contains(chunk(1)[0])
     lease.release()

@@ -99,7 +99,7 @@ class Flights:
         self._read = read
         self._flights: dict[ChunkKey, _Flight] = {}
         self._late: dict[tuple[str, ChunkKey], _Read] = {}
-        self._stuck = 0
+        self._stuck: set[asyncio.Task[int | None]] = set()
         self._closed = False
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called when somebody comes for a chunk that is only being prefetched."""
@@ -110,7 +110,7 @@ class Flights:
     @property
     def stuck(self) -> int:
         """Reads that outlived their deadline and still hold a slot."""
-        return self._stuck
+        return len(self._stuck)
 
     async def fetch(
         self,
@@ -327,7 +327,7 @@ class Flights:
 
     def _leave_behind(self, read: _Read) -> None:
         def ended(_: asyncio.Task[int | None]) -> None:
-            self._stuck -= 1
+            self._stuck.discard(read.task)
             if self._late.get(where) is read:
                 del self._late[where]
             read.landed = self._end(read, self._outcome(read))
@@ -337,7 +337,7 @@ class Flights:
                     read.landed.release()
 
         where = (read.source.tier.name, read.key)
-        self._stuck += 1
+        self._stuck.add(read.task)
         self._late[where] = read
         read.task.add_done_callback(ended)
 

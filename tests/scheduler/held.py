@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -16,7 +16,7 @@ from tiercache.tiers.remote.base import RemoteSettings
 
 CHUNK_BYTES = 64 * 1024
 _ARENA_BYTES = 2 << 20
-KINDS = ("read", "write", "remove")
+KINDS = ("probe", "read", "write", "remove")
 
 
 class HeldTier(MemoryTier):
@@ -31,6 +31,8 @@ class HeldTier(MemoryTier):
             gate.set()
         self.entered = dict.fromkeys(KINDS, 0)
         self.fail_removals: list[Exception] = []
+        self.seen: set[ChunkKey] | None = None
+        """Where it is a set: what this process knows of the tier's chunks, from its own look-ups."""
         self.fate: Callable[[], Awaitable[None]] | None = None
         """What happens to each operation on its way, in the stress test; it may raise."""
         self.made[settings.name] = self
@@ -47,6 +49,16 @@ class HeldTier(MemoryTier):
             while self.entered[kind] < operations:
                 await asyncio.sleep(0)
 
+    def contains(self, key: ChunkKey) -> bool:
+        return super().contains(key) if self.seen is None else key in self.seen
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        found = [key for key in keys if key in self.chunks]
+        await self._enter("probe")
+        if self.seen is not None:
+            self.seen.update(found)
+        return self.prefix(keys)
+
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         stored = self.chunks.get(key)
         await self._enter("read")
@@ -61,6 +73,8 @@ class HeldTier(MemoryTier):
 
     async def remove(self, key: ChunkKey) -> bool:
         await self._enter("remove")
+        if self.seen is not None:
+            self.seen.discard(key)
         if self.fail_removals:
             raise self.fail_removals.pop(0)
         return await super().remove(key)

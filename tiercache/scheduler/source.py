@@ -70,6 +70,8 @@ class Source:
         """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        asking = asyncio.current_task()
+        self.tier.traffic.questions.add(asking)
         try:
             async with asyncio.timeout_at(self.until_s(deadline_s)):
                 found = await self.tier.probe(keys)
@@ -81,6 +83,8 @@ class Source:
             self.breaker.failed(loop.time())
             logger.warning("%s: could not be asked what it has: %s", self.tier.name, error)
             return None
+        finally:
+            self.tier.traffic.questions.discard(asking)
         if self.breaker.state is not BreakerState.CLOSED:
             self.breaker.succeeded(loop.time())  # only then: answers must not make up for reads that fail
         return found

@@ -102,6 +102,15 @@ class Bench:
     def soon(self, wait_s: float = 10.0) -> float:
         return asyncio.get_running_loop().time() + wait_s
 
+    async def forget(self, key: ChunkKey) -> None:
+        """As `TierCache.forget`."""
+
+        def from_memory(key: ChunkKey) -> None:
+            self.cpu.forget(key)
+            self.staging.forget(key)
+
+        await self.fan_out.forget([key], 10.0, from_memory)
+
     async def put(self, *numbers: int, paged: bool = False, wait_s: float = 10.0) -> int:
         return await self.path.put([self.source(n, paged=paged) for n in numbers], None, self.soon(wait_s))
 
@@ -184,6 +193,60 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     assert bench.soon(0.0) - began_s < 1.0
     hold.release()
     assert await asyncio.gather(*gets) == [1, 1]
+    await bench.until_whole()
+
+
+async def got(bench: Bench, key: ChunkKey) -> np.ndarray | None:
+    sink = bench.sink()
+    return sink.content.copy() if await bench.path.get([key], [sink], None, bench.soon()) else None
+
+
+async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> None:
+    (key, _), (_, new) = chunk(1), chunk(2)
+    hold = Hold(bench.device.gather)
+    before = asyncio.ensure_future(bench.put(1, paged=True))
+    while not bench.device.bridge.pending:
+        await asyncio.sleep(0)
+    await bench.forget(key)
+    hold.release()
+    assert await before == 0
+    flat = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES), True)
+    flat.content[:] = new
+    assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
+    assert await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    found = await got(bench, key)
+    assert found is not None and np.array_equal(found, new)
+    bench.cpu.clear()
+    await bench.until_whole()
+
+
+@pytest.mark.parametrize("writing", [True, False], ids=["being written", "queued"])
+async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: Bench, writing: bool) -> None:
+    (key, _), (_, new) = chunk(1), chunk(2)
+    bench.writer.settings = WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES)
+    bench.tier.gate.clear()
+    if not writing:
+        places = bench.tier.traits.write_concurrency
+        assert await bench.put(*range(10, 10 + places), paged=True) == places
+        await bench.tier.until_entered(places)
+    assert await bench.put(1, paged=True) == 1
+    if writing:
+        await bench.tier.until_entered(1)
+    forgetting = asyncio.create_task(bench.forget(key))
+    await asyncio.sleep(0)
+    assert not bench.staging.contains(key) and not bench.cpu.contains(key)
+    flat = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES), True)
+    flat.content[:] = new
+    assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
+    bench.tier.gate.set()
+    await forgetting
+    assert await bench.writer.flush(10.0)
+    bench.cpu.clear()
+    assert bench.tier.contains(key), "flush says that it is written"
+    found = await got(bench, key)
+    assert found is not None and np.array_equal(found, new)
+    bench.cpu.clear()
     await bench.until_whole()
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import numpy as np
 
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import TierUnavailable
 from tiercache.testing import MemoryTier
 from tiercache.tiers.base import Traits
 from tiercache.tiers.remote.base import RemoteSettings
 
 CHUNK_BYTES = 64 * 1024
 _ARENA_BYTES = 2 << 20
-KINDS = ("read", "write", "remove")
+KINDS = ("probe", "read", "write", "remove")
 
 
 class HeldTier(MemoryTier):
@@ -32,8 +31,10 @@ class HeldTier(MemoryTier):
             gate.set()
         self.entered = dict.fromkeys(KINDS, 0)
         self.fail_removals: list[Exception] = []
-        self.pace: Callable[[str], float | None] = lambda kind: 0.0
-        """Seconds that an operation takes, in the stress test; None: it fails."""
+        self.seen: set[ChunkKey] | None = None
+        """Where it is a set: what this process knows of the tier's chunks, from its own look-ups."""
+        self.fate: Callable[[], Awaitable[None]] | None = None
+        """What happens to each operation on its way, in the stress test; it may raise."""
         self.made[settings.name] = self
 
     def hold(self, kind: str) -> None:
@@ -47,6 +48,16 @@ class HeldTier(MemoryTier):
         async with asyncio.timeout(5.0):
             while self.entered[kind] < operations:
                 await asyncio.sleep(0)
+
+    def contains(self, key: ChunkKey) -> bool:
+        return super().contains(key) if self.seen is None else key in self.seen
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        found = [key for key in keys if key in self.chunks]
+        await self._enter("probe")
+        if self.seen is not None:
+            self.seen.update(found)
+        return self.prefix(keys)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         stored = self.chunks.get(key)
@@ -62,6 +73,8 @@ class HeldTier(MemoryTier):
 
     async def remove(self, key: ChunkKey) -> bool:
         await self._enter("remove")
+        if self.seen is not None:
+            self.seen.discard(key)
         if self.fail_removals:
             raise self.fail_removals.pop(0)
         return await super().remove(key)
@@ -69,11 +82,8 @@ class HeldTier(MemoryTier):
     async def _enter(self, kind: str) -> None:
         self.entered[kind] += 1
         await self._gates[kind].wait()
-        takes_s = self.pace(kind)
-        if takes_s is None:
-            raise TierUnavailable(f"{self.name}: this {kind} failed")
-        if takes_s:
-            await asyncio.sleep(takes_s)
+        if self.fate is not None:
+            await self.fate()
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
+from tiercache.testing import chunk
 
 
 def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
@@ -113,3 +114,22 @@ async def test_closing_tells_whoever_waits(bench: Bench) -> None:
         await waiting
     for slot in slots:
         bench.cpu.abandon(slot, Purpose.WRITE)
+
+
+async def test_chunk_that_is_read_while_somebody_waits_for_a_slot_is_not_evicted_for_him(bench: Bench) -> None:
+    """The hold of a prefetched chunk ends with its first use, which leaves a slot for the other one: but not this one."""
+    bench.cpu.budget.write_floor = 0
+    bench.make_hot(1).release()
+    hold = bench.cpu.hold(chunk(1)[0])
+    assert hold is not None
+    bench.cpu.on_use = lambda _: hold.release()
+    slots = take_all(bench, Purpose.READ)
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
+    await settle()
+    lease = bench.cpu.lease(chunk(1)[0])
+    assert lease is not None and bench.cpu.contains(chunk(1)[0])
+    lease.release()
+    got = await waiting
+    for slot in slots if got is None else [got, *slots]:
+        bench.cpu.abandon(slot, Purpose.READ)
+    assert bench.is_whole()

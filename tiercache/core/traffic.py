@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tiercache.core.keys import ChunkKey
 
@@ -23,6 +24,8 @@ class KeyTraffic:
         self._refused: dict[ChunkKey, None] = {}
         self.on_clear: Callable[[ChunkKey], None] | None = None
         """Called when the last of what was under way of a key that is to be removed has ended."""
+        self.questions: set[Any] = set()
+        """Look-ups under way, as whoever asks can await them."""
 
     def refuses(self, key: ChunkKey) -> bool:
         """Whether nothing of `key` may begin now, whatever the tier has of it."""

@@ -112,6 +112,10 @@ class Removals:
         removal = self._wanted[key]
         try:
             await self.tier.remove(key)
+            if questions := list(self.tier.traffic.questions):
+                # They may have seen the chunk before it went, and tell the tier's index only now.
+                await asyncio.wait(questions)
+                await self.tier.remove(key)
         except Exception as error:
             if not self._closed:
                 self._failed(key, removal, error)

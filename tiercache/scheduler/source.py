@@ -80,6 +80,8 @@ class Source:
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
+        asking = asyncio.current_task()
+        self.tier.traffic.questions.add(asking)
         try:
             async with asyncio.timeout_at(self.until_s(deadline_s)):
                 found = await self.tier.probe(keys)
@@ -94,6 +96,8 @@ class Source:
             self.breaker.failed(loop.time(), began_s=began_s, question=True)
             logger.warning("%s: could not be asked what it has: %s", self.tier.name, error)
             return None
+        finally:
+            self.tier.traffic.questions.discard(asking)
         self.breaker.answered(loop.time())
         return found
 

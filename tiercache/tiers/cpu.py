@@ -210,14 +210,16 @@ class CpuTier(Tier):
         entry = self._entries.get(key)
         if entry is None:
             return None
+        held = entry.holds
+        lease = self._begin_lease(entry, Purpose.WRITE if writes else Purpose.READ)
         if not writes:
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
             if not entry.parked and not noted:
                 self._order.touch(key)
-            if entry.holds and self.on_use is not None:
-                self.on_use(key)
-        return self._begin_lease(entry, Purpose.WRITE if writes else Purpose.READ)
+            if held and self.on_use is not None:
+                self.on_use(key)  # which ends the hold: by now the lease keeps the chunk from whoever waits for a slot
+        return lease
 
     def hold(self, key: ChunkKey) -> Lease | None:
         """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,26 @@ async def test_truncated_and_deleted_files_are_missing_and_the_rest_is_right(cac
     assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers[:3]))
     account = cache.statistics().prefetch["hints"]
     assert account.fetched_bytes == 10 * LAYOUT.chunk_bytes
+
+
+async def test_handle_that_has_ended_keeps_no_keys() -> None:
+    """Whoever keeps thousands of them wants to know what became of them, and no more."""
+    async with TierCache.open(Config(max_local_cpu_size=0.002), LAYOUT) as cache:
+        tracemalloc.start()
+        try:
+            handles = []
+            for number in range(200):
+                handle = cache.prefetch(list(range(number, number + 16 * 512)), ttl=1.0)
+                assert (await handle).missing == 512
+                handles.append(handle)
+            assert tracemalloc.get_traced_memory()[0] < 3 << 20
+        finally:
+            tracemalloc.stop()
+        assert [handle.progress.asked for handle in handles] == [512] * 200
+
+
+async def test_prefetches_that_are_too_many_to_look_for_are_cancelled() -> None:
+    async with TierCache.open(Config(max_local_cpu_size=0.002), LAYOUT) as cache:
+        handles = [cache.prefetch(list(range(number, number + 16 * 8192))) for number in range(40)]
+        found = [await handle for handle in handles]
+        assert found[0].missing == 8192 and found[-1].cancelled == 8192

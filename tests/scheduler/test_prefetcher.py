@@ -270,13 +270,13 @@ async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> No
     work = Prefetching(bench, share=8)
     for number in range(1, SLOTS + 1):
         bench.make_hot(number).release()
-    first = work.hint(bench.keep_on_tier(range(1, SLOTS + 1)), ttl_s=5.0)
-    assert (await first).promoted == SLOTS
-    for key in first.keys[:4]:
+    first = bench.keep_on_tier(range(1, SLOTS + 1))
+    assert (await work.hint(first, ttl_s=5.0)).promoted == SLOTS
+    for key in first[:4]:
         await work.use(key)
     assert (await work.hint(bench.keep_on_tier(range(50, 54)), ttl_s=5.0)).promoted == 4
-    assert not any(bench.cpu.contains(key) for key in first.keys[:4]), "used, and the most recently of all"
-    assert all(bench.cpu.contains(key) for key in first.keys[4:])
+    assert not any(bench.cpu.contains(key) for key in first[:4]), "used, and the most recently of all"
+    assert all(bench.cpu.contains(key) for key in first[4:])
     await work.prefetcher.close()
 
 

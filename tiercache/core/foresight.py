@@ -38,7 +38,8 @@ class Foresight:
         self.workflows = Workflows()
         self._use = frozenset(use)
         self._steps: OrderedDict[str, list[str]] = OrderedDict()
-        """Subjects of what was predicted to follow a run's last step."""
+        """Subjects of what was predicted to follow a run's last step: as many in all as there may be steps."""
+        self._subjects = 0
         self._again: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """By session: when to think about it again, and when its last turn ended. No more than there are sessions."""
         self._agenda: list[tuple[float, str]] = []
@@ -54,6 +55,7 @@ class Foresight:
         self._come(session)
         if "sessions" in self._use:
             self.sessions.arrived(session, now_s)
+            self._let_go()
         if step and "workflows" in self._use:
             self.workflows.arrived(session, step, keys, now_s)
         return self.sessions.came_back(session)
@@ -61,15 +63,18 @@ class Foresight:
     def ended(self, session: str, keys: Sequence[ChunkKey], step: str, kind: str, now_s: float) -> bool:
         """That request is answered; `keys` are what the session's next one will begin with. Returns the same."""
         if "sessions" in self._use:
-            self._offer(session, self.sessions.finished(session, keys, now_s, kind), now_s, now_s)
+            prediction = self.sessions.finished(session, keys, now_s, kind)
+            self._let_go()
+            self._offer(session, prediction, now_s, now_s)
         if step and "workflows" in self._use:
             found = self.workflows.finished(session, step, now_s)
             for prediction in found:
                 self.plan.offer(prediction, now_s)
             if found:
+                self._withdraw_others(session, {prediction.subject for prediction in found})
                 self._steps[session] = [prediction.subject for prediction in found]
-                self._steps.move_to_end(session)
-                if len(self._steps) > self.workflows.limit:
+                self._subjects += len(found)
+                while self._subjects > self.workflows.limit and len(self._steps) > 1:
                     self._withdraw_steps(next(iter(self._steps)))
         return self.sessions.came_back(session)
 
@@ -95,9 +100,22 @@ class Foresight:
         self.plan.withdraw(self.sessions.name, session)
         self._withdraw_steps(session)
 
+    def _let_go(self) -> None:
+        """Of sessions that had to be forgotten nothing is expected any more."""
+        for session in self.sessions.take_forgotten():
+            self._again.pop(session, None)
+            self.plan.withdraw(self.sessions.name, session)
+
     def _withdraw_steps(self, run: str) -> None:
-        for subject in self._steps.pop(run, ()):
-            self.plan.withdraw(self.workflows.name, subject)
+        self._withdraw_others(run, set())
+
+    def _withdraw_others(self, run: str, stay: Collection[str]) -> None:
+        """What was predicted to follow the run's last step, but for what is still."""
+        subjects = self._steps.pop(run, [])
+        self._subjects -= len(subjects)
+        for subject in subjects:
+            if subject not in stay:
+                self.plan.withdraw(self.workflows.name, subject)
 
     def _offer(self, session: str, prediction: Prediction | None, ended_s: float, now_s: float) -> None:
         if prediction is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from math import exp
 
@@ -27,6 +27,8 @@ _TURNOVER_S = 60.0
 """Over which evictions are averaged (exponentially)."""
 _STALE = 64
 """Entries of a heap that may be out of date, beside as many as are not."""
+_MOST_KEYS = 1 << 18
+"""Of all predictions together: some 70 MB. Of more, the ones that were made first are not acted on any more."""
 _NEAR_S = 0.05
 """Rates are not told apart below so short a time."""
 
@@ -135,6 +137,7 @@ class PrefetchPlan:
         self.kept_bytes = 0
         """Of the share: what the driver keeps besides what was fetched (hot chunks that are expected, and pins)."""
         self._entries: dict[tuple[str, str], _Entry] = {}
+        self._keys_held = 0
         self._due: dict[int, _Entry] = {}
         """Whose time has come, by number."""
         self._alarms: list[tuple[float, int, _Entry]] = []
@@ -164,6 +167,7 @@ class PrefetchPlan:
         if now_s > prediction.latest_s + prediction.grace_s or not prediction.keys:
             return
         entry = self._entries[name] = _Entry(prediction, next(self._numbers))
+        self._keys_held += len(prediction.keys)
         owners = self._owners
         rate = entry.rate(now_s)
         for position, key in enumerate(prediction.keys):
@@ -173,6 +177,8 @@ class PrefetchPlan:
         heapq.heappush(self._ends, (entry.expires_s, entry.number, entry))
         self._reopen(entry)
         self._current = None
+        while self._keys_held > _MOST_KEYS and len(self._entries) > 1:
+            self.withdraw(*next(iter(self._entries)))
 
     def withdraw(self, predictor: str, subject: str) -> None:
         """It will not come true (or has). Chunks that were fetched for it stay, and are used or evicted."""
@@ -467,6 +473,7 @@ class PrefetchPlan:
         entry.alarm_s = None
         self._due.pop(entry.number, None)
         del self._entries[name]
+        self._keys_held -= len(entry.prediction.keys)
         if len(self._ends) > 2 * len(self._entries) + _STALE:
             self._ends = [end for end in self._ends if end[2].active]
             heapq.heapify(self._ends)
@@ -475,6 +482,8 @@ class PrefetchPlan:
             owner = owners.get(key)
             if owner is not None and owner[0] is entry:
                 del owners[key]
+        # Heaps and rankings may know the entry for a while; they need not keep its keys.
+        entry.prediction = replace(entry.prediction, keys=())
         if self._current is entry:
             self._current = None
 

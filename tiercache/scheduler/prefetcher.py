@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
@@ -21,6 +22,8 @@ logger = logging.getLogger("tiercache.prefetch")
 
 _SWEEP_S = 1.0
 _SEARCH_PAUSE_S = 0.1
+_MOST_LOOKED_FOR = 1 << 18
+"""Keys that tiers are being asked about for prefetches; what comes on top of them is cancelled at once."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class PrefetchHandle:
     def __init__(self, prefetcher: Prefetcher, subject: str, keys: Sequence[ChunkKey]) -> None:
         self.subject = subject
         self.keys = keys
+        """Empty once it has ended."""
         self._prefetcher = prefetcher
         self._found = 0
         self._reach = 0
@@ -120,6 +124,7 @@ class PrefetchHandle:
         if not self._left:
             self._ended.set()
             self._prefetcher.forget(self)
+            self.keys = ()  # whoever keeps the handle wants to know what became of it
 
 
 class Prefetcher:
@@ -139,6 +144,7 @@ class Prefetcher:
         self._handles: dict[str, PrefetchHandle] = {}
         self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
         self._looking: set[asyncio.Task[None]] = set()
+        self._keys_looked_for = 0
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = self._loop.time()
         self._search_s = float("-inf")
@@ -171,12 +177,20 @@ class Prefetcher:
     def begin(self, prediction: Prediction, deadline_s: float) -> PrefetchHandle:
         """Act on an explicit hint. Tiers are asked first (until `deadline_s`, a loop time) what they have of it."""
         handle = PrefetchHandle(self, prediction.subject, prediction.keys)
+        keys = len(handle.keys)
+        if self._looking and self._keys_looked_for + keys > _MOST_LOOKED_FOR:
+            handle._give_up(handle.keys, cancelled=True)
         if not handle.done:
             self._handles[handle.subject] = handle
+            self._keys_looked_for += keys
             task = self._loop.create_task(self._look(handle, prediction, deadline_s), name="tiercache-prefetch")
             self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            task.add_done_callback(partial(self._looked, keys))
         return handle
+
+    def _looked(self, keys: int, task: asyncio.Task[None]) -> None:
+        self._keys_looked_for -= keys
+        self._looking.discard(task)
 
     def offer(self, prediction: Prediction | None) -> None:
         """Act on what a predictor says; None says nothing."""

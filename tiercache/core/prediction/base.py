@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tiercache.core.keys import ChunkKey
 
+KEY_HELD_BYTES = 80
+"""What a key takes that is remembered, with its place in a list."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prediction.base import Prediction
+from tiercache.core.prediction.base import KEY_HELD_BYTES, Prediction
 from tiercache.core.prediction.gaps import Gaps
 
 _OWN_LIMIT = 32
@@ -18,6 +18,8 @@ _LEAST_KNOWN = 8.0
 _LONG = 0.9
 _HORIZON = 0.95
 """A prediction ends when so much of its probability has passed."""
+_SESSION_BYTES = 2048
+"""Of a session, its own gaps included, without its keys."""
 
 
 @dataclass(slots=True)
@@ -37,16 +39,19 @@ class Sessions:
 
     Whether it comes at all is the population's to say, and a session that stays away longer than nine in ten counts as
     lost until it is back. When it comes, its own gaps have a say in: `own_weight` of them weigh as much as all others'
-    together. The least recent session is forgotten beyond `limit`.
+    together. The least recent sessions are forgotten beyond `limit` of them, or `limit_bytes` that all of them take.
     """
 
     limit: int = 10_000
+    limit_bytes: int = 32 << 20
     own_weight: float = 4.0
     name: str = field(default="sessions", init=False)
 
     def __post_init__(self) -> None:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._population: dict[str, Gaps] = {}
+        self._forgotten: list[str] = []
+        self.held_bytes = 0
 
     def arrived(self, session: str, now_s: float) -> None:
         """A turn begins: the gap before it is known now."""
@@ -67,7 +72,9 @@ class Sessions:
     ) -> Prediction | None:
         """A turn ended at `now_s`; `keys` are what the next one will begin with. None while too little is known."""
         state = self._state(session)
+        self.held_bytes += (len(keys) - len(state.keys)) * KEY_HELD_BYTES
         state.keys, state.ended_s, state.kind, state.answered = keys, now_s, kind or "", True
+        self._keep_within_limits()
         return self.predict(session, now_s)
 
     def predict(self, session: str, now_s: float) -> Prediction | None:
@@ -103,7 +110,14 @@ class Sessions:
 
     def over(self, session: str) -> None:
         """The program says that it will not come back; nothing is learnt from that."""
-        self._sessions.pop(session, None)
+        state = self._sessions.pop(session, None)
+        if state is not None:
+            self.held_bytes -= _SESSION_BYTES + len(state.keys) * KEY_HELD_BYTES
+
+    def take_forgotten(self) -> list[str]:
+        """Sessions that had to go since this was asked last: nothing will be said of them."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -117,13 +131,21 @@ class Sessions:
         state = self._sessions.get(session)
         if state is None:
             state = self._sessions[session] = _Session()
-            if len(self._sessions) > self.limit:
-                self._lose(*self._sessions.popitem(last=False))
+            self.held_bytes += _SESSION_BYTES
+            self._keep_within_limits()
         else:
             self._sessions.move_to_end(session)
         return state
 
-    def _lose(self, session: str, state: _Session) -> None:
+    def _keep_within_limits(self) -> None:
+        while len(self._sessions) > self.limit or (self.held_bytes > self.limit_bytes and self._sessions):
+            session, state = self._sessions.popitem(last=False)
+            self._lose(state)
+            self.held_bytes -= _SESSION_BYTES + len(state.keys) * KEY_HELD_BYTES
+            self._forgotten.append(session)
+            del self._forgotten[: -self.limit]
+
+    def _lose(self, state: _Session) -> None:
         if state.answered and not state.presumed_lost:
             self._of(state.kind).add_lost()
 

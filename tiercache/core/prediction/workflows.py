@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prediction.base import Prediction
+from tiercache.core.prediction.base import KEY_HELD_BYTES, Prediction
 from tiercache.core.prediction.gaps import Gaps
 
 _LEAST_SEEN = 3
 _MOST_FOLLOWERS = 64
+_STEP_BYTES = 1024
+_FOLLOWER_BYTES = 2048
+"""Its gaps."""
 
 
 @dataclass(slots=True)
@@ -22,17 +25,26 @@ class _Step:
     followed: dict[str, Gaps] = field(default_factory=dict)
     """By the step that came next: how long after this one had ended."""
 
+    @property
+    def held_bytes(self) -> int:
+        return _STEP_BYTES + len(self.prefix) * KEY_HELD_BYTES + len(self.followed) * _FOLLOWER_BYTES
+
 
 class Workflows:
     """Learns, from the steps that runs go through, which step follows which, how soon, and with which shared prefix.
 
-    `limit` bounds the steps (the least recent is forgotten) and the runs that are under way; a step has few followers.
+    `limit` bounds the steps (the least recent is forgotten) and the runs that are under way, `limit_bytes` what the steps
+    take; a step has few followers.
     """
 
     name = "workflows"
 
-    def __init__(self, limit: int = 10_000, least_probability: float = 0.05) -> None:
+    def __init__(
+        self, limit: int = 10_000, least_probability: float = 0.05, *, limit_bytes: int = 32 << 20
+    ) -> None:
         self.limit = limit
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
         self.least_probability = least_probability
         self._steps: OrderedDict[str, _Step] = OrderedDict()
         self._runs: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -40,12 +52,15 @@ class Workflows:
     def arrived(self, run: str, step: str, keys: Sequence[ChunkKey], now_s: float) -> None:
         """A request of `step` begins in `run`."""
         state = self._step(step)
+        held_bytes = state.held_bytes
         state.prefix = keys if not state.seen else _common(state.prefix, keys)
         state.seen += 1
+        self.held_bytes += state.held_bytes - held_bytes
         before = self._runs.pop(run, None)
         if before is not None:
             name, ended_s = before
             self._gaps(name, step).add(max(0.0, now_s - ended_s))
+        self._keep_within_limits()
 
     def finished(self, run: str, step: str, now_s: float) -> list[Prediction]:
         """`step` ended in `run`: what may follow, the most probable first."""
@@ -55,6 +70,7 @@ class Workflows:
             _, (name, _) = self._runs.popitem(last=False)
             self._gaps(name, "").add_lost()
         followed = self._step(step).followed
+        self._keep_within_limits()
         total = sum(gaps.count for gaps in followed.values())
         if total < _LEAST_SEEN:
             return []
@@ -83,6 +99,7 @@ class Workflows:
         last = self._runs.pop(run, None)
         if last is not None:
             self._gaps(last[0], "").add_lost()
+            self._keep_within_limits()
 
     def _gaps(self, name: str, follower: str) -> Gaps:
         """How long after step `name` that follower came. Of too many followers the one seen least is forgotten."""
@@ -91,18 +108,25 @@ class Workflows:
         if gaps is None:
             if len(followed) >= _MOST_FOLLOWERS:
                 del followed[min(followed, key=lambda other: followed[other].count)]
+                self.held_bytes -= _FOLLOWER_BYTES
             gaps = followed[follower] = Gaps(256)
+            self.held_bytes += _FOLLOWER_BYTES
         return gaps
 
     def _step(self, name: str) -> _Step:
         state = self._steps.get(name)
         if state is None:
             state = self._steps[name] = _Step()
-            if len(self._steps) > self.limit:
-                self._steps.popitem(last=False)
+            self.held_bytes += state.held_bytes
         else:
             self._steps.move_to_end(name)
         return state
+
+    def _keep_within_limits(self) -> None:
+        """Called when nothing of a step is held on to: the last one may be too large itself."""
+        while len(self._steps) > self.limit or (self.held_bytes > self.limit_bytes and self._steps):
+            _, forgotten = self._steps.popitem(last=False)
+            self.held_bytes -= forgotten.held_bytes
 
 
 def _common(one: Sequence[ChunkKey], other: Sequence[ChunkKey]) -> Sequence[ChunkKey]:

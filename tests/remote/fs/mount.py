@@ -18,6 +18,7 @@ import os, sys
 import mfusepy
 
 ROOT = sys.argv[1]
+FLIP = ROOT + ".flip"
 STATUS = "atime ctime mtime gid uid mode nlink size blocks ino".split()
 SPACE = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
 
@@ -42,7 +43,11 @@ class Loopback(mfusepy.Operations):
         return os.open(ROOT + path, flags & ~(os.O_CREAT | os.O_EXCL | os.O_DIRECT))
 
     def read(self, path, size, offset, fh):
-        return os.pread(fh, size, offset)
+        data = os.pread(fh, size, offset)
+        if len(data) > 4096 and os.path.exists(FLIP):
+            os.unlink(FLIP)
+            data = data[:4096] + bytes([data[4096] ^ 1]) + data[4097:]
+        return data
 
     def write(self, path, data, offset, fh):
         return os.pwrite(fh, data, offset)
@@ -98,6 +103,10 @@ class FragileMount:
 
     def go_on(self) -> None:
         self._send(signal.SIGCONT)
+
+    def flip_next(self) -> None:
+        """A bit of the next large read flips on its way."""
+        self.behind.with_name(f"{self.behind.name}.flip").touch()
 
     def die(self) -> None:
         """From here on everything fails (ENOTCONN), also what was waiting."""

@@ -62,6 +62,13 @@ async def store(tier: FsTier, numbers: range) -> None:
         assert await tier.write(key, payload, CHUNK_BYTES)
 
 
+def drop_cached(path: Path) -> None:
+    """What the kernel has kept of a file: the next read asks the mount."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 async def is_hit(tier: FsTier, number: int) -> bool:
     key, payload = chunk(number)
     into = page_aligned(CHUNK_BYTES)
@@ -243,6 +250,20 @@ async def test_a_mount_that_dies_is_unavailable_and_used_again_when_it_is_back(m
                 await operation()
         await asyncio.to_thread(mount.revive)
         assert await is_hit(tier, 1)
+
+
+async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: FragileMount) -> None:
+    async with opened(mount.path, use_odirect=False) as writer:
+        await store(writer, range(1, 2))
+    async with opened(mount.path) as tier:
+        assert tier.mounted is not None
+        os.sync()
+        drop_cached(Path(tier.mounted.path(chunk(1)[0])))
+        mount.flip_next()
+        assert await is_hit(tier, 1)
+        assert not mount.behind.with_name("behind.flip").exists(), "it was flipped"
+        assert not (mount.behind / "quarantine").exists()
+        assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, 0)
 
 
 async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(

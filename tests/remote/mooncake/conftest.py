@@ -24,6 +24,12 @@ def _with_mooncake() -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def lasting_descriptors() -> str:
+    """Mooncake's client keeps its pool of connections and event loops until the process ends."""
+    return r"socket:|anon_inode:"
+
+
 def make_tier(
     url: str, *, chunk_bytes: int = CHUNK_BYTES, timeout_s: float = 10.0, concurrency: int = 4, **options: Any
 ) -> MooncakeTier:

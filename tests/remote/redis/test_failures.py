@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -313,14 +314,16 @@ async def test_what_is_no_redis_at_all_is_said() -> None:
         listener.listen()
 
         def serve() -> None:
-            for _ in range(2):
-                connection = listener.accept()[0]
-                connection.recv(1000)
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-                connection.close()
+            with contextlib.suppress(OSError):  # the listener is shut down
+                while True:
+                    connection = listener.accept()[0]
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                    connection.close()
 
         threading.Thread(target=serve, daemon=True).start()
         assert "not a Redis server" in await opened(make_tier(f"redis://127.0.0.1:{listener.getsockname()[1]}"))
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(

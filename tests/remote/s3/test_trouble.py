@@ -61,13 +61,19 @@ MISSING = response("404 Not Found", "NoSuchKey")
 
 @asynccontextmanager
 async def server(answer: Answer, tls: ssl.SSLContext | None = None, port: int = 0) -> AsyncIterator[str]:
+    connections: dict[asyncio.StreamWriter, asyncio.Task[Any]] = {}
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        connections[writer] = serving
         try:
             await answer(reader, writer)
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client gave up
         finally:
             writer.close()
+            del connections[writer]
 
     listening = await asyncio.start_server(serve, "127.0.0.1", port, ssl=tls)
     number = listening.sockets[0].getsockname()[1]
@@ -75,6 +81,10 @@ async def server(answer: Answer, tls: ssl.SSLContext | None = None, port: int = 
         yield f"{'https' if tls else 'http'}://127.0.0.1:{number}"
     finally:
         listening.close()
+        serving = list(connections.values())
+        for writer in list(connections):
+            writer.transport.abort()
+        await asyncio.gather(*serving)
 
 
 @asynccontextmanager
@@ -292,9 +302,12 @@ async def test_a_server_killed_in_the_midst_of_transfers_is_unavailable(tmp_path
         writers.extend((writer, back))
 
         async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            while data := await source.read(65536):
-                sink.write(data)
-                await sink.drain()
+            try:
+                while data := await source.read(65536):
+                    sink.write(data)
+                    await sink.drain()
+            finally:
+                sink.close()
 
         await asyncio.gather(pump(reader, back), pump(there, writer))
 

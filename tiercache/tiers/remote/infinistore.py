@@ -265,12 +265,14 @@ class InfiniStoreTier(RemoteTier):
 
     async def _transfer(self, connection: Any, call: Awaitable[Any]) -> None:
         """Raises InfiniStoreKeyNotFound, TierFull, TierUnavailable; returns or raises when nothing touches the memory."""
-        # Not cancelled when it takes too long: the API's callback would find a cancelled future.
+        # Not cancelled before the connection is closed: the API's callback would find a cancelled future. Afterwards the API
+        # settles it no more.
         work = asyncio.ensure_future(call)
         await asyncio.wait([work], timeout=self.settings.timeout_s)
         if not work.done():
             work.add_done_callback(lambda late: late.cancelled() or late.exception())
             await asyncio.shield(self._break(connection, f"a transfer did not end in {self.settings.timeout_s:g} s"))
+            work.cancel()
             raise TierUnavailable(f"{self.name}: {self._problem}")
         error = work.exception()
         if error is None or isinstance(error, self._api.InfiniStoreKeyNotFound):

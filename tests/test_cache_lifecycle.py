@@ -222,6 +222,38 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
         assert await gone(arena_file)
 
 
+async def test_peer_that_is_frozen_with_the_locks_in_its_hands_lets_nobody_wait_for_good(
+    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the cache starts without them or says that it cannot: it does so by its deadline."""
+    monkeypatch.setattr(DiskTier, "open_s", 1.0)
+    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+        assert await cache.put(key(1), payload(1))
+    program = (
+        "import fcntl, os, signal, sys; from pathlib import Path\n"
+        "files = [open(path) for path in Path(sys.argv[1], '.tiercache').rglob('*') if path.is_file()]\n"
+        "for file in files: fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print(len(files), flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as frozen:
+        assert frozen.stdout is not None
+        assert int(frozen.stdout.readline()) > 0
+        try:
+            began_s = time.monotonic()
+            try:
+                cache = await started(tmp_path, arena_file)
+            except ConfigError as error:
+                refusal = str(error)
+            else:
+                refusal = f"none: {tmp_path} is used"
+                await cache.close(0.5)
+            assert time.monotonic() - began_s < 5.0
+            assert str(tmp_path) in refusal
+        finally:
+            frozen.kill()
+    assert await gone(arena_file)
+
+
 @needs_fuse
 def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

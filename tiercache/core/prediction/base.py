@@ -16,7 +16,7 @@ class Prediction:
     """Chunks that will be needed together, a prefix from its first chunk on. Times are of one monotonic clock."""
 
     predictor: str
-    """Who says so: hints, sessions or workflows. Accounts are kept by this name."""
+    """Who says so: hints, the queue, sessions or workflows. Accounts are kept by this name."""
     subject: str
     """What it is about, such as a session. A newer prediction of the same predictor and subject replaces it."""
     keys: Sequence[ChunkKey]

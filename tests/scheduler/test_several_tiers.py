@@ -65,9 +65,9 @@ async def test_hung_one_of_three_costs_the_others_nothing(bench: Bench) -> None:
     began = now()
     chunks, by_tier = await reader.lookup(keys_of(1, 2, 3, 4, 5))
     assert (chunks, by_tier) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
-    assert now() - began == pytest.approx(1.0, abs=0.1), "the deadline, because only the hung one might have had 5"
+    assert now() - began == pytest.approx(1.0, abs=0.4), "the deadline, because only the hung one might have had 5"
     assert await reader.lookup(keys_of(1, 2, 3, 4)) == (4, {"cpu": 0, "a": 2, "b": 0, "c": 2})
-    assert now() - began == pytest.approx(1.0, abs=0.1), "known to be somewhere: nobody is waited for"
+    assert now() - began == pytest.approx(1.0, abs=0.4), "known to be somewhere: nobody is waited for"
     hung.gate.set()
 
 
@@ -76,7 +76,7 @@ async def test_lookup_ends_as_soon_as_all_is_found(bench: Bench) -> None:
     hung.gate.clear()
     began = now()
     assert (await Reader(bench.cpu, [hung, quick], SETTINGS).lookup(keys_of(1, 2)))[0] == 2
-    assert now() == pytest.approx(began, abs=0.1)
+    assert now() == pytest.approx(began, abs=0.4)
     hung.gate.set()
 
 
@@ -96,7 +96,7 @@ async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench
     assert reader.breakers() == {"a": "open"}
     began = now()
     assert (await reader.lookup(keys_of(1)))[0] == 0
-    assert now() == pytest.approx(began, abs=0.1), "an open breaker is not waited for"
+    assert now() == pytest.approx(began, abs=0.4), "an open breaker is not waited for"
     await asyncio.sleep(1.5)
     entered = hung.entered
     await asyncio.gather(*(reader.lookup(keys_of(1)) for _ in range(10)))
@@ -116,7 +116,7 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
     began = now()
     lease = await reader.fetch(chunk(1)[0], began + 5.0)
     assert lease is not None and np.array_equal(lease.view, chunk(1)[1])
-    assert now() - began == pytest.approx(0.5, abs=0.1)
+    assert now() - began == pytest.approx(0.5, abs=0.4)
     lease.release()
     hung.gate.set()
     while reader.stuck:
@@ -130,7 +130,7 @@ async def test_miss_over_three_tiers_with_one_hung_ends_at_the_deadline(bench: B
     reader = Reader(bench.cpu, [Server("a"), hung, Server("c")], SETTINGS)
     began = now()
     assert await reader.fetch(chunk(1)[0], began + 2.0) is None
-    assert now() - began == pytest.approx(2.0, abs=0.1)
+    assert now() - began == pytest.approx(2.0, abs=0.4)
     hung.gate.set()
 
 
@@ -208,7 +208,7 @@ async def test_lookup_does_not_wait_for_a_tier_that_does_not_let_go_of_a_questio
     reader = Reader(bench.cpu, [Deaf("a"), Server("b", [1])], SETTINGS)
     began = now()
     assert (await reader.lookup(keys_of(1, 2)))[0] == 1
-    assert now() - began == pytest.approx(1.0, abs=0.1)
+    assert now() - began == pytest.approx(1.0, abs=0.4)
     for task in asyncio.all_tasks():
         if task.get_name() == "tiercache-ask":
             await asyncio.wait([task])

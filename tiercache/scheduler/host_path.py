@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -29,14 +29,22 @@ class HostPath:
         self._fan_out = fan_out
         self._filling: dict[ChunkKey, asyncio.Future[None]] = {}
 
-    async def put(self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float) -> int:
+    async def put(
+        self, items: Sequence[tuple[ChunkKey, int, Source]], wait_s: float, *, prefix: bool = False
+    ) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
+        parents: dict[ChunkKey, ChunkKey] | None = None
+        if prefix:
+            keys = [key for key, _, _ in items]
+            parents = dict(zip(keys[1:], keys, strict=False))
+            # What is here is used before room is made for the rest: nothing of the same prefix goes for that.
+            self.cpu.touch_prefix(keys)
         deadline_s = asyncio.get_running_loop().time() + wait_s
         stored = position = 0
         elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]] = []
         while position < len(items):
             batch = items[position : position + self._batch_items]
-            hot, passed = await self._put_batch(batch, elsewhere, deadline_s)
+            hot, passed = await self._put_batch(batch, parents, elsewhere, deadline_s)
             stored += hot
             position += passed
         for key, other in elsewhere:
@@ -48,6 +56,7 @@ class HostPath:
     async def _put_batch(
         self,
         items: Sequence[tuple[ChunkKey, int, Source]],
+        parents: Mapping[ChunkKey, ChunkKey] | None,
         elsewhere: list[tuple[ChunkKey, asyncio.Future[None]]],
         deadline_s: float,
     ) -> tuple[int, int]:
@@ -62,7 +71,8 @@ class HostPath:
                 if key not in fills:
                     lease = self.cpu.lease(key, writes=True)
                     if lease is not None:
-                        self.cpu.touch([key])
+                        if parents is None:
+                            self.cpu.touch([key])
                         leases.append(lease)
                     elif key in self._filling:
                         elsewhere.append((key, self._filling[key]))
@@ -91,7 +101,8 @@ class HostPath:
             raise
         else:
             leases += [
-                self.cpu.publish(key, slot, length, Purpose.WRITE) for key, (slot, length, _) in fills.items()
+                self.cpu.publish(key, slot, length, Purpose.WRITE, parents.get(key) if parents else None)
+                for key, (slot, length, _) in fills.items()
             ]
         finally:
             for key in fills:

@@ -34,8 +34,8 @@ class HostPath:
     ) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         parents: dict[ChunkKey, ChunkKey] | None = None
+        keys = [key for key, _, _ in items]
         if prefix:
-            keys = [key for key, _, _ in items]
             parents = dict(zip(keys[1:], keys, strict=False))
             # What is here is used before room is made for the rest: nothing of the same prefix goes for that.
             self.cpu.touch_prefix(keys)
@@ -46,6 +46,8 @@ class HostPath:
             batch = items[position : position + self._batch_items]
             hot, passed = await self._put_batch(batch, parents, elsewhere, deadline_s)
             stored += hot
+            if prefix:
+                self.cpu.follow(keys[max(0, position - 1) : position + passed + 1])
             position += passed
         for key, other in elsewhere:
             # Somebody else is filling the same chunk at this moment: theirs is as good as ours.

@@ -40,7 +40,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._path: list[ChunkKey] = []
         self._spared: dict[ChunkKey, tuple[_Group, Any]] = {}
         self._groups: dict[ChunkKey, _Group] = {}
-        self._cut: set[ChunkKey] = set()
+        self._full = False
+        """Whether the prefix that was used last needed more room than there is, and has lost its end for that."""
         self._strays: dict[ChunkKey, None] = {}
         self.victims_parent: ChunkKey | None = None
         """What the last victim followed: `readmit` wants to know, if it could not go."""
@@ -49,8 +50,8 @@ class EvictionOrder(ABC, Generic[V]):
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Add a resident that was just used. `key` must not be resident.
 
-        `parent` is the chunk before it in its prefix, where the caller knows it. One that is not resident counts only if it
-        was evicted for room that its own prefix needed: what follows it is of no use then and goes first.
+        `parent` is the chunk before it in its prefix, where the caller knows it. One that is not resident is ignored, unless
+        the prefix that was used last had to lose its end: what continues it is of no use then, and goes first.
         """
 
     @abstractmethod
@@ -73,8 +74,14 @@ class EvictionOrder(ABC, Generic[V]):
             if key not in entries:
                 gap = True
                 continue
-            if parent is not None and key not in parents and parent != key and not (gap and key in self._strays):
-                self._adopt(key, parent)
+            if parent is not None and parent != key and not (gap and key in self._strays):
+                known = parents.get(key)
+                if known is None:
+                    self._adopt(key, parent)
+                elif known != parent and not gap:
+                    # It followed an earlier one, while this one was not here.
+                    self._family.leave(key)
+                    self._adopt(key, parent)
             parent, gap = key, False
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
@@ -83,7 +90,7 @@ class EvictionOrder(ABC, Generic[V]):
         The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom.
         """
         entries, use, spared, parents = self.entries, self._use, self._spared, self._family.parents
-        self._cut.clear()
+        self._full = False
         ends = []
         length = 0
         after: ChunkKey | None = None
@@ -99,13 +106,14 @@ class EvictionOrder(ABC, Generic[V]):
             use(key)
             if after is None:
                 end = key
-            elif after not in parents and after != key:
+            elif parents.get(after) != key and after != key:
+                self._family.leave(after)
                 self._adopt(after, key)
             length += 1
             after = key
         if length:
             ends.append((end, length))
-        for end, length in reversed(ends):
+        for end, length in ends:
             self._recent.used(end, length)
         self._trim()
 
@@ -129,6 +137,7 @@ class EvictionOrder(ABC, Generic[V]):
         if key not in self.entries:
             self._forget(key)
             return None
+        self._path.clear()
         self._leave(key)
         return self._remove(key)
 
@@ -143,12 +152,8 @@ class EvictionOrder(ABC, Generic[V]):
 
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
-        if self._cut:
-            # Then its parent may not have gone either.
-            self._cut.discard(key)
-            if parent is not None:
-                self._cut.discard(parent)
-        self._take_back(key, value, parent)
+        # Its parent may be one that could not go either.
+        self._take_back(key, value, parent if parent in self.entries else None)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -205,17 +210,15 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` is resident now, and was just used."""
         if len(self.entries) > self._most:
             self._most = len(self.entries)
-        if self._cut:
-            self._cut.discard(key)
-            if parent in self._cut and parent not in self.entries:
-                self._strays[key] = None
-                return
         if parent is not None and parent in self.entries and parent != key:
             self._family.add(key, parent)
             if parent in self._strays:
                 self._strays[key] = None
                 return
             self._grew(key, parent)
+        elif parent is not None and self._full:
+            self._strays[key] = None
+            return
         else:
             self._recent.used(key)
         self._trim()
@@ -283,7 +286,7 @@ class EvictionOrder(ABC, Generic[V]):
         end = self._recent.latest
         while (child := self._family.child(end)) is not None:
             end = child
-        self._cut.add(end)
+        self._full = True
         return end
 
     def _tail_behind(self, key: ChunkKey) -> ChunkKey | None:
@@ -322,9 +325,7 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` is about to leave."""
         self._judge(key)
         parent = self._family.remove(key)
-        if key in self._strays:
-            del self._strays[key]
-            self._cut.add(key)
+        self._strays.pop(key, None)
         length = self._recent.left(key)
         if length:
             group = self._groups.pop(key, None)
@@ -335,5 +336,3 @@ class EvictionOrder(ABC, Generic[V]):
             else:
                 for spared in group or ():
                     self._judge(spared)
-        if len(self._cut) > len(self.entries):
-            self._cut.clear()

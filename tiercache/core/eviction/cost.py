@@ -50,7 +50,7 @@ class CostAware(EvictionOrder[V]):
             self._size = self._most
             self.sample.resize(self._most)
         if not crc32(key) & self.sample.mask:
-            self.sample.used(key, class_, self._clock)
+            self.sample.used(key, class_, self._clock, hit=False)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._gone.pop(key, None)
@@ -78,7 +78,7 @@ class CostAware(EvictionOrder[V]):
             queue = self._queues[class_]
         queue[key] = now
         if not crc32(key) & self.sample.mask:
-            self.sample.used(key, class_, now)
+            self.sample.used(key, class_, now, hit=True)
 
     def _renew(self, key: ChunkKey) -> None:
         queue = self._queues[self._classes[key]]

@@ -31,6 +31,17 @@ class Family:
 
     def remove(self, key: ChunkKey) -> ChunkKey | None:
         """`key` is resident no more. Its children have no parent then. Returns its own."""
+        parent = self.leave(key)
+        orphans = self._children.pop(key, None)
+        if isinstance(orphans, OrderedDict):
+            for orphan in orphans:
+                del self.parents[orphan]
+        elif orphans is not None:
+            del self.parents[orphans]
+        return parent
+
+    def leave(self, key: ChunkKey) -> ChunkKey | None:
+        """Forget what `key` follows; returns that."""
         parent = self.parents.pop(key, None)
         if parent is not None:
             siblings = self._children[parent]
@@ -38,12 +49,6 @@ class Family:
                 siblings.pop(key, None)
             else:
                 del self._children[parent]
-        orphans = self._children.pop(key, None)
-        if isinstance(orphans, OrderedDict):
-            for orphan in orphans:
-                del self.parents[orphan]
-        elif orphans is not None:
-            del self.parents[orphans]
         return parent
 
     def child(self, key: ChunkKey) -> ChunkKey | None:

@@ -12,7 +12,8 @@ from tiercache.core.keys import ChunkKey
 class Lru(EvictionOrder[V]):
     """Least recently used first. A read is a use.
 
-    What was used last is far from going without being noted; only prefixes are, whose first chunks may be older.
+    What was used last is far from going without being noted. Only where prefixes are known does it have to be: a chunk may
+    be old, and stand before one that was just stored.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class Lru(EvictionOrder[V]):
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self.entries[key] = value
-        if parent is not None:
+        if parent is not None or self._family.parents:
             self._join(key, parent)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
@@ -29,9 +30,10 @@ class Lru(EvictionOrder[V]):
         self.entries.move_to_end(key, last=False)
 
     def touch(self, key: ChunkKey) -> None:
-        self.entries.move_to_end(key)
-        if key in self._family.parents:
+        if self._family.parents:
             super().touch(key)
+        else:
+            self.entries.move_to_end(key)
 
     def _use(self, key: ChunkKey) -> None:
         self.entries.move_to_end(key)

@@ -66,6 +66,9 @@ class Sample:
     REMEMBERED = 5
     """Names, as a multiple of that."""
     DECAY = 0.97
+    LEAST_LEAD = 0.002
+    """The part of all uses by which the table has to be ahead before it rules; four times as much after each time that it did
+    not keep what it promised."""
 
     def __init__(self, classes: int) -> None:
         self.table: Table | None = None
@@ -83,6 +86,7 @@ class Sample:
         self._judged: list[OrderedDict[ChunkKey, int]] = [OrderedDict() for _ in range(classes)]
         self._judged_count = 0
         self._lead = self._spread = self._asked = 0.0
+        self._barrier = self.LEAST_LEAD
 
     def resize(self, residents: int) -> None:
         """The cache has grown to so many residents."""
@@ -94,8 +98,8 @@ class Sample:
         self._capacity = max(1, residents // (self.mask + 1))
         self._judged_count = sum(map(len, self._judged))
 
-    def used(self, key: ChunkKey, class_: int, now: int) -> None:
-        """A name of the sample was used, and is of that class from now on."""
+    def used(self, key: ChunkKey, class_: int, now: int, *, hit: bool) -> None:
+        """A name of the sample was used, and is of that class from now on. `hit` says whether it was resident."""
         before = self._names.pop(key, None)
         self._names[key] = class_, now
         if before is not None:
@@ -103,13 +107,15 @@ class Sample:
         elif len(self._names) > self.REMEMBERED * self._capacity:
             _, (gone, since) = self._names.popitem(last=False)
             self._lost[gone][bucket_of(now - since)] += 1
-        self._try(key, class_, now, before)
+        self._try(key, class_, now, before, hit)
         if now >= self._next_fit:
             self._fit(now)
 
-    def _try(self, key: ChunkKey, class_: int, now: int, before: tuple[int, int] | None) -> None:
+    def _try(
+        self, key: ChunkKey, class_: int, now: int, before: tuple[int, int] | None, hit: bool
+    ) -> None:
         recent, judged = self._recent, self._judged
-        lead = 0
+        lead = trial = 0
         if key in recent:
             recent.move_to_end(key)
             lead = -1
@@ -118,19 +124,24 @@ class Sample:
             if len(recent) > self._capacity:
                 recent.popitem(last=False)
         if before is not None and judged[before[0]].pop(key, None) is not None:
-            lead += 1
+            trial = 1
         elif self._judged_count >= self._capacity:
             judged[worst(judged, self.table, now)].popitem(last=False)
         else:
             self._judged_count += 1
         judged[class_][key] = now
+        # While the table rules, what it brings is seen and need not be tried.
+        lead += hit if self.ahead else trial
         self._asked += 1
         if lead:
             self._lead += lead
             self._spread += 1
-        self.ahead = self._lead > 0 and (
-            self.ahead or (4 * self._lead**2 > self._spread and self._lead > 0.002 * self._asked)
-        )
+            if self.ahead:
+                if self._lead < 0:
+                    self.ahead = False
+                    self._barrier = min(1.0, 4 * self._barrier)
+            elif 4 * self._lead**2 > self._spread and self._lead > self._barrier * self._asked:
+                self.ahead = True
 
     def _fit(self, now: int) -> None:
         """Make the table from the histograms, and let these fade."""

@@ -300,12 +300,12 @@ class TierCache:
             else:
                 self._check_length(chunk.payload_bytes)
                 chunks.append((key, chunk))
-        stored = await self.put_from(host, deadline_s=deadline_s) if host else 0
+        stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
         if chunks and self._device_path is not None:
             deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
             with self._operation(), self._caller_event(after) as event:
                 stored += await self._device_path.put(chunks, event, deadline)
-        if prefix:
+        if prefix and chunks:
             self.cpu.follow(keys)
         return stored
 
@@ -332,7 +332,7 @@ class TierCache:
         for _, length, _ in items:
             self._check_length(length)
         with self._operation():
-            stored = await self._host_path.put(items, self._wait_s(deadline_s))
+            stored = await self._host_path.put(items, self._wait_s(deadline_s), prefix=prefix)
         if prefix:
             self.cpu.follow([key for key, _, _ in items])
         return stored

@@ -219,13 +219,16 @@ class Simulator:
         """What was computed, chunk by chunk."""
         parent = keys[begin - 1] if begin else None
         for key in keys[begin:]:
-            self.ram.touch(key)
-            self._into_ram(key, parent, now_s)
+            self._put_one(key, parent, now_s)
             parent = key
-            if self.flash is not None:
-                self.flash.touch(key)
-                self._write(key, self.flash, now_s)
         self.ram.order.follow(keys)
+
+    def _put_one(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
+        self.ram.touch(key)
+        self._into_ram(key, parent, now_s)
+        if self.flash is not None:
+            self.flash.touch(key)
+            self._write(key, self.flash, now_s)
 
     def _into_ram(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
         """Room is made for one chunk at a time, before it comes."""

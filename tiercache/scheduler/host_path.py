@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,8 +43,13 @@ class _Put:
 
     passage: Passage
     patience: Patience
+    parents: Mapping[ChunkKey, ChunkKey] | None = None
+    """What each chunk follows, where they are a prefix."""
     stored: int = 0
     elsewhere: list[tuple[_Item, _Claim]] = field(default_factory=list)
+
+    def parent(self, key: ChunkKey) -> ChunkKey | None:
+        return self.parents.get(key) if self.parents is not None else None
 
 
 @dataclass
@@ -66,10 +71,14 @@ class HostPath:
         self._filling: dict[ChunkKey, _Claim] = {}
         """Only while its owner has a slot for it, and fills it."""
 
-    async def put(self, items: Sequence[_Item], wait_s: float) -> int:
+    async def put(self, items: Sequence[_Item], wait_s: float, *, prefix: bool = False) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
-        loop = asyncio.get_running_loop()
-        put = _Put(self.cpu.under_way.begin([key for key, _, _ in items]), Patience(loop.time() + wait_s))
+        keys = [key for key, _, _ in items]
+        put = _Put(self.cpu.under_way.begin(keys), Patience(asyncio.get_running_loop().time() + wait_s))
+        if prefix:
+            put.parents = dict(zip(keys[1:], keys, strict=False))
+            # What is here is used before room is made for the rest: nothing of the same prefix goes for that.
+            self.cpu.touch_prefix(keys)
         try:
             while items:
                 await self._put_batches(items, put)
@@ -81,7 +90,10 @@ class HostPath:
     async def _put_batches(self, items: Sequence[_Item], put: _Put) -> None:
         position = 0
         while position < len(items):
-            position += await self._put_batch(items[position : position + self._batch_items], put)
+            passed = await self._put_batch(items[position : position + self._batch_items], put)
+            if put.parents is not None:
+                self.cpu.follow([key for key, _, _ in items[max(0, position - 1) : position + passed + 1]])
+            position += passed
 
     async def _left_undone(self, put: _Put) -> list[_Item]:
         """Wait for those who fill the same chunks: theirs are as good as ours. Returns what they did not store after all."""
@@ -121,7 +133,7 @@ class HostPath:
             if put.passage.forgot(key):
                 self.cpu.abandon(slot, Purpose.WRITE)
             else:
-                batch.leases.append(self.cpu.publish(key, slot, length, Purpose.WRITE))
+                batch.leases.append(self.cpu.publish(key, slot, length, Purpose.WRITE, put.parent(key)))
         self._end(batch, hot=True)
         put.stored += len(batch.leases)
         await self._fan_out.offer(batch.leases, self.lease_for, put.patience)
@@ -153,7 +165,8 @@ class HostPath:
         key = item[0]
         lease = self.cpu.lease(key, writes=True)
         if lease is not None:
-            self.cpu.touch([key])
+            if put.parents is None:
+                self.cpu.touch([key])
             batch.leases.append(lease)
             return True
         claim = self._filling.get(key)

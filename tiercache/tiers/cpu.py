@@ -349,7 +349,8 @@ class CpuTier(Tier):
             return lease
         entry = _Entry(key, slot, payload_bytes)
         self._entries[key] = entry
-        self._order.insert(key, entry, parent)
+        before = self._entries.get(parent) if parent is not None else None
+        self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._evictable += 1
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes

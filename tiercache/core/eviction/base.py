@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import MutableMapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tiercache.core.eviction.family import Family
+from tiercache.core.eviction.recent import Recent
 from tiercache.core.keys import ChunkKey
 
 V = TypeVar("V")
+
+_Group = list[ChunkKey]
 
 
 class EvictionOrder(ABC, Generic[V]):
@@ -18,13 +21,28 @@ class EvictionOrder(ABC, Generic[V]):
     Prefixes stay whole: where parents are given, a chunk never goes while one that follows it is resident. When its turn has
     come, the last of those behind it goes instead, and the others after that one, from the tail up to the chunk itself. A
     chunk without the ones before it is of no use to anybody, however lately it was used.
+
+    What was just used is not judged: the prefixes that were stored or read last (`Recent`), and up to `SPARED` of all
+    residents where chunks come one by one and nobody says what follows what, go after everything else, whatever the policy
+    thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
+    continues it, as it comes.
     """
+
+    SPARED = 0.8
+    """The part of all residents that may be too recent to be judged. The latest prefix always is."""
 
     entries: MutableMapping[ChunkKey, V]
 
     def __init__(self) -> None:
         self._family = Family()
+        self._recent = Recent()
+        self._most = 0
         self._path: list[ChunkKey] = []
+        self._spared: dict[ChunkKey, tuple[_Group, Any]] = {}
+        self._groups: dict[ChunkKey, _Group] = {}
+        self._full = False
+        """Whether the prefix that was used last needed more room than there is, and has lost its end for that."""
+        self._strays: dict[ChunkKey, None] = {}
         self.victims_parent: ChunkKey | None = None
         """What the last victim followed: `readmit` wants to know, if it could not go."""
 
@@ -32,48 +50,85 @@ class EvictionOrder(ABC, Generic[V]):
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Add a resident that was just used. `key` must not be resident.
 
-        `parent` is the chunk before it in its prefix, where the caller knows it and it is resident (else it is ignored).
+        `parent` is the chunk before it in its prefix, where the caller knows it. One that is not resident is ignored, unless
+        the prefix that was used last had to lose its end: what continues it is of no use then, and goes first.
         """
 
     @abstractmethod
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         """Add a resident of unknown age (found on disk after a restart): first in line to go."""
 
-    @abstractmethod
     def touch(self, key: ChunkKey) -> None:
         """Note a use of a resident key."""
+        if key in self._spared:
+            self._judge(key)
+        self._use(key)
+        self._noted(key)
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Learn that `keys` follow one another in a prefix, as far as they are resident."""
-        entries, family = self.entries, self._family
+        entries, parents = self.entries, self._family.parents
         parent = None
+        gap = False
         for key in keys:
-            if key in entries:
-                if parent is not None and family.parent(key) is None and parent != key:
+            if key not in entries:
+                gap = True
+                continue
+            if parent is not None and parent != key and not (gap and key in self._strays):
+                known = parents.get(key)
+                if known is None:
                     self._adopt(key, parent)
-                parent = key
+                elif known != parent and not gap:
+                    # It followed an earlier one, while this one was not here.
+                    self._family.leave(key)
+                    self._adopt(key, parent)
+            parent, gap = key, False
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of all that are resident of `keys`, which follow one another from the first chunk of a prefix.
 
-        The last is used first: of one request's chunks the tail is then colder than the head.
+        The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom.
         """
-        entries, touch = self.entries, self.touch
+        entries, use, spared, parents = self.entries, self._use, self._spared, self._family.parents
+        self._full = False
+        ends = []
+        length = 0
+        after: ChunkKey | None = None
         for key in reversed(keys):
-            if key in entries:
-                touch(key)
+            if key not in entries:
+                if length:
+                    ends.append((end, length))
+                    length = 0
+                after = None
+                continue
+            if key in spared:
+                self._judge(key)
+            use(key)
+            if after is None:
+                end = key
+            elif parents.get(after) != key and after != key:
+                self._family.leave(after)
+                self._adopt(after, key)
+            length += 1
+            after = key
+        if length:
+            ends.append((end, length))
+        for end, length in ends:
+            self._recent.used(end, length)
+        self._trim()
 
     def renew(self, key: ChunkKey) -> None:
         """A resident is expected to be used soon: as far from going as one that was used just now. No use is counted."""
-        self.touch(key)
+        if key in self._spared:
+            self._judge(key)
+        self._renew(key)
 
     def coldest(self) -> ChunkKey | None:
         """Which resident `pop_victim` would return now; None when there is none."""
         if not self.entries:
             return None
-        key = self._coldest()
-        if len(self._family):
-            key = self._tail_behind(key)
+        key = self._chosen()
+        if self._path:
             self._path.append(key)
         return key
 
@@ -82,25 +137,23 @@ class EvictionOrder(ABC, Generic[V]):
         if key not in self.entries:
             self._forget(key)
             return None
-        if len(self._family):
-            self._family.remove(key)
+        self._path.clear()
+        self._leave(key)
         return self._remove(key)
 
     def pop_victim(self) -> tuple[ChunkKey, V]:
         """Remove and return the resident that should go first; KeyError when empty."""
         if not self.entries:
             raise KeyError("nothing is resident")
-        key = self._coldest()
-        self.victims_parent = None
-        if len(self._family):
-            key = self._tail_behind(key)
-            self.victims_parent = self._family.parent(key)
-            self._family.remove(key)
+        key = self._chosen()
+        self.victims_parent = self._family.parents.get(key)
+        self._leave(key)
         return key, self._evict(key)
 
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
-        self.insert(key, value, parent)
+        # Its parent may be one that could not go either.
+        self._take_back(key, value, parent if parent in self.entries else None)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -108,9 +161,29 @@ class EvictionOrder(ABC, Generic[V]):
     def __contains__(self, key: object) -> bool:
         return key in self.entries
 
+    # What a policy says
+
     @abstractmethod
-    def _coldest(self) -> ChunkKey:
-        """Which resident the policy would like to see go; there is at least one."""
+    def _coldest(self) -> ChunkKey | None:
+        """Which resident the policy would like to see go; None where all that are left are spared."""
+
+    @abstractmethod
+    def _use(self, key: ChunkKey) -> None:
+        """Note a use of a resident that is not spared."""
+
+    def _renew(self, key: ChunkKey) -> None:
+        self._use(key)
+
+    @abstractmethod
+    def _spare(self, key: ChunkKey) -> Any:
+        """Do not think of a resident until `_restore`, which gets what this returns."""
+
+    @abstractmethod
+    def _restore(self, key: ChunkKey, standing: Any) -> None:
+        """A resident that was spared is one of many again."""
+
+    def _take_back(self, key: ChunkKey, value: V, parent: ChunkKey | None) -> None:
+        self.insert(key, value, parent)
 
     @abstractmethod
     def _remove(self, key: ChunkKey) -> V:
@@ -126,23 +199,140 @@ class EvictionOrder(ABC, Generic[V]):
     def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
         """Learn the parent of a resident; both are resident."""
         self._family.add(key, parent)
+        self._strays.pop(key, None)
+        if key in self._recent.ends and parent in self._recent.ends:
+            self._move_group(parent, key)
+            self._recent.joined(key, parent)
+
+    # What was just used
 
     def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:
+        """`key` is resident now, and was just used."""
+        if len(self.entries) > self._most:
+            self._most = len(self.entries)
         if parent is not None and parent in self.entries and parent != key:
             self._family.add(key, parent)
+            if parent in self._strays:
+                self._strays[key] = None
+                return
+            self._grew(key, parent)
+        elif parent is not None and self._full:
+            self._strays[key] = None
+            return
+        else:
+            self._recent.used(key)
+        self._trim()
 
-    def _tail_behind(self, key: ChunkKey) -> ChunkKey:
-        """The end of the prefix that `key` is in. The way there is kept: it is walked once, not once for each victim."""
+    def _noted(self, key: ChunkKey) -> None:
+        """A resident was used alone."""
+        parent = self._family.parents.get(key)
+        if parent is not None and parent in self._recent.ends:
+            self._grew(key, parent)
+        else:
+            self._recent.used(key)
+        self._trim()
+
+    def _grew(self, key: ChunkKey, parent: ChunkKey) -> None:
+        self._move_group(parent, key)
+        self._recent.grew(key, parent)
+
+    def _trim(self) -> None:
+        recent = self._recent
+        while recent.too_much(int(self.SPARED * self._most)):
+            self._judge_all(recent.oldest)
+
+    def _judge_all(self, end: ChunkKey) -> None:
+        """The prefix up to `end` is one of many again."""
+        self._recent.left(end)
+        for key in self._groups.pop(end, ()):
+            self._judge(key)
+
+    def _judge(self, key: ChunkKey) -> None:
+        found = self._spared.pop(key, None)
+        if found is not None:
+            self._restore(key, found[1])
+
+    def _move_group(self, end: ChunkKey, new_end: ChunkKey) -> None:
+        """What was spared for the sake of `end` is so for what follows it."""
+        group = self._groups.pop(end, None) if self._groups else None
+        if group is not None:
+            if new_end not in self._groups:
+                self._groups[new_end] = group
+            else:
+                for key in group:
+                    self._judge(key)
+
+    # Victims
+
+    def _chosen(self) -> ChunkKey:
+        if self._strays:
+            self._path.clear()
+            return next(reversed(self._strays))
+        recent = self._recent
+        while True:
+            key = self._coldest()
+            if key is None:
+                self._path.clear()
+                if len(recent.ends) > 1:
+                    self._judge_all(recent.oldest)
+                    continue
+                return self._last_of_all()
+            found = self._tail_behind(key)
+            if found is not None:
+                return found
+
+    def _last_of_all(self) -> ChunkKey:
+        """Nothing is left but the prefix that was used last."""
+        end = self._recent.latest
+        while (child := self._family.child(end)) is not None:
+            end = child
+        self._full = True
+        return end
+
+    def _tail_behind(self, key: ChunkKey) -> ChunkKey | None:
+        """The end of the prefix that `key` is in; None if that was just used, and `key` is spared with all behind it.
+
+        The way there is kept: it is walked once, not once for each victim.
+        """
+        ends, spared = self._recent.ends, self._spared
         path = self._path
         if path and (path[0] != key or path[-1] not in self.entries):
             path.clear()
         if not path:
             path.append(key)
         while (child := self._family.child(path[-1])) is not None:
+            if child in spared:
+                self._spare_path(spared[child][0])
+                return None
             path.append(child)
             if len(path) > len(self.entries):
                 # Somebody said that a chunk follows itself. Chained keys cannot, others may; forget who follows whom.
                 self._family = Family()
                 path.clear()
                 return key
+        if path[-1] in ends:
+            self._spare_path(self._groups.setdefault(path[-1], []))
+            return None
         return path.pop()
+
+    def _spare_path(self, group: _Group) -> None:
+        for key in reversed(self._path):
+            group.append(key)
+            self._spared[key] = group, self._spare(key)
+        self._path.clear()
+
+    def _leave(self, key: ChunkKey) -> None:
+        """`key` is about to leave."""
+        self._judge(key)
+        parent = self._family.remove(key)
+        self._strays.pop(key, None)
+        length = self._recent.left(key)
+        if length:
+            group = self._groups.pop(key, None)
+            if length > 1 and parent is not None:
+                self._recent.used(parent, length - 1)
+                if group is not None:
+                    self._groups[parent] = group
+            else:
+                for spared in group or ():
+                    self._judge(spared)

@@ -15,12 +15,12 @@ class Family:
     """
 
     def __init__(self) -> None:
-        self._parents: dict[ChunkKey, ChunkKey] = {}
+        self.parents: dict[ChunkKey, ChunkKey] = {}
         self._children: dict[ChunkKey, ChunkKey | OrderedDict[ChunkKey, None]] = {}
 
     def add(self, key: ChunkKey, parent: ChunkKey) -> None:
         """`key` follows `parent`; both are resident. A chunk cannot follow itself or one that follows it."""
-        self._parents[key] = parent
+        self.parents[key] = parent
         there = self._children.get(parent)
         if there is None:
             self._children[parent] = key
@@ -29,24 +29,27 @@ class Family:
         else:
             self._children[parent] = OrderedDict.fromkeys((there, key))
 
-    def remove(self, key: ChunkKey) -> None:
-        """`key` is resident no more. Its children have no parent then."""
-        parent = self._parents.pop(key, None)
+    def remove(self, key: ChunkKey) -> ChunkKey | None:
+        """`key` is resident no more. Its children have no parent then. Returns its own."""
+        parent = self.leave(key)
+        orphans = self._children.pop(key, None)
+        if isinstance(orphans, OrderedDict):
+            for orphan in orphans:
+                del self.parents[orphan]
+        elif orphans is not None:
+            del self.parents[orphans]
+        return parent
+
+    def leave(self, key: ChunkKey) -> ChunkKey | None:
+        """Forget what `key` follows; returns that."""
+        parent = self.parents.pop(key, None)
         if parent is not None:
             siblings = self._children[parent]
             if isinstance(siblings, OrderedDict) and len(siblings) > 1:
                 siblings.pop(key, None)
             else:
                 del self._children[parent]
-        orphans = self._children.pop(key, None)
-        if isinstance(orphans, OrderedDict):
-            for orphan in orphans:
-                del self._parents[orphan]
-        elif orphans is not None:
-            del self._parents[orphans]
-
-    def parent(self, key: ChunkKey) -> ChunkKey | None:
-        return self._parents.get(key)
+        return parent
 
     def child(self, key: ChunkKey) -> ChunkKey | None:
         """One of the chunks that follow `key`; None when it is the last of its prefix."""
@@ -54,4 +57,4 @@ class Family:
         return next(iter(children)) if isinstance(children, OrderedDict) else children
 
     def __len__(self) -> int:
-        return len(self._parents)
+        return len(self.parents)

@@ -32,27 +32,37 @@ class Lfu(EvictionOrder[V]):
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._place(key, value, 0)
 
-    def touch(self, key: ChunkKey) -> None:
+    def _use(self, key: ChunkKey) -> None:
         count = self._counts[key]
-        self._leave(key, count)
+        self._leave_bucket(key, count)
         count = min(count + 1, self.MAX_COUNT)
         self._counts[key] = count
         self._buckets.setdefault(count, OrderedDict())[key] = None
 
-    def renew(self, key: ChunkKey) -> None:
+    def _renew(self, key: ChunkKey) -> None:
         self._buckets[self._counts[key]].move_to_end(key)
 
-    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+    def _take_back(self, key: ChunkKey, value: V, parent: ChunkKey | None) -> None:
         self._place(key, value, self._out.pop(key, 1))
         self._join(key, parent)
 
-    def _coldest(self) -> ChunkKey:
+    def _coldest(self) -> ChunkKey | None:
+        if not self._buckets:
+            return None
         while self._lowest not in self._buckets:
             self._lowest += 1
         return next(iter(self._buckets[self._lowest]))
 
+    def _spare(self, key: ChunkKey) -> None:
+        self._leave_bucket(key, self._counts[key])
+
+    def _restore(self, key: ChunkKey, standing: None) -> None:
+        count = self._counts[key]
+        self._buckets.setdefault(count, OrderedDict())[key] = None
+        self._lowest = min(self._lowest, count)
+
     def _remove(self, key: ChunkKey) -> V:
-        self._leave(key, self._counts.pop(key))
+        self._leave_bucket(key, self._counts.pop(key))
         return self.entries.pop(key)
 
     def _evict(self, key: ChunkKey) -> V:
@@ -72,7 +82,7 @@ class Lfu(EvictionOrder[V]):
         self._buckets.setdefault(count, OrderedDict())[key] = None
         self._lowest = min(self._lowest, count)
 
-    def _leave(self, key: ChunkKey, count: int) -> None:
+    def _leave_bucket(self, key: ChunkKey, count: int) -> None:
         bucket = self._buckets[count]
         del bucket[key]
         if not bucket:

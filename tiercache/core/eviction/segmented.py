@@ -31,10 +31,12 @@ class Slru(EvictionOrder[V]):
         self._join(key, parent)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
-        self.insert(key, value)
+        self._out.pop(key, None)
+        self.entries[key] = value
+        self._probation[key] = None
         self._probation.move_to_end(key, last=False)
 
-    def touch(self, key: ChunkKey) -> None:
+    def _use(self, key: ChunkKey) -> None:
         protected = self._protected
         if key in protected:
             protected.move_to_end(key)
@@ -46,17 +48,25 @@ class Slru(EvictionOrder[V]):
             demoted, _ = protected.popitem(last=False)
             self._probation[demoted] = None
 
-    def renew(self, key: ChunkKey) -> None:
+    def _renew(self, key: ChunkKey) -> None:
         (self._protected if key in self._protected else self._probation).move_to_end(key)
 
-    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+    def _take_back(self, key: ChunkKey, value: V, parent: ChunkKey | None) -> None:
         protected = key in self._out
         self.insert(key, value, parent)
         if protected:
-            self.touch(key)
+            self._use(key)
 
-    def _coldest(self) -> ChunkKey:
-        return next(iter(self._probation or self._protected))
+    def _coldest(self) -> ChunkKey | None:
+        return next(iter(self._probation or self._protected), None)
+
+    def _spare(self, key: ChunkKey) -> OrderedDict[ChunkKey, None]:
+        segment = self._protected if key in self._protected else self._probation
+        del segment[key]
+        return segment
+
+    def _restore(self, key: ChunkKey, standing: OrderedDict[ChunkKey, None]) -> None:
+        standing[key] = None
 
     def _remove(self, key: ChunkKey) -> V:
         self._probation.pop(key, None)
@@ -102,25 +112,27 @@ class S3Fifo(EvictionOrder[V]):
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._ghosts.pop(key, None)
-        self.insert(key, value)
+        self.entries[key] = value
+        self._uses[key] = 0
+        self._small[key] = None
         self._small.move_to_end(key, last=False)
 
-    def touch(self, key: ChunkKey) -> None:
+    def _use(self, key: ChunkKey) -> None:
         uses = self._uses[key]
         if uses < self.MOST_USES:
             self._uses[key] = uses + 1
 
-    def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
+    def _take_back(self, key: ChunkKey, value: V, parent: ChunkKey | None) -> None:
         self._ghosts.pop(key, None)
         self.insert(key, value, parent)
 
-    def renew(self, key: ChunkKey) -> None:
+    def _renew(self, key: ChunkKey) -> None:
         (self._small if key in self._small else self._main).move_to_end(key)
 
-    def _coldest(self) -> ChunkKey:
+    def _coldest(self) -> ChunkKey | None:
         """Moves what deserves to stay on the way."""
         small, main, uses = self._small, self._main, self._uses
-        while True:
+        while small or main:
             if small and (len(small) >= self.SMALL * len(self.entries) or not main):
                 key = next(iter(small))
                 if not uses[key]:
@@ -134,6 +146,15 @@ class S3Fifo(EvictionOrder[V]):
                     return key
                 uses[key] -= 1
                 main.move_to_end(key)
+        return None
+
+    def _spare(self, key: ChunkKey) -> OrderedDict[ChunkKey, None]:
+        queue = self._small if key in self._small else self._main
+        del queue[key]
+        return queue
+
+    def _restore(self, key: ChunkKey, standing: OrderedDict[ChunkKey, None]) -> None:
+        standing[key] = None
 
     def _remove(self, key: ChunkKey) -> V:
         self._small.pop(key, None)

@@ -68,10 +68,16 @@ class OneByOne(Simulator):
         loaded, place = 0, hot
         while place < found and (keys[place] in self.ram or (self.flash is not None and keys[place] in self.flash)):
             loaded += keys[place] not in self.ram
-            self._deliver(keys, place, place + 1, now_s)
+            self._deliver([keys[place]], 0, 1, now_s)
+            self.ram.order.follow(keys[max(0, place - 1) : place + 1])
             place += 1
         self._put(keys, place, now_s)
         self._count(request, hot, place, loaded, 0.0)
+
+    def _put_one(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
+        super()._put_one(key, None, now_s)
+        if parent is not None:
+            self.ram.order.follow([parent, key])
 
 
 async def play_serial(

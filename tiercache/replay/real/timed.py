@@ -156,7 +156,8 @@ class Player:
         found.lost_blocks += hit.chunks - delivered
         found.ttft.add(first_token_s - came_s)
         length = self._contents.chunk_bytes
-        stored = await cache.put_from([(key, length, self._contents.source(key)) for key in keys[delivered:]])
+        items = [(key, length, self._contents.source(key)) for key in keys[delivered:]]
+        stored = await cache.put_from(items, prefix=True)
         found.skipped_blocks += len(keys) - delivered - stored
         cache.cpu.follow(keys)
         if self._announcements is not None:

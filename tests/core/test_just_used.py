@@ -1,0 +1,165 @@
+"""Whatever the policy: a prefix that was just stored or read is whole for the next request, in every state of the cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tiercache.core.eviction import ORDERS, EvictionOrder, make_order
+from tiercache.replay.formats import Trace
+
+EXCERPTS = Path(__file__).parents[1] / "replay" / "excerpts"
+
+
+class Cache:
+    """An order with so many places. `wants` is what a scheduler does with a request."""
+
+    def __init__(self, policy: str, places: int) -> None:
+        self.order: EvictionOrder[int] = make_order(policy)
+        self.places = places
+
+    def wants(self, keys: Sequence[bytes], *, linked: bool = True) -> None:
+        """Use what is there of a prefix, and put the rest."""
+        lacking = [place for place, key in enumerate(keys) if key not in self.order]
+        if linked:
+            self.order.touch_prefix(keys)
+        else:
+            for key in keys:
+                if key in self.order:
+                    self.order.touch(key)
+        for place in lacking:
+            self.put(keys[place], keys[place - 1] if linked and place else None)
+            if linked:
+                self.order.follow(keys[max(0, place - 1) : place + 2])
+
+    def put(self, key: bytes, parent: bytes | None) -> None:
+        while len(self.order) >= self.places:
+            self.order.pop_victim()
+        self.order.insert(key, 0, parent)
+
+    def whole(self, keys: Sequence[bytes]) -> int:
+        for place, key in enumerate(keys):
+            if key not in self.order:
+                return place
+        return len(keys)
+
+
+def prefix(name: int, length: int) -> list[bytes]:
+    """Prefixes of names that are equal modulo 3 have their first four chunks in common."""
+    shared = [b"shared %d %d" % (name % 3, place) for place in range(min(4, length))]
+    return shared + [b"own %d %d" % (name, place) for place in range(4, length)]
+
+
+def fresh(length: int) -> list[bytes]:
+    return [b"new %d" % place for place in range(length)]
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 30), st.sampled_from(["linked", "single", "renewed", "forgotten"])),
+    max_size=25,
+)
+
+
+def play(cache: Cache, requests: Sequence[tuple[int, int, str]]) -> None:
+    order = cache.order
+    for name, length, how in requests:
+        keys = prefix(name, length)
+        if how == "renewed":
+            for key in reversed(keys):
+                if key in order:
+                    order.renew(key)
+        elif how == "forgotten":
+            for key in keys[length // 2 :]:
+                order.discard(key)
+        else:
+            cache.wants(keys, linked=how == "linked")
+            order.follow(keys)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("linked", [True, False], ids=["linked", "one by one"])
+@given(requests=REQUESTS, places=st.integers(5, 60), share=st.floats(0.05, 0.8))
+@settings(max_examples=40, deadline=None)
+def test_what_was_just_stored_is_whole(
+    policy: str, linked: bool, requests: list[tuple[int, int, str]], places: int, share: float
+) -> None:
+    cache = Cache(policy, places)
+    play(cache, requests)
+    keys = fresh(max(1, int(share * places)))
+    cache.wants(keys, linked=linked)
+    assert cache.whole(keys) == len(keys)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@given(requests=REQUESTS, places=st.integers(10, 60), length=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_what_was_read_and_continued_is_whole(
+    policy: str, requests: list[tuple[int, int, str]], places: int, length: int
+) -> None:
+    """The prefix that was found stays for what is stored behind it, however old its first chunks are."""
+    cache = Cache(policy, places)
+    play(cache, requests)
+    for name in range(13):
+        keys = prefix(name, min(length, int(0.8 * places)))
+        cache.wants(keys)
+        assert cache.whole(keys) == len(keys)
+        if len(keys) > 1:
+            # It is put once more behind a prefix that nobody read here: the engine had that itself.
+            more = b"more %d" % name
+            cache.put(more, keys[-1])
+            assert cache.whole([*keys, more]) == len(keys) + 1
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@given(requests=REQUESTS, places=st.integers(5, 60), over=st.integers(0, 80))
+@settings(max_examples=40, deadline=None)
+def test_of_a_prefix_that_is_too_long_the_head_stays(
+    policy: str, requests: list[tuple[int, int, str]], places: int, over: int
+) -> None:
+    cache = Cache(policy, places)
+    play(cache, requests)
+    keys = fresh(places + over)
+    for _ in range(3):
+        cache.wants(keys)
+        assert cache.whole(keys) >= places - 1
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_prefixes_that_are_stored_side_by_side_do_not_push_each_other_out(policy: str) -> None:
+    cache = Cache(policy, 100)
+    play(cache, [(number % 7, 30, "linked") for number in range(50)])
+    prefixes = [[b"%d %d" % (name, place) for place in range(15)] for name in range(5)]
+    for place in range(15):
+        for keys in prefixes:
+            cache.put(keys[place], keys[place - 1] if place else None)
+    assert [cache.whole(keys) for keys in prefixes] == [15] * 5
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("name", ["mooncake_conversation", "agentic_coding"])
+def test_in_every_state_that_a_trace_brings_about(policy: str, name: str) -> None:
+    trace = [request.keys for request in Trace(EXCERPTS / f"{name}.jsonl", limit=60)]
+    cache = Cache(policy, 400)
+    for number, keys in enumerate(trace):
+        cache.wants(keys)
+        assert cache.whole(keys) == len(keys) if len(keys) <= 320 else cache.whole(keys) >= 320
+        if number % 10 == 0:
+            document = [b"%d %d" % (number, place) for place in range(80 + 24 * (number // 10 % 10))]
+            cache.wants(document, linked=number % 20 == 0)
+            assert cache.whole(document) == len(document)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_what_is_no_longer_recent_is_judged_again(policy: str) -> None:
+    """Nothing is spared for good: after many others it can go, and all of it can be evicted."""
+    cache = Cache(policy, 50)
+    for name in range(200):
+        cache.wants([b"%d %d" % (name, place) for place in range(1 + name % 9)])
+    order = cache.order
+    assert len(order) == 50
+    assert sum(len(group) for group in order._groups.values()) >= len(order._spared)
+    assert len({order.pop_victim()[0] for _ in range(50)}) == 50
+    assert not order._spared and not order._groups and not order._recent.ends and not order._strays
+    assert order._recent.chunks == 0

@@ -1,0 +1,70 @@
+"""Which prefixes were used last: what nobody judges until others were."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tiercache.core.keys import ChunkKey
+
+
+class Recent:
+    """The ends of the prefixes that were used last, the latest last, each with how many chunks of it were used.
+
+    A chunk that follows nothing that is known is a prefix of one chunk. Whoever stands before an end belongs to it, so that
+    a prefix of thousands costs one entry.
+    """
+
+    PREFIXES = 8
+    """Of more than one chunk: what is stored and read side by side."""
+
+    def __init__(self) -> None:
+        self.ends: OrderedDict[ChunkKey, int] = OrderedDict()
+        self.chunks = 0
+        self._prefixes = 0
+
+    def used(self, end: ChunkKey, chunks: int = 1) -> None:
+        """`chunks` up to `end` were used."""
+        before = self.ends.pop(end, 0)
+        self._set(end, before, max(before, chunks))
+
+    def grew(self, key: ChunkKey, parent: ChunkKey) -> None:
+        """`key` was used, which follows `parent`."""
+        ends = self.ends
+        length = ends.pop(parent, 0)
+        if length:
+            self.chunks -= length
+            self._prefixes -= length > 1
+        before = ends.pop(key, 0)
+        self._set(key, before, length + (before or 1))
+
+    def joined(self, key: ChunkKey, parent: ChunkKey) -> None:
+        """`key` was found to follow `parent`; neither was used."""
+        before = self.ends.get(key)
+        length = self.ends.get(parent)
+        if before and length:
+            self.left(parent)
+            self._set(key, before, before + length)
+
+    def left(self, end: ChunkKey) -> int:
+        """`end` is none any more; returns how many chunks were used up to it, 0 if it was none."""
+        length = self.ends.pop(end, 0)
+        self.chunks -= length
+        self._prefixes -= length > 1
+        return length
+
+    def too_much(self, chunks: int) -> bool:
+        """Whether the oldest has to go, so that no more than `chunks` are in here. The latest never has to."""
+        return (self.chunks > chunks or self._prefixes > self.PREFIXES) and len(self.ends) > 1
+
+    @property
+    def oldest(self) -> ChunkKey:
+        return next(iter(self.ends))
+
+    @property
+    def latest(self) -> ChunkKey:
+        return next(reversed(self.ends))
+
+    def _set(self, end: ChunkKey, before: int, chunks: int) -> None:
+        self.ends[end] = chunks
+        self.chunks += chunks - before
+        self._prefixes += (chunks > 1) - (before > 1)

@@ -1,0 +1,181 @@
+"""What is known of when chunks are used again: learnt from a sample of names, and tried on it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core.keys import ChunkKey
+
+BUCKETS = 96
+_LEAST_SAMPLES = 50.0
+MARGIN = 1.5
+"""How much less than the oldest another one must be worth to go before it."""
+
+Floats = npt.NDArray[np.float64]
+Table = list[list[float]]
+
+
+def bucket_of(age: int) -> int:
+    """Four buckets an octave."""
+    shift = age.bit_length() - 3
+    if shift <= 0:
+        return age
+    return min(BUCKETS - 1, 4 * shift + (age >> shift))
+
+
+def _first_age(bucket: int) -> int:
+    return bucket if bucket < 8 else (4 + bucket % 4) << (bucket // 4 - 1)
+
+
+_WIDTHS = np.diff(np.array([float(_first_age(bucket)) for bucket in range(BUCKETS + 1)]))
+
+
+def expected_uses(hits: Floats, pending: Floats) -> Floats:
+    """For each class and age: the most uses per unit of time that staying can bring, over all times to give up (Gittins).
+
+    `hits` were used again at that age. `pending` were not, up to that age: they count among those who could have been
+    (Kaplan and Meier, "Nonparametric estimation from incomplete observations", 1958).
+    """
+    ended = hits + pending
+    at_risk = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - pending / 2
+    hazard = np.minimum(1.0, np.divide(hits, at_risk, out=np.zeros_like(hits), where=at_risk > 0))
+    left = np.cumprod(1 - hazard, axis=1)
+    before = np.concatenate([np.ones((len(hits), 1)), left[:, :-1]], axis=1)
+    uses, time = np.cumsum(before * hazard, axis=1), np.cumsum((before + left) / 2 * _WIDTHS, axis=1)
+    none = np.zeros((len(hits), 1))
+    uses_from = uses[:, None, :] - np.concatenate([none, uses[:, :-1]], axis=1)[:, :, None]
+    time_from = time[:, None, :] - np.concatenate([none, time[:, :-1]], axis=1)[:, :, None]
+    valid = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool)) & (time_from > 1e-12)
+    ratio: Floats = np.where(valid, uses_from / np.where(valid, time_from, 1.0), 0.0).max(axis=2)
+    return ratio
+
+
+class Sample:
+    """A sample of names: when they are used again, by class, and which of two small caches of them would have had them.
+
+    Time is counted in uses of any chunk, in the sample or not.
+    """
+
+    NAMES = 1024
+    """At most so many at a time that a cache of the sample's size holds."""
+    REMEMBERED = 5
+    """Names, as a multiple of that."""
+    DECAY = 0.97
+    LEAST_LEAD = 0.002
+    """The part of all uses by which the table has to be ahead before it rules; four times as much after each time that it did
+    not keep what it promised."""
+
+    def __init__(self, classes: int) -> None:
+        self.table: Table | None = None
+        self.mask = 7
+        """A name is in the sample if its checksum has none of these bits."""
+        self.ahead = False
+        """Whether the small cache that goes by the table has more hits than the one that is LRU."""
+        self._classes = classes
+        self._capacity = 0
+        self._names: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
+        self._hits = [[0.0] * BUCKETS for _ in range(classes)]
+        self._lost = [[0.0] * BUCKETS for _ in range(classes)]
+        self._next_fit = 0
+        self._recent: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._judged: list[OrderedDict[ChunkKey, int]] = [OrderedDict() for _ in range(classes)]
+        self._judged_count = 0
+        self._lead = self._spread = self._asked = 0.0
+        self._barrier = self.LEAST_LEAD
+
+    def resize(self, residents: int) -> None:
+        """The cache has grown to so many residents."""
+        while residents > self.NAMES * (self.mask + 1):
+            self.mask = 2 * self.mask + 1
+            for names in (self._names, self._recent, *self._judged):
+                for key in [key for key in names if crc32(key) & self.mask]:
+                    del names[key]
+        self._capacity = max(1, residents // (self.mask + 1))
+        self._judged_count = sum(map(len, self._judged))
+
+    def used(self, key: ChunkKey, class_: int, now: int, *, hit: bool) -> None:
+        """A name of the sample was used, and is of that class from now on. `hit` says whether it was resident."""
+        before = self._names.pop(key, None)
+        self._names[key] = class_, now
+        if before is not None:
+            self._hits[before[0]][bucket_of(now - before[1])] += 1
+        elif len(self._names) > self.REMEMBERED * self._capacity:
+            _, (gone, since) = self._names.popitem(last=False)
+            self._lost[gone][bucket_of(now - since)] += 1
+        self._try(key, class_, now, before, hit)
+        if now >= self._next_fit:
+            self._fit(now)
+
+    def _try(
+        self, key: ChunkKey, class_: int, now: int, before: tuple[int, int] | None, hit: bool
+    ) -> None:
+        recent, judged = self._recent, self._judged
+        lead = trial = 0
+        if key in recent:
+            recent.move_to_end(key)
+            lead = -1
+        else:
+            recent[key] = None
+            if len(recent) > self._capacity:
+                recent.popitem(last=False)
+        if before is not None and judged[before[0]].pop(key, None) is not None:
+            trial = 1
+        elif self._judged_count >= self._capacity:
+            judged[worst(judged, self.table, now)].popitem(last=False)
+        else:
+            self._judged_count += 1
+        judged[class_][key] = now
+        # While the table rules, what it brings is seen and need not be tried.
+        lead += hit if self.ahead else trial
+        self._asked += 1
+        if lead:
+            self._lead += lead
+            self._spread += 1
+            if self.ahead:
+                if self._lead < 0:
+                    self.ahead = False
+                    self._barrier = min(1.0, 4 * self._barrier)
+            elif 4 * self._lead**2 > self._spread and self._lead > self._barrier * self._asked:
+                self.ahead = True
+
+    def _fit(self, now: int) -> None:
+        """Make the table from the histograms, and let these fade."""
+        self._next_fit = now + max(4000, self._capacity * (self.mask + 1))
+        hits, pending = np.array(self._hits), np.array(self._lost)
+        for class_, since in self._names.values():
+            pending[class_, bucket_of(now - since)] += 1
+        if hits.any():
+            # A class with few samples is taken to be like all others.
+            share = _LEAST_SAMPLES / float(hits.sum() + pending.sum())
+            hits += share * hits.sum(axis=0)
+            pending += share * pending.sum(axis=0)
+            self.table = expected_uses(hits, pending).tolist()
+        self._hits = (np.array(self._hits) * self.DECAY).tolist()
+        self._lost = (np.array(self._lost) * self.DECAY).tolist()
+        self._lead, self._spread, self._asked = (0.8 * count for count in (self._lead, self._spread, self._asked))
+
+
+def worst(queues: Sequence[OrderedDict[ChunkKey, int]], table: Table | None, now: int) -> int:
+    """The queue whose first is worth least; the one whose first is the oldest where that is hardly worth more, or nothing is
+    known. Not all are empty."""
+    oldest = since = -1
+    for class_, queue in enumerate(queues):
+        if queue:
+            came = next(iter(queue.values()))
+            if oldest < 0 or came < since:
+                oldest, since = class_, came
+    if table is None:
+        return oldest
+    best = oldest
+    lowest = table[oldest][bucket_of(now - since)] / MARGIN
+    for class_, queue in enumerate(queues):
+        if queue and class_ != oldest:
+            index = table[class_][bucket_of(now - next(iter(queue.values())))]
+            if index < lowest:
+                best, lowest = class_, index
+    return best

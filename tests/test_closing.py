@@ -70,6 +70,9 @@ async def test_memory_is_free_when_the_last_of_what_lingers_has_ended_and_not_af
     thing, other = Thing(None), Thing(None)
     tasks = [asyncio.ensure_future(thing.close()), asyncio.ensure_future(other.close())]
     lingering.keep(tasks)
+    began_s = soon(0.0)
+    await lingering.ended(began_s + 0.2)
+    assert 0.15 < soon(0.0) - began_s < 1.0
     thing.go_on.set()
     await tasks[0]
     await asyncio.sleep(0)

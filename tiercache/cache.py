@@ -227,6 +227,7 @@ class TierCache:
             self._lingering.keep(writer.lingering)
         for reader in readers:
             self._lingering.keep(reader.flights.lingering)
+        await self._lingering.ended(min(until_s, loop.time() + GRACE_S))
         await self.cpu.close()
         self._copiers.close()
         self._closed = True

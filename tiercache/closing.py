@@ -65,6 +65,13 @@ class Lingering:
             self.tasks.add(task)
             task.add_done_callback(self._ended)
 
+    async def ended(self, until_s: float) -> None:
+        """Until all have, or until that loop time: what was merely under way ends soon. Not kept from it by cancellation."""
+        loop = asyncio.get_running_loop()
+        while (unfinished := [task for task in self.tasks if not task.done()]) and loop.time() < until_s:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait(unfinished, timeout=until_s - loop.time())
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # A wait that was cancelled says nothing about the thread that it waited for: that one stays for good.
         if not task.cancelled():

@@ -1,0 +1,58 @@
+"""Forget on real files, with real processes in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_cache import CHUNK_BYTES, key, opened, payload
+from tiercache.errors import TierUnavailable
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_forget_returns_while_a_peer_that_is_frozen_holds_the_count_and_ends_when_it_goes(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with opened(tmp_path) as cache:
+        (disk,) = cache.tiers
+        assert await cache.put(key(1), payload(1))
+        assert (await cache.flush()).complete
+        file = Path(disk.path(key(1)))  # type: ignore[attr-defined]
+        assert file.exists()
+        ledger = tmp_path / ".tiercache" / "ledger"
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(ledger)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as peer:
+            assert peer.stdout is not None
+            assert await asyncio.to_thread(peer.stdout.readline) == "held\n"
+            began_s = loop.time()
+            with pytest.raises(TierUnavailable, match="disk: 1 of 1"):
+                await cache.forget([key(1)], deadline_s=0.5)
+            assert loop.time() - began_s < 5.0
+            forgetting = asyncio.create_task(cache.forget([key(1)]))
+            await asyncio.sleep(0)
+            began_s = loop.time()
+            forgetting.cancel()
+            await asyncio.gather(forgetting, return_exceptions=True)
+            assert loop.time() - began_s < 5.0
+            async with cache.get(key(1), deadline_s=1.0) as lease:
+                assert lease is None
+            peer.kill()
+        await cache.forget([key(1)])
+        assert not file.exists()
+        assert await cache.put(key(1), payload(2))
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        into = bytearray(CHUNK_BYTES)
+        assert await cache.get_into([key(1)], [into]) == 1
+        assert bytes(into) == payload(2).tobytes()

@@ -31,8 +31,8 @@ T = TypeVar("T")
 _REMEMBERED_KEYS = 1 << 20
 _REMEMBERED_S = 10.0
 _REFUSED_KEYS = 1 << 16
-_END_S = 1.0
-"""How long what was interrupted may take to end."""
+_END_S = 0.1
+"""How long who waits may take to hear that what was interrupted has ended."""
 
 
 @dataclass(frozen=True)

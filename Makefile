@@ -22,7 +22,7 @@ demo: setup
 	@$(BIN)/python -m tiercache.demo
 
 test: setup
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

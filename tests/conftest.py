@@ -68,3 +68,30 @@ def _has_loop(test: pytest.Function) -> bool:
     functions = [test.function]
     functions += [fixtures[-1].func for fixtures in test._fixtureinfo.name2fixturedefs.values()]
     return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in functions)
+
+
+_TOGETHER = {
+    "tests/vllm": "engines",
+    "tests/remote/mooncake": "mooncake",
+    "tests/remote/s3": "s3",
+    "tests/demo/test_demo.py": "demo",
+    "tests/readme": "",
+}
+"""Folders whose tests share what is dear to make (one vLLM's answers, a server), as groups; "": each test for itself."""
+_FIRST = ("tests/vllm", "tests/readme", "tests/demo", "tests/bench")
+"""What takes longest begins first, so that no process has it left at the end."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `pytest -n 2 --dist loadgroup`: the tests of a file run in one process, and folders as `_TOGETHER` says."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        path = item.nodeid.partition("::")[0]
+        group = next((group for part, group in _TOGETHER.items() if path.startswith(part)), path)
+        if group and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(
+        key=lambda item: next((place for place, part in enumerate(_FIRST) if item.nodeid.startswith(part)), len(_FIRST))
+    )

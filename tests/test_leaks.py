@@ -73,6 +73,7 @@ def lease(clean: ExitStack) -> None:
             rf"slots and leases:\n    1 for WRITE; leases on {chunk(7)[0].hex()[:12]}, of the tier made at .*test_leaks\.py",
         ),
     ],
+    ids=["thread", "descriptor", "shared memory", "slot", "lease"],
 )
 def test_what_is_left_behind_is_named(leave: Callable[[ExitStack], None], said: str, tmp_path: Path) -> None:
     with ExitStack() as clean:

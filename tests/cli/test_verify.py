@@ -1,6 +1,7 @@
 """`tiercache verify`: what is whole passes, what is not goes to quarantine."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,3 +82,21 @@ async def test_a_cache_that_uses_the_directory_goes_on(directory: Path) -> None:
         await cache.put(bytes.fromhex(bad.name), np.ones(LAYOUT.chunk_bytes, np.uint8))
         await cache.flush()
     assert tiercache("verify", directory).returncode == 0
+
+
+def test_pipes_under_chunks_names_are_reported_and_not_waited_for(directory: Path) -> None:
+    for path in chunk_paths(directory)[:2]:
+        path.unlink()
+        os.mkfifo(path)
+    run = tiercache("verify", directory)
+    assert run.returncode == 1
+    assert run.stdout.count("expected a regular file, found a pipe (FIFO)") == 2
+
+
+def test_verify_keeps_the_access_that_was_chosen(directory: Path) -> None:
+    for path in (directory / ".tiercache", directory / ".tiercache" / "tmp"):
+        path.chmod(0o2770)
+    flip(chunk_paths(directory)[0], 6000)
+    assert tiercache("verify", directory).returncode == 1
+    assert (directory / ".tiercache").stat().st_mode & 0o7777 == 0o2770
+    assert (directory / "quarantine").stat().st_mode & 0o7777 == 0o2770

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
+from tiercache.tiers.device_files import DeviceFiles
 from tiercache.tiers.gds import GdsSettings, GdsTier
 
 Opened = Callable[..., Any]
@@ -190,6 +192,24 @@ async def test_evicted_file_is_not_kept_open(opened: Opened, slots: Slots, tmp_p
         assert await tier.read_device(keys[0], into) is None
         deleted = [link for link in links_of_this_process() if str(tmp_path) in link and link.endswith("(deleted)")]
         assert not deleted, "a deleted file that is open still takes its space"
+
+
+async def test_the_file_of_a_removed_chunk_is_closed_by_a_thread(
+    opened: Opened, slots: Slots, files: DeviceFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, forget = [], files.forget
+
+    def watched(path: str) -> None:
+        threads.append(threading.current_thread())
+        forget(path)
+
+    monkeypatch.setattr(files, "forget", watched)
+    async with opened(tmp_path) as tier:
+        key = await store(tier, slots, 1)
+        assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
+        threads.clear()
+        assert await tier.remove(key)
+        assert threads and threading.main_thread() not in threads, "closing may take its time, and the loop has none"
 
 
 async def test_file_that_another_process_deleted_is_a_miss(opened: Opened, slots: Slots, tmp_path: Path) -> None:

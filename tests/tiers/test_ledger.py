@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
-from tiercache.tiers.ledger import Ledger, pledged_bytes
+from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.record import read_record
 from tiercache.tiers.volume import Volume
 
 REPOSITORY = Path(__file__).parents[2]
@@ -118,9 +119,9 @@ def test_the_pledge_is_a_little_less_than_what_is_unspent(tmp_path: Path) -> Non
         ledger = Ledger(tmp_path / "ledger", 10_000, 1000, pledge.fileno())
         for _ in range(95):
             ledger.charge(10)
-            assert 0 <= 1000 - ledger.used_bytes - pledged_bytes(pledge.fileno()) <= 125
+            assert 0 <= 1000 - ledger.used_bytes - read_record(pledge.fileno()).pledged_bytes <= 125
         ledger.close()
-        assert pledged_bytes(pledge.fileno()) == 0
+        assert read_record(pledge.fileno()).pledged_bytes == 0
 
 
 @settings(deadline=None, max_examples=60)
@@ -142,7 +143,7 @@ def test_the_file_counts_what_is_used_and_what_is_unspent(allowance: int, change
             else:
                 ledger.refresh()
             count = counted(place)
-            assert sum(used) + sum(pledged_bytes(pledge.fileno()) for pledge in pledges) <= count <= CAP
+            assert sum(used) + sum(read_record(pledge.fileno()).pledged_bytes for pledge in pledges) <= count <= CAP
         for ledger in ledgers:
             ledger.close()
         assert counted(place) == sum(used)
@@ -251,6 +252,9 @@ def test_a_file_without_a_count_is_not_trusted(tmp_path: Path, content: bytes) -
     with opened(tmp_path) as ledger:
         assert not ledger.trusted
         assert ledger.used_bytes == 0
+    with opened(tmp_path) as ledger:
+        assert not ledger.trusted, "whoever comes second knows no more"
+        ledger.trust()
     with opened(tmp_path) as ledger:
         assert ledger.trusted
 

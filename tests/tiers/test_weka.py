@@ -1,6 +1,7 @@
 """The Weka tier: what instances on one directory know of each other, and who of them makes room."""
 
 import asyncio
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,7 @@ async def test_a_chunk_leaves_nothing_but_its_file(tmp_path: Path) -> None:
         assert [Path(tier.path(key_of(number))).stat().st_ctime_ns for number in range(1, 11)] == changed
         names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
         rest = {name for name in names if not name.startswith("00/") and not name.endswith(".lock")}
-        assert rest == {"tiercache.json", ".tiercache/ledger", ".tiercache/owners"}
+        assert rest == {"tiercache.json", ".tiercache/ledger"}
         assert len(names) - len(rest) == 10 + 1
 
 
@@ -230,12 +231,14 @@ async def test_a_device_fuller_than_the_cap_is_a_reason_to_evict(small_device: P
 async def test_a_chunk_that_cannot_be_deleted_stays_known_and_others_go(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier:
         await store(tier, range(1, 8))
-        path = Path(tier.path(key_of(1)))
-        path.unlink()
-        path.mkdir()
-        await store(tier, range(8, 30))
-        assert tier.contains(key_of(1))
-        path.rmdir()
+        path = tier.path(key_of(1))
+        if subprocess.run(["chattr", "+i", path], capture_output=True, check=False).returncode:
+            pytest.skip("this file system cannot forbid deletion")
+        try:
+            await store(tier, range(8, 30))
+            assert tier.contains(key_of(1))
+        finally:
+            subprocess.run(["chattr", "-i", path], check=True)
         await store(tier, range(30, 60))
         assert not tier.contains(key_of(1))
 

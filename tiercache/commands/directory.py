@@ -15,7 +15,7 @@ def problem_with(directory: Path) -> str | None:
     if not directory.is_dir():
         return f"{directory} is not a directory"
     manifest = directory / "tiercache.json"
-    if not manifest.exists():
+    if not manifest.is_file():
         return f"{directory} is not a directory of the disk tier: it has no tiercache.json"
     try:
         json.loads(manifest.read_text())

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
-from tiercache.commands.storage import Place, alignment_of, explain, has_nvidia_fs
+from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.tiers.chunk_file import supports_direct_io
 from tiercache.tiers.mounts import mount_of, mounts
 
@@ -149,6 +149,7 @@ def _disk(path: Path) -> list[Finding]:
     try:
         direct = supports_direct_io(path)
         alignment_bytes = alignment_of(path)
+        findings += access_to(path)
     except OSError as error:
         advice = "give this user write access"
         return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]

@@ -14,7 +14,7 @@ import aiofiles
 
 from tiercache.commands.directory import complain, problem_with
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
-from tiercache.tiers.ledger import _COUNT, _MAGIC
+from tiercache.tiers.ledger import counted_in
 from tiercache.tiers.volume import CHUNK_NAME, TOP_LEVELS
 
 _AT_ONCE = 32
@@ -84,7 +84,7 @@ async def survey(directory: Path) -> dict[str, Any]:
         "chunks": sum(layout["chunks"] for layout in layouts.values()),
         "occupied_bytes": sum(layout["occupied_bytes"] for layout in layouts.values()),
         "counted_bytes": counted_bytes + quarantined_bytes,
-        "ledger_bytes": await asyncio.to_thread(_ledger_bytes, directory),
+        "ledger_bytes": await asyncio.to_thread(counted_in, directory / ".tiercache" / "ledger"),
         "layouts": dict(layouts),
         "unreadable": sorted(unreadable),
         "quarantined": len(quarantine),
@@ -119,18 +119,6 @@ def _own_bytes(directory: Path) -> int:
         return directory.stat().st_blocks * 512
     except FileNotFoundError:
         return 0
-
-
-def _ledger_bytes(directory: Path) -> int | None:
-    """Read without opening a Ledger, which would begin a count where there is none."""
-    try:
-        raw = (directory / ".tiercache" / "ledger").read_bytes()
-    except OSError:
-        return None
-    if len(raw) < _COUNT.size:
-        return None
-    magic, count = _COUNT.unpack_from(raw)
-    return int(count) if magic == _MAGIC else None
 
 
 def _show(directory: Path, found: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -65,6 +66,23 @@ def alignment_of(directory: Path) -> int | None:
 
 def has_nvidia_fs() -> bool:
     return os.path.exists("/proc/driver/nvidia-fs/stats") or os.path.exists("/dev/nvidia-fs0")
+
+
+def access_to(directory: Path) -> list[Finding]:
+    """Who may read the chunks in a directory that a cache has used; nothing where none has."""
+    topic, ours = "file access", directory / ".tiercache"
+    if not ours.is_dir():
+        return []
+    places = [ours, *directory.glob("[0-9a-f][0-9a-f]"), *directory.glob("quarantine")]
+    modes = {stat.S_IMODE(place.stat().st_mode) for place in places}
+    found = "directories " + ", ".join(f"{mode:04o}" for mode in sorted(modes))
+    if not stat.S_IMODE(directory.stat().st_mode) & 0o001:
+        return [Finding(topic, OK, f"{found}, below one that other users cannot enter")]
+    if any(mode & 0o005 for mode in modes):
+        advice = f"chunks hold what was in prompts: chmod -R o= {directory}, or let a cache of its owner open it once"
+        return [Finding(topic, PROBLEM, f"every user can read the chunks ({found})", advice)]
+    who = "this group's users" if any(mode & 0o050 for mode in modes) else "only their owner"
+    return [Finding(topic, OK, f"{who} can read the chunks ({found})")]
 
 
 def _mount(mount: Mount) -> Iterator[Finding]:

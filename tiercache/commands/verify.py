@@ -19,6 +19,7 @@ from tiercache.commands.directory import chunk_files, complain, problem_with
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.access import access_as_found, open_regular
 from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.volume import Volume
 
@@ -81,7 +82,8 @@ def verify(directory: Path, console: Console) -> Verified:
 
 
 def _open_volume(directory: Path, stack: ExitStack) -> Volume:
-    volume = Volume(directory, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False)
+    access = access_as_found(directory / ".tiercache")
+    volume = Volume(directory, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
     volume.open()
     stack.callback(volume.close)
     return volume
@@ -96,7 +98,7 @@ def _check(path: Path) -> int | CorruptChunk | OSError:
 
 
 def _read_and_verify(path: Path) -> int:
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
         length = os.fstat(file.fileno()).st_size
         header = file.read(HEADER_BYTES)
         got = len(header)

@@ -111,6 +111,15 @@ class Config:
         ours=True,
     )
 
+    file_access: str = _key(
+        Choice(("owner", "group")),
+        "owner",
+        "who may read what the tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
+        "group: 0660 and 2770, so that users of one group share a directory. A named directory that exists keeps its mode; "
+        "what tiercache made below it, and this user owns, gets the mode when a cache opens it",
+        ours=True,
+    )
+
     device: str = _key(
         Choice(("auto", "none", "twin")),
         "auto",

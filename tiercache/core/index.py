@@ -77,13 +77,13 @@ class CappedIndex:
             if occupied is not None:
                 self.order.insert_cold(key, occupied)
 
-    def evict(self, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
-        """Choose victims of together at least `needed_bytes` (or all there are) and forget them.
+    def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
+        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them.
 
         Returns their keys and the bytes that each occupies; the caller deletes them.
         """
-        victims = []
-        while needed_bytes > 0 and self.order.entries:
+        victims: list[tuple[ChunkKey, int]] = []
+        while needed_bytes > 0 and self.order.entries and len(victims) != most:
             key, occupied = self.order.pop_victim()
             self.used_bytes -= occupied
             needed_bytes -= occupied

@@ -29,8 +29,8 @@ class SharedIndex(CappedIndex):
         self._groups[key[0]].discard(key)
         return super().remove(key)
 
-    def evict(self, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
-        victims = super().evict(needed_bytes)
+    def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
+        victims = super().evict(needed_bytes, most)
         for key, _ in victims:
             self._groups[key[0]].discard(key)
         return victims

@@ -25,6 +25,7 @@ from tiercache.core.header import (
     payload_checksum,
 )
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
 
 _thread = threading.local()
@@ -37,9 +38,7 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
     file is removed again and the error raised.
     """
     total_bytes = file_bytes(header.payload_bytes)
-    descriptor = os.open(
-        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o644
-    )
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
     try:
         reserve(descriptor, total_bytes)
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
@@ -64,10 +63,11 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
 def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> int:
     """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns the payload's length.
 
-    Raises FileNotFoundError when it is not there, CorruptChunk with what was expected and found when it is not the chunk.
+    Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
+    found when it is not the chunk.
     What `into` holds after an exception means nothing.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+    descriptor = open_regular(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         length_bytes = os.fstat(descriptor).st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
@@ -124,15 +124,17 @@ def supports_direct_io(directory: Path) -> bool:
             return False
         raise
     try:
+        path.unlink(missing_ok=True)  # first: whoever is killed now leaves nothing
         os.pwrite(descriptor, block, 0)
         return True
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True  # it was taken, and there is no room
         if error.errno == errno.EINVAL:
             return False
         raise
     finally:
         os.close(descriptor)
-        path.unlink(missing_ok=True)
 
 
 def _buffer() -> mmap.mmap:

@@ -19,6 +19,7 @@ from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderErro
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
 
@@ -80,7 +81,7 @@ class CuFileFiles(DeviceFiles):
         slot = Span(payload.address - HEADER_BYTES, total_bytes)
         self._driver.copy(slot.address, page.ctypes.data, HEADER_BYTES, self._streams.get())
         self._streams.synchronize()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             reserve(descriptor, total_bytes)
             with contextlib.closing(self._cufile(path, "r+")) as file:
@@ -175,6 +176,7 @@ class CuFileFiles(DeviceFiles):
             if file.exists:
                 return file
             file.handle.close()
+        os.close(open_regular(path, os.O_RDONLY))  # cuFile would wait for the other end of a pipe
         return _OpenFile(self._cufile(path, "r"))
 
     def _give_back(self, path: str, file: _OpenFile) -> None:

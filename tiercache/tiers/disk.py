@@ -8,38 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aiofiles
 import numpy as np
 import xxhash
 
 from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
+from tiercache.core.blame import Blame
 from tiercache.core.eviction import make_order
 from tiercache.core.header import file_bytes
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import Workers, to_the_end
+from tiercache.tiers.access import ACCESS, NotAFile
 from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.tiers.manifest import NO_ROOM, WrongFormat
+from tiercache.tiers.scanning import Shelf, scan
 from tiercache.tiers.space import default_cap
-from tiercache.tiers.volume import TOP_LEVELS, NothingFreed, Scanned, Volume
+from tiercache.tiers.volume import NothingFreed, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
 Victims = list[tuple[ChunkKey, int]]
 
-FORMAT = 1
-MANIFEST = "tiercache.json"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_RESCAN_PAUSE_S = 30.0
 _ATTEMPTS = 4
-_AGING_STEP = 2048
+_SCAN_WAIT_S = 2.0
+"""How long a write waits for a scan that may find room."""
+_TRIM_STEP = 256
+"""Chunks that are evicted in one hand-over where a cap was lowered."""
+_OVER_THE_CAP = 8
+"""So many chunks more than the cap: it was lowered. Writes then make room for themselves, and the rest goes in the
+background."""
+_FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
+_PERHAPS_THE_DEVICE = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
+_DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
 _PROBED = 1024
@@ -65,24 +72,17 @@ class DiskSettings:
     """Which chunks are worth writing, see tiercache.core.admission."""
     bytes_per_day: float = 0.0
     """The most that is written a day; 0: no limit."""
-
-
-class Shelf:
-    """A volume and what we know of it."""
-
-    def __init__(self, volume: Volume, index: CappedIndex) -> None:
-        self.volume = volume
-        self.index = index
-        self.scanned = False
-        self.used_while_scanning: set[ChunkKey] = set()
-        self.next_scan_s = 0.0
-        self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
+    file_access: str = "owner"
+    """Who may read what is stored: "owner" (0600, directories 0700) or "group" (0660, 2770). Directories that exist already
+    keep their modes, except those below them that are ours."""
 
 
 class DiskTier(Tier):
     name = "disk"
     option = "local_disk"
     """The configuration key that names the directories, for messages."""
+    blames_files = True
+    """Whether an input/output error may be about one file."""
 
     def __init__(self, settings: DiskSettings, fingerprint: bytes) -> None:
         self.settings = settings
@@ -95,6 +95,7 @@ class DiskTier(Tier):
         self._metadata = Workers(f"{self.name}-metadata", 1)
         self._shelves: list[Shelf] = []
         self._scans: set[asyncio.Task[None]] = set()
+        self._blame = Blame()
         self._closing: set[asyncio.Future[None]] = set()
         """Volumes that are being closed."""
         self._refused: dict[ChunkKey, None] = {}
@@ -116,15 +117,15 @@ class DiskTier(Tier):
             await self.close()
             raise
         for shelf in self._shelves:
-            self._begin_scan(shelf)
+            self._begin_scan(shelf, first=True)
 
     async def close(self) -> None:
-        for scan in list(self._scans):
-            scan.cancel()
+        for scanning in list(self._scans):
+            scanning.cancel()
         await asyncio.gather(*self._scans, return_exceptions=True)
-        for shelf in [] if self._closed else self._shelves:
+        closed, self._closed = self._closed, True
+        for shelf in [] if closed else self._shelves:
             self._close_volume(shelf.volume)
-        self._closed = True
         closing = list(self._closing)
         for workers in (self._readers, self._writers, self._metadata):
             workers.close()
@@ -186,14 +187,29 @@ class DiskTier(Tier):
             self._statistics.corrupt += 1
             logger.warning("a chunk failed verification and was quarantined: %s", error)
             raise
+        except OSError as error:
+            if not self._is_files_fault(key, error):
+                raise
+            shelf.index.remove(key)
+            self._refuse(key)
+            self._statistics.corrupt += 1
+            logger.warning("a chunk cannot be read and was put aside: %s", error)
+            await self._metadata.submit(shelf.volume.set_aside, key)
+            raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
+        self._blame.succeeded()
         if length is None:
             shelf.index.remove(key)
             return None
         if key in shelf.index:
             shelf.index.touch(key)
-        if not shelf.scanned:
-            shelf.used_while_scanning.add(key)
+        shelf.note(key)
         return length
+
+    def _is_files_fault(self, key: ChunkKey, error: OSError) -> bool:
+        """An unreadable file costs itself; a device on which one file after the other is unreadable has failed."""
+        if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
+            return True
+        return self.blames_files and error.errno in _PERHAPS_THE_DEVICE and not self._blame.is_the_device(key)
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._write(
@@ -214,8 +230,9 @@ class DiskTier(Tier):
         needed_bytes = file_bytes(payload_bytes)
         if needed_bytes > shelf.volume.cap_bytes:
             return False
-        if not shelf.scanned and not shelf.volume.ledger.trusted:
+        if not shelf.volume.ledger.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
+            self._scan_soon(shelf)
             return False
         now_s = asyncio.get_running_loop().time()
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
@@ -228,6 +245,7 @@ class DiskTier(Tier):
             raise
         self._refused.pop(key, None)
         shelf.index.add(key, occupied_bytes)
+        shelf.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         return True
@@ -252,13 +270,9 @@ class DiskTier(Tier):
     async def remove(self, key: ChunkKey) -> bool:
         shelf = self._shelf(key)
         occupied_bytes = shelf.index.remove(key)
-        if occupied_bytes is None:
-            # Perhaps somebody else's, of whom we do not know.
-            found = await self._metadata.submit(shelf.volume.exists, [key])
-            if not found:
-                return False
-            occupied_bytes = found[0]
-        return await to_the_end(self._metadata.submit(shelf.volume.delete, key, occupied_bytes))
+        shelf.note(key)
+        # Perhaps somebody else's, of whom we do not know. Whoever stops waiting leaves it to the thread.
+        return await self._metadata.submit(shelf.volume.remove, key, occupied_bytes)
 
     def statistics(self) -> TierStatistics:
         counters = TierStatistics(**vars(self._statistics))
@@ -299,14 +313,23 @@ class DiskTier(Tier):
 
     def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
         settings = self.settings
-        return Volume(directory, cap_bytes, self.fingerprint, direct=settings.direct, durable=settings.durable)
+        return Volume(
+            directory,
+            cap_bytes,
+            self.fingerprint,
+            direct=settings.direct,
+            durable=settings.durable,
+            access=ACCESS[settings.file_access],
+        )
 
     def _make_index(self) -> CappedIndex:
         return CappedIndex(make_order(self.settings.policy))
 
     async def _default_cap(self) -> int:
         try:
-            return await self._metadata.submit(default_cap, self.settings.directories)
+            return await self._metadata.submit(
+                default_cap, self.settings.directories, ACCESS[self.settings.file_access]
+            )
         except OSError as error:
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 
@@ -321,23 +344,14 @@ class DiskTier(Tier):
         closing.add_done_callback(self._closing.discard)
 
     async def _open_volume(self, volume: Volume) -> None:
-        root = volume.root
         try:
             await self._metadata.submit(volume.open)
-            manifest = root / MANIFEST
-            if await asyncio.to_thread(manifest.exists):
-                async with aiofiles.open(manifest) as file:
-                    found = json.loads(await file.read()).get("format")
-                if found != FORMAT:
-                    raise ConfigError(
-                        f"{self.option}: {root} has format {found!r}, this version writes {FORMAT}; use another directory"
-                    )
-            else:
-                async with aiofiles.open(manifest, "w") as file:
-                    await file.write(json.dumps({"format": FORMAT, "what": "tiercache chunks"}) + "\n")
-        except (OSError, ValueError, AttributeError) as error:
+        except WrongFormat as error:
             self._close_volume(volume)
-            raise ConfigError(f"{self.option}: {root} cannot be used: {error}") from error
+            raise ConfigError(f"{self.option}: {error}") from error
+        except OSError as error:
+            self._close_volume(volume)
+            raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
         except BaseException:
             self._close_volume(volume)
             raise
@@ -357,11 +371,15 @@ class DiskTier(Tier):
                 attempt += not (victims and isinstance(error, NothingFreed))
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
-                await self._reopen(shelf)
+                await self._reopen(shelf, volume)
                 deficit_bytes = 0
                 attempt += 1
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if await self._is_replaced(volume, error):
+                    await self._reopen(shelf, volume)
+                    attempt += 1
+                    continue
+                if error.errno not in NO_ROOM:
                     raise
                 # The device is fuller than our cap allows for: make room at our own expense, then say so.
                 attempt += 1
@@ -384,88 +402,108 @@ class DiskTier(Tier):
         Raises TierFull.
         """
         volume, index = shelf.volume, shelf.index
+        if deficit_bytes > 0 and shelf.is_doubtful:
+            if 2 * index.used_bytes > volume.cap_bytes:
+                self._scan_soon(shelf)
+            elif await self._scanned_soon(shelf):
+                deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+        if deficit_bytes > _OVER_THE_CAP * needed_bytes:
+            deficit_bytes = 2 * needed_bytes
         if deficit_bytes > index.used_bytes:
             known_bytes = volume.ledger.used_bytes
             await self._metadata.submit(volume.ledger.refresh)
             deficit_bytes -= known_bytes - volume.ledger.used_bytes
+        if deficit_bytes > index.used_bytes and await self._scanned_soon(shelf):
+            deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
         if deficit_bytes > index.used_bytes:
-            self._rescan_soon(shelf)
             raise TierFull(
                 f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
                 f"{index.used_bytes} of them are known chunks"
             )
-        victims = index.evict(deficit_bytes)
+        return self._evict(shelf, deficit_bytes)
+
+    def _evict(self, shelf: Shelf, needed_bytes: int, most: int | None = None) -> Victims:
+        victims = shelf.index.evict(needed_bytes, most)
+        for key, _ in victims:
+            shelf.note(key)
         self._statistics.evicted += len(victims)
         return victims
 
-    async def _reopen(self, shelf: Shelf) -> None:
-        """The directory was emptied or replaced under us: what we knew is gone, begin anew."""
-        old = shelf.volume
-        if not await self._metadata.submit(old.root.is_dir):
-            raise TierUnavailable(f"{old.root} is not there any more")
-        logger.warning("%s was emptied by somebody else; starting it anew", old.root)
-        fresh = self._make_volume(old.root, old.cap_bytes)
-        try:
-            await self._open_volume(fresh)
-        except ConfigError as error:
-            raise TierUnavailable(str(error)) from error
-        shelf.volume = fresh
-        shelf.index = self._make_index()
-        await self._metadata.submit(old.close)
-        self._begin_scan(shelf)
+    async def _is_replaced(self, volume: Volume, error: OSError) -> bool:
+        """Whether what we have open lies on a mount that died, and another one is in its place."""
+        return error.errno in _DEAD_MOUNT and await self._metadata.submit(volume.answers)
 
-    def _rescan_soon(self, shelf: Shelf) -> None:
-        """Other processes fill the directory too: look again what is there, but not all the time."""
-        now_s = asyncio.get_running_loop().time()
-        if shelf.scanned and now_s >= shelf.next_scan_s:
-            self._begin_scan(shelf)
+    async def _reopen(self, shelf: Shelf, stale: Volume) -> None:
+        """The directory was emptied or replaced under us: what we knew is gone, begin anew. `stale` is the volume that the
+        caller found so; others may have found it at the same time."""
+        async with shelf.replacing:
+            if shelf.volume is stale:
+                if not await self._metadata.submit(stale.root.is_dir):
+                    raise TierUnavailable(f"{stale.root} is not there any more")
+                logger.warning("%s was emptied by somebody else; starting it anew", stale.root)
+                fresh = self._make_volume(stale.root, stale.cap_bytes)
+                try:
+                    await self._open_volume(fresh)
+                except ConfigError as error:
+                    raise TierUnavailable(str(error)) from error
+                if self._closed:
+                    self._close_volume(fresh)
+                    raise TierUnavailable(f"{self.name} is closed")
+                shelf.volume, shelf.index, shelf.scanned = fresh, self._make_index(), False
+                shelf.explained_bytes = 0
+                self._close_volume(stale)
+                self._begin_scan(shelf, first=True)
+        if not shelf.volume.ledger.trusted:
+            await self._scanned_soon(shelf)
+            if not shelf.volume.ledger.trusted:
+                raise TierUnavailable(f"{stale.root}: what lies there is being counted")
 
-    def _begin_scan(self, shelf: Shelf) -> None:
-        first = not shelf.scanned and shelf.next_scan_s == 0.0
-        shelf.next_scan_s = asyncio.get_running_loop().time() + _RESCAN_PAUSE_S
-        scan = asyncio.create_task(self._scan(shelf, first), name=f"tiercache-scan-{shelf.volume.root}")
-        self._scans.add(scan)
-        scan.add_done_callback(self._scans.discard)
+    def _scan_soon(self, shelf: Shelf) -> None:
+        """Look again what is there, but not all the time."""
+        if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
+            self._begin_scan(shelf, first=False)
+
+    async def _scanned_soon(self, shelf: Shelf) -> bool:
+        """As `_scan_soon`, and wait for it, but not for long; whether one ended."""
+        self._scan_soon(shelf)
+        scanning = shelf.scanning
+        if scanning is None:
+            return False
+        return bool((await asyncio.wait([scanning], timeout=_SCAN_WAIT_S))[0])
+
+    def _begin_scan(self, shelf: Shelf, *, first: bool) -> None:
+        task = asyncio.create_task(self._scan(shelf, first), name=f"tiercache-scan-{shelf.volume.root}")
+        shelf.scanning = task
+        self._scans.add(task)
+        task.add_done_callback(self._scans.discard)
 
     async def _scan(self, shelf: Shelf, first: bool) -> None:
-        """Rebuild the index while serving; then put the oldest first and, if we are alone, correct the ledger."""
         volume = shelf.volume
-        found = Scanned()
         try:
-            lanes = self._metadata.threads
-            for start in range(0, len(TOP_LEVELS), lanes):
-                tops = TOP_LEVELS[start : start + lanes]
-                for part in await asyncio.gather(*(self._metadata.submit(volume.scan, top) for top in tops)):
-                    for _, key, occupied_bytes in part.chunks:
-                        if key not in shelf.index and key not in self._refused:
-                            shelf.index.add(key, occupied_bytes, cold=True)
-                    found.chunks += part.chunks
-                    found.counted_bytes += part.counted_bytes
-                    found.strays += part.strays
-                    found.foreign += part.foreign
-            found.counted_bytes += await self._metadata.submit(volume.scan_quarantine)
-        except OSError as error:
+            found = await scan(shelf, self._metadata, self._refused, first=first)
+            if found is not None:
+                self._statistics.strays += found.strays
+        except (OSError, TierUnavailable) as error:
             logger.warning("%s could not be scanned: %s", volume.root, error)
-            shelf.scanned = True
-            return
-        found.chunks.sort(key=lambda chunk: chunk[0], reverse=True)
-        by_age = [key for _, key, _ in found.chunks if key not in shelf.used_while_scanning]
-        for start in range(0, len(by_age), _AGING_STEP):
-            shelf.index.age(by_age[start : start + _AGING_STEP])
-            await asyncio.sleep(0)
-        if first:
-            await self._metadata.submit(volume.correct_count, found.counted_bytes)
-        self._statistics.strays += found.strays + volume.strays_removed
-        volume.strays_removed = 0
-        shelf.scanned = True
-        shelf.used_while_scanning.clear()
-        logger.info(
-            "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-            volume.root,
-            len(found.chunks),
-            found.strays,
-            found.foreign,
-        )
+        finally:
+            if shelf.volume is volume:
+                shelf.scanned, shelf.scanning = True, None
+                shelf.noted_while_scanning.clear()
+        await self._trim(shelf)
+
+    async def _trim(self, shelf: Shelf) -> None:
+        """Below the cap, where it was lowered since; a step at a time, so that writes get their turn."""
+        volume = shelf.volume
+        while shelf.volume is volume and (excess_bytes := volume.ledger.used_bytes - volume.cap_bytes) > 0:
+            victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
+            if not victims:
+                return
+            done = await self._metadata.submit(volume.delete_all, victims)
+            if done.error is not None:
+                logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)
+                for key, occupied_bytes in done.left:
+                    shelf.index.add(key, occupied_bytes)
+                return
 
 
 def _existing(unknown: list[tuple[list[Shelf], ChunkKey]]) -> list[tuple[Shelf, int]]:

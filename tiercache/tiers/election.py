@@ -10,6 +10,8 @@ import threading
 import uuid
 from pathlib import Path
 
+from tiercache.tiers.access import OWNER, Access, open_regular
+
 _BEAT_BYTES = 16
 
 
@@ -21,14 +23,15 @@ class Election:
     finds that out at its next `beat`. For a moment both may act; what is done under this lock must bear that.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, access: Access = OWNER) -> None:
         self.path = path
+        self._access = access
         self._descriptor: int | None = None
         self._lock = threading.Lock()
 
     def campaign(self) -> bool:
         """Be elected if nobody is. Never waits for another instance."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -39,7 +42,7 @@ class Election:
     def take_over(self) -> bool:
         """Be elected whoever was. False when somebody else was quicker."""
         unnamed = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
-        descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.rename(unnamed, self.path)
@@ -74,10 +77,13 @@ class Election:
     def heartbeat(self) -> bytes:
         """What the elected one wrote last. Opened anew each time: a network file system then asks its server."""
         try:
-            with self.path.open("rb", buffering=0) as file:
-                return file.read(_BEAT_BYTES)
+            descriptor = open_regular(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return b""
+        try:
+            return os.pread(descriptor, _BEAT_BYTES, 0)
+        finally:
+            os.close(descriptor)
 
     def resign(self) -> None:
         """Leave it to others. Idempotent."""
@@ -87,6 +93,7 @@ class Election:
                 self._descriptor = None
 
     def _begin(self, descriptor: int) -> bool:
+        self._access.enforce(self.path)
         with self._lock:
             self._descriptor = descriptor
         return self.beat()

@@ -12,9 +12,9 @@ from typing import TypeVar
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import eviction_goal_bytes
 from tiercache.memory.workers import Workers
-from tiercache.tiers.disk import Shelf
 from tiercache.tiers.election import Election
 from tiercache.tiers.listing import answered
+from tiercache.tiers.scanning import Shelf
 
 logger = logging.getLogger("tiercache.weka")
 
@@ -44,9 +44,14 @@ class Evictor:
     """
 
     def __init__(
-        self, shelf: Shelf, workers: Workers, settings: EvictorSettings, on_evict: Callable[[list[ChunkKey]], None]
+        self,
+        shelf: Shelf,
+        workers: Workers,
+        settings: EvictorSettings,
+        on_evict: Callable[[list[ChunkKey]], None],
+        on_doubt: Callable[[], None],
     ) -> None:
-        """`on_evict` is called with keys that are about to be deleted."""
+        """`on_evict` is called with keys that are about to be deleted, `on_doubt` when the count seems to be too high."""
         self.shelf = shelf
         self.settings = settings
         self.evicted = 0
@@ -55,6 +60,7 @@ class Evictor:
         """How often it tried to be elected."""
         self._workers = workers
         self._on_evict = on_evict
+        self._on_doubt = on_doubt
         self._goals: list[int] = []
         self._call = asyncio.Event()
         self._changed = asyncio.Event()
@@ -72,6 +78,11 @@ class Evictor:
         """Begin to evict if it is time."""
         if self.above_high:
             self._call.set()
+
+    def look_again(self) -> None:
+        """The count was corrected."""
+        self._tell()
+        self.glance()
 
     async def room(self, goal_bytes: int, timeout_s: float) -> bool:
         """Wait until at most `goal_bytes` are in use; whether they are. Cancelling it changes nothing for others."""
@@ -112,7 +123,7 @@ class Evictor:
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S if self._goals else _IDLE_PAUSE_S)
 
     async def _elected(self) -> bool:
-        election = Election(self.shelf.volume.root / ".tiercache" / "evictor")
+        election = Election(self.shelf.volume.root / ".tiercache" / "evictor", self.shelf.volume.access)
         self._election = election
         self.elections += 1
         if await self._ask(election.campaign):
@@ -133,7 +144,8 @@ class Evictor:
         assert election is not None
         freed_bytes = 0
         try:
-            await self._ask(shelf.volume.bury_the_dead)
+            if await self._ask(shelf.volume.bury_the_dead) or shelf.is_doubtful:
+                self._on_doubt()
             while (goal_bytes := self._goal_bytes()) and (victims := shelf.index.evict(min(goal_bytes, _BATCH_BYTES))):
                 self._on_evict([key for key, _ in victims])
                 parts = [victims[start :: self._workers.threads] for start in range(self._workers.threads)]
@@ -151,6 +163,8 @@ class Evictor:
                     break
         finally:
             self._resign()
+        if not freed_bytes:
+            self._on_doubt()
         return freed_bytes > 0
 
     def _goal_bytes(self) -> int:

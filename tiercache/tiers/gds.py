@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
@@ -88,7 +89,7 @@ class GdsTier(DiskTier, DeviceTier):
                 return volume.read_by(
                     key, lambda path: files.read(path, key, self.fingerprint, into, direct=volume.direct)
                 )
-            except CorruptChunk:
+            except (CorruptChunk, OSError):
                 files.forget(volume.path(key))
                 raise
 
@@ -98,8 +99,6 @@ class GdsTier(DiskTier, DeviceTier):
         files = self._files()
 
         def write(volume: Volume, victims: list[tuple[ChunkKey, int]]) -> int:
-            for victim, _ in victims:
-                files.forget(volume.path(victim))
             return volume.write_by(
                 key,
                 payload_bytes,
@@ -113,10 +112,15 @@ class GdsTier(DiskTier, DeviceTier):
             key, payload_bytes, lambda volume, victims: self._writers.submit(write, volume, victims)
         )
 
-    async def remove(self, key: ChunkKey) -> bool:
-        if self.files is not None:
-            self.files.forget(self.path(key))
-        return await super().remove(key)
+    def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+        volume = super()._make_volume(directory, cap_bytes)
+        volume.on_delete = self._forget_file
+        return volume
+
+    def _forget_file(self, path: str) -> None:
+        """In the thread that deleted it: closing a file may take its time."""
+        if (files := self.files) is not None:
+            files.forget(path)
 
     def _tidy_later(self) -> None:
         """Now and then also where nothing is written, as in an instance that only reads a shared directory."""

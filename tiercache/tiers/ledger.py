@@ -1,58 +1,122 @@
 """How many bytes a directory holds, counted across the processes that share it.
 
 The count lies in a small file and changes under a file lock, so a cap is the directory's and not each process's. It is
-charged before a write and credited after a deletion: what a crash leaves is an over-count, which the next process that has
-the directory to itself corrects when it has scanned.
+charged before a write and credited after a deletion: what a crash leaves is an over-count, which `reckon` corrects.
 
 The file is read and written, not mapped: the pages of a mapping on a network file system may be older than the lock. What
 `used_bytes` says is what we last saw there.
 
 Where many instances share a mount, one locked change a chunk would be what they all wait for. With an *allowance* an
-instance charges the file in large steps and spends them alone; what it does not spend, it gives back. How much of it is
-certainly unspent stands in a file of its own (the *pledge*), so that whoever finds the instance dead gives that back: where
-hosts come and go, nobody may ever have the directory to itself.
+instance charges the file in large steps and spends them alone, and credits it in small ones; what it does not spend, it
+gives back.
+
+Each instance also says, in a record of its own (`record.py`), how much of the count is not on the device yet, and how much
+is gone from there and still in the count. That is what makes it possible to correct the count beside others that write.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-_COUNT = struct.Struct("<8sQ")
+from tiercache.core.reckoning import reckoned_bytes
+from tiercache.errors import TierUnavailable
+from tiercache.tiers.access import OWNER, Access, open_regular
+from tiercache.tiers.locking import lock_within
+from tiercache.tiers.record import Record
+
+_FILE = struct.Struct("<8sQQQ")
+_OLD_FILE = struct.Struct("<8sQ")
 _MAGIC = b"TIERLEDG"
-_PLEDGE_MAGIC = b"TIERPLDG"
-_PLEDGE_STEPS = 16
-"""A pledge is renewed, and synced, each time that so small a part of an allowance was spent."""
+_UNCOUNTED_MAGIC = b"TIERLED?"
+"""What was there when the file was made has not been counted yet."""
 _SMALLEST_SHARE = 8
 """A step takes at most one part in so many of the room that is left: instances that do not write must not hold it all."""
+_STEPS = 16
+"""Freed bytes are credited, and a record is renewed, each time that so small a part of an allowance has come together."""
+_LOCK_WAIT_S = 5.0
+_SHORT_WAIT_S = 0.25
+"""For what can be made up for later."""
+
+
+class LedgerLost(FileNotFoundError):
+    """The ledger's file is not the one at its path any more: somebody deleted it or put another in its place."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What stands in the file."""
+
+    counted_bytes: int = 0
+    charged_bytes: int = 0
+    """Everything that was ever added. Never falls."""
+    credited_bytes: int = 0
+    """Everything that was ever taken off. Never falls."""
+    trusted: bool = False
+    """False until what lay there when the file was made has been counted."""
+
+    def changed(self, charged_bytes: int = 0, credited_bytes: int = 0) -> Count:
+        counted_bytes = max(0, self.counted_bytes + charged_bytes - credited_bytes)
+        return Count(
+            counted_bytes, self.charged_bytes + charged_bytes, self.credited_bytes + credited_bytes, self.trusted
+        )
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What is over. Noted even while the lock is somebody else's, or it would stay counted for good."""
+
+    settled_bytes: int = 0
+    unspent_bytes: int = 0
+    announced_bytes: int = 0
+    freed_bytes: int = 0
 
 
 class Ledger:
-    """Thread-safe. `trusted` says whether the file held a count when it was opened."""
+    """Thread-safe. Whatever waits for the file's lock raises TierUnavailable after some seconds; LedgerLost says that the
+    file is gone."""
 
-    def __init__(self, path: Path, cap_bytes: int, allowance_bytes: int = 0, pledge: int = -1) -> None:
-        """`pledge` is the descriptor of a file that nobody else writes; needed with an allowance, and not closed here."""
+    def __init__(
+        self, path: Path, cap_bytes: int, allowance_bytes: int = 0, pledge: int = -1, access: Access = OWNER
+    ) -> None:
+        """`pledge` is the descriptor of the file for our record, which nobody else writes; not closed here. Needed with an
+        allowance."""
         self.cap_bytes = cap_bytes
         self.allowance_bytes = allowance_bytes
         """How much of the count may be charged and not used, at most; 0: every change goes to the file."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path = path
         self._lock = threading.Lock()
         self._closed = False
-        self._counted_bytes = 0
+        self._count = Count()
         self._spare_bytes = 0
+        self._in_flight_bytes = 0
+        """Charged for files that do not have their names yet."""
+        self._announced_bytes = 0
+        """Of files that are being deleted."""
+        self._freed_bytes = 0
+        """Of files that are deleted, and not yet taken off the count."""
+        self._done: deque[_Done] = deque()
         self._spent = False
-        self._pledge = pledge
-        self._pledged_bytes = 0
+        self.missing = False
+        """Whether `refresh` found that the file is lost."""
+        self._record = Record(pledge, allowance_bytes // _STEPS, synced=allowance_bytes > 0)
+        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            with self._file_lock():
-                counted_bytes = self._load()
-                self.trusted = counted_bytes is not None
-                self._store(counted_bytes or 0)
+            access.enforce(path)
+            with self._file_lock(_LOCK_WAIT_S):
+                found = self._load()
+                if found is None:
+                    self._store(Count())
+                else:
+                    self._count = found
         except BaseException:
             with suppress(OSError):
                 os.close(self._descriptor)
@@ -61,147 +125,306 @@ class Ledger:
     @property
     def counted_bytes(self) -> int:
         """What the file said when we last looked, our own unspent allowance and that of others included."""
-        return self._counted_bytes
+        return self._count.counted_bytes
 
     @property
     def used_bytes(self) -> int:
-        """As `counted_bytes`, without our own unspent allowance. From memory, at once."""
-        return max(0, self._counted_bytes - self._spare_bytes)
+        """As `counted_bytes`, without what of it we know to be unused. From memory, at once."""
+        return max(0, self._count.counted_bytes - self._spare_bytes - self._freed_bytes)
 
-    def charge(self, amount_bytes: int) -> bool:
-        """Count `amount_bytes` if they fit under the cap; whether they did."""
-        with self._open_lock():
+    @property
+    def trusted(self) -> bool:
+        """Whether everything there is counted, as far as we know."""
+        return self._count.trusted
+
+    def is_lost(self) -> bool:
+        """Whether somebody else's file, or none, is at our path. Asks the file system; raises OSError when it fails."""
+        try:
+            there = os.stat(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        return not os.path.samestat(os.fstat(self._descriptor), there)
+
+    def charge(self, amount_bytes: int, freed_bytes: int = 0, announced_bytes: int = 0) -> bool:
+        """Count `amount_bytes` for a file that is about to be made, if they fit under the cap; whether they did.
+
+        `freed_bytes` of `announced_bytes` (see `announce`) were deleted to make room for it. They are taken off in any
+        case, and suffice for as much even above the cap, where it was lowered: the count does not grow.
+        """
+        self._done.append(_Done(announced_bytes=announced_bytes, freed_bytes=freed_bytes))
+        with self._open_lock(_LOCK_WAIT_S):
             missing_bytes = amount_bytes - self._spare_bytes
-            if missing_bytes > 0:
-                with self._file_lock():
-                    counted_bytes = self._current()
-                    room_bytes = self.cap_bytes - counted_bytes
-                    if missing_bytes > room_bytes:
-                        self._counted_bytes = counted_bytes
-                        return False
-                    step_bytes = max(missing_bytes, min(self.allowance_bytes, room_bytes // _SMALLEST_SHARE))
-                    self._store(counted_bytes + step_bytes)
-                    self._spare_bytes += step_bytes
-            self._set_spare(self._spare_bytes - amount_bytes)
+            if missing_bytes > 0 and not self._charge_file(missing_bytes, freed_bytes):
+                return False
+            self._note(spare_bytes=self._spare_bytes - amount_bytes)
+            self._spare_bytes -= amount_bytes
+            self._in_flight_bytes += amount_bytes
             self._spent = True
+            self._note(eager=False)
+            if self._freed_bytes > self.allowance_bytes // _STEPS:
+                self._credit()
             return True
 
     def correct(self, difference_bytes: int) -> None:
-        """Add a difference, positive or negative, cap or no cap: the bytes are there, or gone, already."""
-        if not difference_bytes:
-            return
-        with self._open_lock():
-            spare_bytes = self._spare_bytes - difference_bytes
-            if not 0 <= spare_bytes <= self.allowance_bytes:
-                kept_bytes = self.allowance_bytes if spare_bytes > 0 else 0
-                self._set_spare(min(self._spare_bytes, kept_bytes))
-                self._add(kept_bytes - spare_bytes)
-                spare_bytes = kept_bytes
-            self._set_spare(spare_bytes)
+        """What was charged for a file turns out to be more, or less; less by all of it when there will be no file.
 
-    def release(self, amount_bytes: int) -> None:
-        """Credit `amount_bytes` to everybody at once: they were freed to make room."""
-        with self._open_lock():
-            self._add(-amount_bytes)
+        More is counted cap or no cap. Less never raises: what cannot be taken off now is taken off later.
+        """
+        if difference_bytes < 0:
+            self._end(_Done(unspent_bytes=-difference_bytes))
+        if difference_bytes <= 0:
+            return
+        with self._open_lock(_LOCK_WAIT_S):
+            missing_bytes = difference_bytes - self._spare_bytes
+            if missing_bytes > 0:
+                self._note(outstanding_bytes=self._outstanding_bytes + missing_bytes)
+                with self._file_lock(_LOCK_WAIT_S):
+                    self._store(self._current().changed(charged_bytes=missing_bytes))
+                self._spare_bytes += missing_bytes
+            self._note(spare_bytes=self._spare_bytes - difference_bytes)
+            self._spare_bytes -= difference_bytes
+            self._in_flight_bytes += difference_bytes
+            self._note(eager=False)
+
+    def settle(self, amount_bytes: int) -> None:
+        """A file that was charged for has its name now. Does not raise."""
+        self._end(_Done(settled_bytes=amount_bytes))
+
+    def add(self, amount_bytes: int) -> None:
+        """Something is there that was not charged for, cap or no cap."""
+        with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
+            self._store(self._current().changed(charged_bytes=amount_bytes))
+
+    def announce(self, amount_bytes: int) -> None:
+        """Files of so many bytes are about to be deleted: `release` or `charge` say which were."""
+        with self._open_lock(_LOCK_WAIT_S):
+            self._announced_bytes += amount_bytes
+            try:
+                self._note()
+            except BaseException:
+                self._announced_bytes -= amount_bytes
+                raise
+
+    def release(self, freed_bytes: int, announced_bytes: int = 0) -> None:
+        """Of `announced_bytes`, `freed_bytes` are gone from the device: credit them to everybody.
+
+        Does not raise: what cannot be taken off now is taken off later.
+        """
+        self._end(_Done(announced_bytes=announced_bytes, freed_bytes=freed_bytes))
 
     def refresh(self) -> bool:
-        """See what others did, and give back an allowance that was not touched since the last time.
+        """See what others did, and give back what was not touched since the last time.
 
         False when somebody changes the count at this moment: nothing here waits for the file's lock.
         """
-        with self._open_lock():
+        with self._open_lock(_LOCK_WAIT_S):
+            self.missing = self.is_lost()
             idle_bytes = 0 if self._spent else self._spare_bytes
             self._spent = False
+            changes = bool(idle_bytes or self._freed_bytes)
             try:
-                fcntl.flock(self._descriptor, (fcntl.LOCK_EX if idle_bytes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                fcntl.flock(self._descriptor, (fcntl.LOCK_EX if changes else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
             try:
-                self._counted_bytes = self._current()
-                if idle_bytes:
-                    self._set_spare(0)
-                    self._store(max(0, self._counted_bytes - idle_bytes))
+                self._count = self._current()
+                if changes:
+                    self._give_back(idle_bytes)
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            self._note(eager=False)
             return True
+
+    def mark(self) -> Count:
+        """Where the count stands before files are looked at: for `reckon`, once they were."""
+        with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
+            self._count = self._current()
+            return self._count
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What this instance has charged and that is not, for certain, on the device under its name."""
+        with self._open_lock(_LOCK_WAIT_S):
+            return self._outstanding_bytes
+
+    def reckon(self, marked: Count, found_bytes: int, outstanding_bytes: int, others_owe: Callable[[], int]) -> int:
+        """Correct the count: everything was looked at since `marked`, and `found_bytes` were there.
+
+        `outstanding_bytes` is what was charged and not there yet, by anybody, when that began. `others_owe` says what other
+        instances have deleted, or may have, and not taken off; it is called under the file's lock. Returns by how much the
+        count was changed. See `core/reckoning.py` for why that is safe beside others.
+        """
+        with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
+            now = self._current()
+            owed_bytes = others_owe() + self._announced_bytes + self._freed_bytes
+            right_bytes = reckoned_bytes(
+                now.counted_bytes if now.trusted else None,
+                found_bytes=found_bytes,
+                outstanding_bytes=outstanding_bytes,
+                owed_bytes=owed_bytes,
+                charged_bytes=now.charged_bytes - marked.charged_bytes,
+                credited_bytes=now.credited_bytes - marked.credited_bytes,
+            )
+            self._store(replace(now, counted_bytes=right_bytes, trusted=True))
+            return right_bytes - now.counted_bytes
+
+    def trust(self) -> None:
+        """There is nothing that could be uncounted."""
+        with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
+            now = self._current()
+            if not now.trusted:
+                self._store(replace(now, trusted=True))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock that all processes take to change the count."""
-        with self._open_lock(), self._file_lock():
+        with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
             yield
 
     def close(self) -> None:
-        """Give back what is not spent. Idempotent."""
-        with self._lock:
+        """Give back what is not spent. Idempotent. Waits a moment at most."""
+        with self._lock_within(_SHORT_WAIT_S):
             if self._closed:
                 return
             self._closed = True
+            self._take_up()
             try:
-                if spare_bytes := self._spare_bytes:
-                    self._set_spare(0)
-                    self._add(-spare_bytes)
+                if self._spare_bytes or self._freed_bytes:
+                    with self._file_lock(_SHORT_WAIT_S):
+                        self._count = self._current()
+                        self._give_back(self._spare_bytes)
             finally:
                 os.close(self._descriptor)
 
-    def _set_spare(self, spare_bytes: int) -> None:
-        """Before any of it is spent or given back: the pledge on stable storage never exceeds what is really unspent."""
-        step_bytes = max(1, self.allowance_bytes // _PLEDGE_STEPS)
-        if spare_bytes < self._pledged_bytes or spare_bytes >= self._pledged_bytes + 2 * step_bytes:
-            pledged_bytes = max(0, spare_bytes - step_bytes)
-            if pledged_bytes != self._pledged_bytes:
-                os.pwrite(self._pledge, _COUNT.pack(_PLEDGE_MAGIC, pledged_bytes), 0)
-                os.fdatasync(self._pledge)
-                self._pledged_bytes = pledged_bytes
-        self._spare_bytes = spare_bytes
+    @property
+    def _outstanding_bytes(self) -> int:
+        return self._spare_bytes + self._in_flight_bytes
 
-    def _add(self, difference_bytes: int) -> None:
-        with self._file_lock():
-            self._store(max(0, self._current() + difference_bytes))
+    def _end(self, done: _Done) -> None:
+        self._done.append(done)
+        with suppress(TierUnavailable, OSError), self._open_lock(_SHORT_WAIT_S):
+            if self._freed_bytes > self.allowance_bytes // _STEPS:
+                self._credit()
+            self._note(eager=False)
 
-    def _current(self) -> int:
-        counted_bytes = self._load()
-        return self._counted_bytes if counted_bytes is None else counted_bytes
+    def _take_up(self) -> None:
+        """What ended meanwhile."""
+        while self._done:
+            done = self._done.popleft()
+            self._announced_bytes = max(0, self._announced_bytes - done.announced_bytes)
+            self._in_flight_bytes = max(0, self._in_flight_bytes - done.settled_bytes - done.unspent_bytes)
+            spare_bytes = min(self._spare_bytes + done.unspent_bytes, max(self.allowance_bytes, self._spare_bytes))
+            surplus_bytes = self._spare_bytes + done.unspent_bytes - spare_bytes
+            self._spare_bytes = spare_bytes
+            self._freed_bytes += done.freed_bytes + surplus_bytes
 
-    def _load(self) -> int | None:
-        raw = os.pread(self._descriptor, _COUNT.size, 0)
-        if len(raw) < _COUNT.size:
-            return None
-        magic, counted_bytes = _COUNT.unpack(raw)
-        return int(counted_bytes) if magic == _MAGIC else None
+    def _charge_file(self, missing_bytes: int, freed_bytes: int) -> bool:
+        with self._file_lock(_LOCK_WAIT_S):
+            now = self._current()
+            after = now.changed(credited_bytes=self._freed_bytes)
+            room_bytes = self.cap_bytes - after.counted_bytes
+            fits = missing_bytes <= room_bytes or missing_bytes <= freed_bytes
+            step_bytes = max(missing_bytes, min(self.allowance_bytes, room_bytes // _SMALLEST_SHARE)) if fits else 0
+            if fits:
+                # Before it counts: whoever sees the charge must see what it is for.
+                self._note(outstanding_bytes=self._outstanding_bytes + step_bytes)
+            elif after == now:
+                self._count = now
+                return False
+            self._store(after.changed(charged_bytes=step_bytes))
+            self._spare_bytes += step_bytes
+            self._freed_bytes = 0
+        if not fits:
+            self._note(eager=False)
+        return fits
 
-    def _store(self, counted_bytes: int) -> None:
-        os.pwrite(self._descriptor, _COUNT.pack(_MAGIC, counted_bytes), 0)
-        self._counted_bytes = counted_bytes
+    def _credit(self) -> None:
+        """Take off what was freed, if that can be done at once; else it is tried again with the next change."""
+        with suppress(TierUnavailable, OSError), self._file_lock(_SHORT_WAIT_S):
+            self._count = self._current()
+            self._give_back(0)
+
+    def _give_back(self, spare_bytes: int) -> None:
+        """Under the file's lock, with `_count` as it stands there."""
+        self._note(spare_bytes=self._spare_bytes - spare_bytes)
+        self._store(self._count.changed(credited_bytes=spare_bytes + self._freed_bytes))
+        self._spare_bytes -= spare_bytes
+        self._freed_bytes = 0
+
+    def _note(
+        self, spare_bytes: int | None = None, outstanding_bytes: int | None = None, *, eager: bool = True
+    ) -> None:
+        """Keep our record true. `eager`: before something changes, so it has to be written; else it may be late."""
+        spare_bytes = self._spare_bytes if spare_bytes is None else min(spare_bytes, self._spare_bytes)
+        outstanding_bytes = self._outstanding_bytes if outstanding_bytes is None else outstanding_bytes
+        try:
+            self._record.update(max(0, spare_bytes), outstanding_bytes, self._announced_bytes + self._freed_bytes)
+        except OSError:
+            if eager:
+                raise
+
+    def _current(self) -> Count:
+        return self._load() or self._count
+
+    def _load(self) -> Count | None:
+        raw = os.pread(self._descriptor, _FILE.size, 0)
+        if len(raw) == _FILE.size:
+            magic, counted_bytes, charged_bytes, credited_bytes = _FILE.unpack(raw)
+            if magic in (_MAGIC, _UNCOUNTED_MAGIC):
+                return Count(counted_bytes, charged_bytes, credited_bytes, magic == _MAGIC)
+        elif len(raw) >= _OLD_FILE.size:
+            magic, counted_bytes = _OLD_FILE.unpack_from(raw)
+            if magic == _MAGIC:
+                return Count(counted_bytes, trusted=True)
+        return None
+
+    def _store(self, count: Count) -> None:
+        magic = _MAGIC if count.trusted else _UNCOUNTED_MAGIC
+        os.pwrite(
+            self._descriptor,
+            _FILE.pack(magic, count.counted_bytes, count.charged_bytes, count.credited_bytes),
+            0,
+        )
+        self._count = count
 
     @contextmanager
-    def _open_lock(self) -> Iterator[None]:
-        with self._lock:
+    def _open_lock(self, wait_s: float) -> Iterator[None]:
+        with self._lock_within(wait_s):
             if self._closed:
                 raise OSError("the ledger is closed")
+            self._take_up()
             yield
 
     @contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+    def _lock_within(self, wait_s: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=wait_s + _SHORT_WAIT_S):
+            raise TierUnavailable(f"{self._path}: a change of the count has not ended for {wait_s:g} s")
         try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _file_lock(self, wait_s: float) -> Iterator[None]:
+        lock_within(self._descriptor, wait_s, self._path)
+        try:
+            if self.is_lost():
+                message = "the ledger is not there any more, or another one is"
+                raise LedgerLost(errno.ENOENT, message, str(self._path))
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
-def pledged_bytes(descriptor: int) -> int:
-    """What stands in a dead instance's pledge."""
-    raw = os.pread(descriptor, _COUNT.size, 0)
-    magic, amount_bytes = _COUNT.unpack(raw) if len(raw) == _COUNT.size else (b"", 0)
-    return int(amount_bytes) if magic == _PLEDGE_MAGIC else 0
-
-
-def counted_in(path: Path) -> int:
-    """What a ledger says that nobody here has open; 0 where there is none."""
+def counted_in(path: Path) -> int | None:
+    """What a ledger says that nobody here has open; None where there is no count."""
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return 0
-    magic, counted_bytes = _COUNT.unpack_from(raw) if len(raw) >= _COUNT.size else (b"", 0)
-    return int(counted_bytes) if magic == _MAGIC else 0
+        descriptor = open_regular(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        raw = os.pread(descriptor, _FILE.size, 0)
+    finally:
+        os.close(descriptor)
+    magic, counted_bytes = _OLD_FILE.unpack_from(raw) if len(raw) >= _OLD_FILE.size else (b"", 0)
+    return int(counted_bytes) if magic == _MAGIC else None

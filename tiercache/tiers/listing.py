@@ -13,7 +13,7 @@ from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import Freshness, SharedIndex
 from tiercache.memory.workers import Workers
-from tiercache.tiers.disk import Shelf
+from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.volume import CHUNK_NAME, TOP_LEVELS, Volume
 
 logger = logging.getLogger("tiercache.weka")

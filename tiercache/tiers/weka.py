@@ -19,14 +19,16 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
 from tiercache.device.device import Device
-from tiercache.errors import TierFull
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.memory.workers import Workers
+from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.device_files import DeviceFiles
-from tiercache.tiers.disk import Shelf, Victims
+from tiercache.tiers.disk import Victims
 from tiercache.tiers.evictor import Evictor, EvictorSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.listing import Refresher
+from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.weka")
@@ -53,9 +55,11 @@ class _Shared:
     """What a shelf has more when others use its directory too."""
 
     def __init__(self, shelf: Shelf, tier: WekaTier) -> None:
-        self.evictor = Evictor(shelf, tier._deleters, tier.settings.eviction, tier._forget)
+        self.evictor = Evictor(
+            shelf, tier._deleters, tier.settings.eviction, tier._forget, lambda: tier._scan_soon(shelf)
+        )
         self.refresher = Refresher(
-            shelf, tier._watchers, tier.settings.refresh_s, tier._refused, tier._forget, self.evictor.glance
+            shelf, tier._watchers, tier.settings.refresh_s, tier._refused, tier._forget, lambda: tier._look(shelf)
         )
 
 
@@ -76,7 +80,7 @@ class WekaTier(GdsTier):
         self._watchers = Workers(f"{self.name}-refresh", len(settings.directories))
         self._deleters = Workers(f"{self.name}-evict", _METADATA_THREADS)
         self._shared: dict[Shelf, _Shared] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         await super().open()
@@ -86,9 +90,10 @@ class WekaTier(GdsTier):
             self._begin(shared.evictor.run(), f"tiercache-evict-{shelf.volume.root}")
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._watchers.close()
         self._deleters.close()
         await super().close()
@@ -141,14 +146,17 @@ class WekaTier(GdsTier):
         settings, allowance_bytes = self.settings, self.settings.allowance_bytes
         if allowance_bytes is None:
             allowance_bytes = min(_LARGEST_ALLOWANCE_BYTES, cap_bytes // _SMALLEST_SHARE)
-        return Volume(
+        volume = Volume(
             directory,
             cap_bytes,
             self.fingerprint,
             direct=settings.direct,
             durable=settings.durable,
             allowance_bytes=allowance_bytes,
+            access=ACCESS[settings.file_access],
         )
+        volume.on_delete = self._forget_file
+        return volume
 
     def _make_index(self) -> CappedIndex:
         return SharedIndex(make_order(self.settings.policy))
@@ -163,10 +171,29 @@ class WekaTier(GdsTier):
             await asyncio.wait(self._scans)
         await refresher.run()
 
+    def _look(self, shelf: Shelf) -> None:
+        """Now and then, where the count is known as it is."""
+        self._shared[shelf].evictor.glance()
+        if shelf.volume.ledger.missing and not shelf.replacing.locked():
+            self._begin(self._replace(shelf), f"tiercache-replace-{shelf.volume.root}")
+
+    async def _replace(self, shelf: Shelf) -> None:
+        """Also where nothing is written: what others count in is another count."""
+        try:
+            await self._reopen(shelf, shelf.volume)
+        except (OSError, TierUnavailable) as error:
+            logger.info("%s: %s", shelf.volume.root, error)
+
+    async def _trim(self, shelf: Shelf) -> None:
+        """The elected instance does that; it may have waited for the count to be right."""
+        if (shared := self._shared.get(shelf)) is not None:
+            shared.evictor.look_again()
+
     def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         task.add_done_callback(_complain)
-        self._tasks.append(task)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
 
 
 def _close_files(files: DeviceFiles, paths: list[str]) -> None:

@@ -133,6 +133,7 @@ async def test_failed_call_leaves_no_chunk_and_no_count(
 ) -> None:
     async with opened(place) as tier:
         key, payload = chunk(1)
+        await tier.scanned()
         Path(tier.path(key)).parent.mkdir()  # else it is made, and counted, whatever becomes of the chunk
         used_before = tier.statistics().occupied_bytes
         emulator.control.fail_call(call, errno.EIO)  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
+from tiercache.tiers.access import open_regular
+
 _OPEN_FILES = 128
 _GET_MAGIC = 0x80046802
 """3FS's ioctl that every file of its mount answers; a plain directory of the emulator says ENOTTY."""
@@ -107,7 +109,7 @@ class RegisteredFiles:
 
     def refresh(self, path: str) -> None:
         """Make `stat` say the true length of a file that somebody's rings wrote."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY)
         try:
             self._library.force_fsync(descriptor)
         finally:
@@ -148,7 +150,7 @@ class RegisteredFiles:
             _close(descriptor)
 
     def _open(self, path: str, flags: int) -> RegisteredFile:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular(path, flags)
         try:
             self._bury_orphans(descriptor)
             self._register(descriptor)

@@ -30,14 +30,17 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
+from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
-from tiercache.tiers.disk import MANIFEST, DiskSettings, DiskTier, Victims
+from tiercache.tiers.disk import DiskSettings, DiskTier, Victims
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
+from tiercache.tiers.manifest import MANIFEST
+from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.volume import Unborn, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -74,6 +77,7 @@ class Hf3fsTier(DiskTier):
     option = "hf3fs_base_path"
     open_s = _OPEN_S + 10.0
     """Its own deadline comes first, and knows more."""
+    blames_files = False  # an error of a ring says nothing about the file
 
     def __init__(self, settings: Hf3fsSettings, fingerprint: bytes, *, name: str = "hf3fs") -> None:
         super().__init__(settings, fingerprint)
@@ -190,6 +194,7 @@ class Hf3fsTier(DiskTier):
             durable=settings.durable,
             allowance_bytes=allowance_bytes,
             beside=True,
+            access=ACCESS[settings.file_access],
         )
         volume.on_delete = self.files.forget
         return volume
@@ -249,17 +254,26 @@ class Hf3fsTier(DiskTier):
         except RuntimeError:
             threading.Thread(target=clean_up, name=f"tiercache-{self.name}-late", daemon=True).start()
 
+    async def _is_replaced(self, volume: Volume, error: OSError) -> bool:
+        """The rings are made anew with it, by `_revive`."""
+        return False
+
+    async def _reopen(self, shelf: Shelf, stale: Volume) -> None:
+        """What looks like another directory may be another mount."""
+        self._engine().suspect()
+        await super()._reopen(shelf, stale)
+
     async def _revive(self) -> None:
         """Another daemon serves the mount: what was open on it is of no use any more. Chunks are where they were."""
         await self._metadata.submit(self.files.forget_all)
         for shelf in self._shelves:
-            fresh = self._make_volume(shelf.volume.root, shelf.volume.cap_bytes)
-            await self._open_volume(fresh)
-            old, shelf.volume = shelf.volume, fresh
-            self._later(old.close)
-            # Writes that died with the daemon are still counted. A scan that is the first one corrects that.
-            shelf.scanned, shelf.next_scan_s = False, 0.0
-            self._begin_scan(shelf)
+            async with shelf.replacing:
+                fresh = self._make_volume(shelf.volume.root, shelf.volume.cap_bytes)
+                await self._open_volume(fresh)
+                old, shelf.volume = shelf.volume, fresh
+                self._later(old.close)
+                # Writes that died with the daemon are still counted. A scan corrects that.
+                self._begin_scan(shelf, first=False)
 
     # Reading
 

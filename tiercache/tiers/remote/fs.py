@@ -29,6 +29,7 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
+from tiercache.tiers.access import ACCESS, Access
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.chunk_file import read_chunk_file
 from tiercache.tiers.disk import DiskTier
@@ -68,6 +69,7 @@ def make_fs_tier(settings: RemoteSettings) -> Tier:
         durable=options.get("durability", "fdatasync") == "fdatasync",
         way="posix",
         chunk_bytes=settings.chunk_bytes,
+        file_access=options.get("file_access", "owner"),
     )
     return FsTier(settings, engine)
 
@@ -215,7 +217,8 @@ class _Engine(WekaTier):
     async def open(self) -> None:
         try:
             # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
-            for mount in await self._metadata.submit(_mounts_of, self.settings.directories):
+            access = ACCESS[self.settings.file_access]
+            for mount in await self._metadata.submit(_mounts_of, self.settings.directories, access):
                 if where := _local_locks(mount):
                     logger.warning(
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
@@ -264,10 +267,10 @@ class _Engine(WekaTier):
         return ConfigError(f"{self.option}: {error}")
 
 
-def _mounts_of(directories: Sequence[Path]) -> list[Mount]:
+def _mounts_of(directories: Sequence[Path], access: Access) -> list[Mount]:
     """Makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
     for directory in directories:
-        directory.mkdir(parents=True, exist_ok=True)
+        access.make_root(directory)
         with contextlib.suppress(StopIteration):
             next(directory.iterdir())
     return list(dict.fromkeys(mount_of(directory) for directory in directories))

@@ -1,0 +1,580 @@
+"""The disk tier heals while it runs: the count, the order, the directory and single files, without a restart."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.remote.fs.mount import why_no_fuse
+from tests.remote.fs.test_fs import opened as fs_opened
+from tests.remote.fs.test_fs import store as fs_store
+from tests.tiers.test_disk import (
+    FILE_BYTES,
+    allocated_bytes,
+    fill,
+    is_hit,
+    opened,
+    small_device,
+    tier_total,
+)
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.volume import Volume
+
+__all__ = ["small_device"]
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(program: str, *arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def chunk_bytes(directory: Path) -> int:
+    total = 0
+    for path in directory.glob("[0-9a-f][0-9a-f]/*"):
+        with contextlib.suppress(FileNotFoundError):  # being evicted
+            total += path.lstat().st_blocks * 512
+    return total
+
+
+# Many that begin together
+
+BEGINNERS = """
+import asyncio, sys
+from pathlib import Path
+from tiercache.tiers.disk import DiskSettings, DiskTier
+
+async def begin(place):
+    tier = DiskTier(DiskSettings((place,), 1 << 24), b"f" * 16)
+    await tier.open()
+    await tier.close()
+
+print("ready", flush=True)
+for line in sys.stdin:
+    try:
+        asyncio.run(begin(Path(line.strip())))
+        print("open", flush=True)
+    except Exception as error:
+        print(repr(error), flush=True)
+"""
+
+
+def test_processes_that_begin_together_in_a_fresh_directory_all_open_it(tmp_path: Path) -> None:
+    children = [run(BEGINNERS) for _ in range(8)]
+    try:
+        assert all(child.stdout and child.stdout.readline() == "ready\n" for child in children)
+        failures = []
+        for number in range(60):
+            place = tmp_path / str(number)
+            for child in children:
+                assert child.stdin is not None
+                child.stdin.write(f"{place}\n")
+                child.stdin.flush()
+            said = [child.stdout.readline().strip() for child in children if child.stdout]
+            failures += [(number, each) for each in said if each != "open"]
+            assert json.loads((place / "tiercache.json").read_text())["format"] == 1
+        assert failures == []
+    finally:
+        for child in children:
+            child.communicate()
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"format": 1, "wh', bytes(64)], ids=["empty", "a byte", "half", "zeroes"])
+async def test_a_manifest_that_a_crash_left_torn_heals(tmp_path: Path, torn: bytes) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 3))
+    (tmp_path / "tiercache.json").write_bytes(torn)
+    async with opened(tmp_path) as tier:
+        assert await is_hit(tier, 2)
+    assert json.loads((tmp_path / "tiercache.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize("content", [b"[]", b"my own notes", b'{"format": 2, "what'])
+async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tiercache.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"local_disk: .*tiercache\.json is not a manifest of ours"):
+        async with opened(tmp_path):
+            pass
+    assert (tmp_path / "tiercache.json").read_bytes() == content
+
+
+KILLED_OPENER = """
+import os, sys, threading
+from pathlib import Path
+from tiercache.tiers.volume import Volume
+
+def kill(event, arguments):
+    if event in ("open", "os.remove", "os.rename") and ".tiercache" in str(arguments[0]):
+        kill.count -= 1
+        if not kill.count:
+            os.kill(os.getpid(), 9)
+
+kill.count = int(sys.argv[2])
+sys.addaudithook(kill)
+Volume(Path(sys.argv[1]), 1 << 24, b"f" * 16, direct=None, durable=True).open()
+"""
+
+
+async def test_killed_at_any_point_of_the_start_the_next_start_works_and_leaves_nothing(tmp_path: Path) -> None:
+    for point in range(1, 11):
+        place = tmp_path / str(point)
+        run(KILLED_OPENER, place, point).communicate()
+        async with opened(place) as tier:
+            await fill(tier, range(1, 3))
+            left = {path.name for path in (place / ".tiercache" / "tmp").iterdir() if path.suffix != ".new"}
+            assert len(left) == 1, left
+
+
+# The count
+
+async def test_an_emptied_directory_is_filled_again_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 17))
+        for path in tmp_path.iterdir():
+            if path.name != ".tiercache":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        stored = 0
+        for number in range(101, 117):
+            stored += await tier.write(*chunk(number), CHUNK_BYTES)
+        assert stored == 16
+        assert sum([await is_hit(tier, number) for number in range(101, 117)]) >= 15
+        assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert (tmp_path / "tiercache.json").exists()
+
+
+async def test_an_emptied_directory_of_an_fs_tier_is_filled_again(tmp_path: Path) -> None:
+    async with fs_opened(tmp_path, max_size=64 * FILE_BYTES / 2**30) as tier:
+        await fs_store(tier, range(1, 60))
+        for path in tmp_path.iterdir():
+            if path.name != ".tiercache":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        await tier.refreshed()
+        await fs_store(tier, range(101, 180))
+        await tier.refreshed()
+        assert len(list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))) >= 48
+        assert chunk_bytes(tmp_path) <= 64 * FILE_BYTES
+
+
+async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=16) as one, opened(tmp_path, cap_chunks=16) as other:
+        await asyncio.gather(one.scanned(), other.scanned())
+        await fill(one, range(1, 17))
+        most = 0
+        for start in (100, 200, 300):
+            shutil.rmtree(tmp_path / ".tiercache")
+            for number in range(start, start + 40):
+                for tier in (one, other):
+                    try:
+                        await tier.write(*chunk(number + 1000 * (tier is other)), CHUNK_BYTES)
+                    except TierUnavailable:
+                        await tier.scanned()
+                    most = max(most, chunk_bytes(tmp_path))
+        assert most <= one.settings.cap_bytes
+        assert await is_hit(one, 339) or await is_hit(other, 1339)
+        assert tier_total(one) == tier_total(other) == allocated_bytes(tmp_path)
+
+
+async def test_a_file_time_in_the_future_does_not_raise_the_cap(tmp_path: Path) -> None:
+    """A clock that was wrong when a chunk was written, and is right again: to a start, as if all were written later."""
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await fill(tier, range(1, 17))
+    volume_open = Volume.open
+
+    def open_with_a_clock_that_went_back(volume: Volume) -> None:
+        volume_open(volume)
+        if hasattr(volume, "opened_at_s"):
+            volume.opened_at_s -= 1e6
+
+    Volume.open = open_with_a_clock_that_went_back  # type: ignore[method-assign]
+    try:
+        async with opened(tmp_path, cap_chunks=16) as tier:
+            await tier.scanned()
+            await fill(tier, range(101, 117))
+            assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
+    finally:
+        Volume.open = volume_open  # type: ignore[method-assign]
+
+
+async def test_bursts_of_write_errors_cost_no_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the ledger itself cannot be written while they last."""
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 17))
+        pwrite, pwritev = os.pwrite, os.pwritev
+        for burst in range(6):
+            failing = []
+
+            def fails_with_the_file(descriptor: int, *rest: object) -> int:
+                failing.append(1)
+                raise OSError(errno.EIO, "Input/output error")
+
+            def fails_after(descriptor: int, raw: bytes, offset: int) -> int:
+                if failing:
+                    raise OSError(errno.EIO, "Input/output error")
+                return pwrite(descriptor, raw, offset)
+
+            monkeypatch.setattr(os, "pwritev", fails_with_the_file)
+            monkeypatch.setattr(os, "pwrite", fails_after)
+            for number in range(4):
+                with pytest.raises(OSError, match="Input/output error"):
+                    failing.clear()
+                    await tier.write(*chunk(1000 + 10 * burst + number), CHUNK_BYTES)
+            monkeypatch.setattr(os, "pwrite", pwrite)
+            monkeypatch.setattr(os, "pwritev", pwritev)
+        for number in range(200, 240):
+            await tier.write(*chunk(number), CHUNK_BYTES)
+        assert chunk_bytes(tmp_path) >= 15 * FILE_BYTES
+        assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
+
+
+KILLED_IN_A_WRITE = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.remote.fs.test_fs import opened
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers import allocation
+
+allocation._fallocate = None  # as on file systems that cannot reserve room
+
+async def main():
+    async with opened(Path(sys.argv[1]), max_size=float(sys.argv[2])) as tier:
+        await tier.refreshed()
+        def die(*arguments):
+            die.count -= 1
+            if not die.count:
+                os.kill(os.getpid(), 9)
+            import threading
+            threading.Event().wait()
+        die.count = 6
+        os.pwritev = die
+        first = int(sys.argv[3])
+        await asyncio.gather(*(tier.write(*chunk(first + n), CHUNK_BYTES) for n in range(6)))
+
+asyncio.run(main())
+"""
+
+
+async def test_instances_killed_in_their_writes_cost_no_capacity_beside_a_living_one(tmp_path: Path) -> None:
+    cap_gb = 64 * FILE_BYTES / 2**30
+    async with fs_opened(tmp_path, max_size=cap_gb) as tier:
+        await fs_store(tier, range(1, 20))
+        for number in range(6):
+            child = run(KILLED_IN_A_WRITE, tmp_path, cap_gb, 10_000 + 100 * number)
+            await asyncio.to_thread(child.communicate)
+            assert child.returncode == -9
+        most = 0
+        for number in range(101, 400):
+            await fs_store(tier, range(number, number + 1))
+            most = max(most, chunk_bytes(tmp_path))
+        assert 55 * FILE_BYTES <= most <= 64 * FILE_BYTES, "of 64, less what is evicted ahead of need"
+
+
+async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_meanwhile(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=600) as tier:
+        await fill(tier, range(1, 500))
+    async with opened(tmp_path, cap_chunks=20) as tier:
+        await tier.scanned()
+        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+    async with opened(tmp_path, cap_chunks=600) as tier:
+        await fill(tier, range(1, 500))
+    async with opened(tmp_path, cap_chunks=20) as tier:
+        await fill(tier, range(1001, 1009))
+        await tier.scanned()
+        assert [number for number in range(1001, 1009) if not await is_hit(tier, number)] == []
+        assert allocated_bytes(tmp_path) <= tier.settings.cap_bytes
+
+
+async def test_a_rescan_keeps_the_order_of_use(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await fill(tier, range(1, 15))
+        await tier.scanned()
+        for number in (1, 2):  # the oldest files, used last
+            os.utime(tier.path(chunk(number)[0]), (1000, 1000))
+            assert await is_hit(tier, number)
+        shelf = tier._shelves[0]
+        shelf.next_scan_s = 0.5
+        (tier._scan_soon if hasattr(tier, "_scan_soon") else tier._rescan_soon)(shelf)
+        await tier.scanned()
+        await fill(tier, range(101, 112))
+        assert await is_hit(tier, 1) and await is_hit(tier, 2)
+
+
+async def test_writes_that_find_the_directory_emptied_together_open_one_volume(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    async with opened(place) as tier:
+        await tier.scanned()
+        shutil.rmtree(place)
+        place.mkdir()
+        await asyncio.gather(*(tier.write(*chunk(number), CHUNK_BYTES) for number in range(1, 7)))
+        assert len(list((place / ".tiercache" / "tmp").glob("*.lock"))) == 1
+    held = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert [path for path in held if str(place) in str(path)] == []
+
+
+# Single files
+
+@pytest.fixture
+def ticking() -> Iterator[None]:
+    """A thread that hangs is no reason for the test to hang."""
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+IMPOSTORS = {
+    "pipe": lambda path: os.mkfifo(path),
+    "link": lambda path: path.symlink_to("/etc/passwd"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "directory": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
+async def test_what_has_a_chunks_name_and_is_no_file_costs_that_chunk(
+    tmp_path: Path, impostor: str, ticking: None
+) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 20))
+        for number in range(1, 13):
+            path = Path(tier.path(chunk(number)[0]))
+            path.unlink()
+            IMPOSTORS[impostor](path)
+        async with asyncio.timeout(20):
+            for number in range(1, 13):
+                assert not await is_hit(tier, number)
+            for number in range(13, 20):
+                assert await is_hit(tier, number)
+            await fill(tier, range(1, 13))
+            for number in range(1, 13):
+                assert await is_hit(tier, number), "it can be stored again"
+
+
+@pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])
+async def test_a_pipe_in_the_place_of_a_file_of_ours_is_one_clear_sentence(
+    tmp_path: Path, name: str, ticking: None
+) -> None:
+    (tmp_path / ".tiercache").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"expected a regular file, found a pipe"):
+        async with asyncio.timeout(20), opened(tmp_path):
+            pass
+
+
+SICK_MOUNT = """
+import errno, os, sys
+exec({server!r}.partition("mfusepy.FUSE(")[0])
+
+class Sick(Loopback):
+    def read(self, path, size, offset, fh):
+        if os.path.exists(sys.argv[3] + os.path.basename(path)) or os.path.exists(sys.argv[3] + "all"):
+            raise OSError(errno.EIO, "sick")
+        return super().read(path, size, offset, fh)
+
+mfusepy.FUSE(Sick(), sys.argv[2], foreground=True, nothreads=False)
+"""
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A mount, and a directory in which a file of a chunk's name makes that chunk unreadable, and `all` makes all."""
+    if reason := why_no_fuse():
+        pytest.skip(reason)
+    from tests.remote.fs.mount import SERVER
+
+    behind, mount, ill = tmp_path / "behind", tmp_path / "mount", tmp_path / "ill"
+    for directory in (behind, mount, ill):
+        directory.mkdir()
+    program = SICK_MOUNT.format(server=SERVER)
+    server = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, behind, mount, f"{ill}/"])
+    until_s = time.monotonic() + 20
+    while not os.path.ismount(mount):
+        assert server.poll() is None and time.monotonic() < until_s
+        time.sleep(0.01)
+    yield mount, ill
+    subprocess.run(["fusermount3", "-uz", mount], check=True)
+    server.wait(10)
+
+
+async def test_one_unreadable_file_costs_itself_and_can_be_stored_again(sick: tuple[Path, Path]) -> None:
+    mount, ill = sick
+    async with opened(mount, direct=False) as tier:
+        await fill(tier, range(1, 6))
+        key, payload = chunk(1)
+        (ill / key.hex()).touch()
+        for _ in range(4):
+            assert not await is_hit(tier, 1), "a miss, and no failure of the tier"
+        for number in range(2, 6):
+            assert await is_hit(tier, number)
+        (ill / key.hex()).unlink()
+        assert await tier.write(key, payload, CHUNK_BYTES)
+        assert await is_hit(tier, 1)
+        assert len(list((mount / "quarantine").iterdir())) == 1
+
+
+async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(sick: tuple[Path, Path]) -> None:
+    mount, ill = sick
+    async with opened(mount, direct=False) as tier:
+        await fill(tier, range(1, 12))
+        (ill / "all").touch()
+        failures = 0
+        for number in range(1, 9):
+            try:
+                assert not await is_hit(tier, number)
+            except OSError:
+                failures += 1
+        assert failures >= 5, "so the breaker opens"
+        (ill / "all").unlink()
+        assert sum([await is_hit(tier, number) for number in range(1, 12)]) >= 9, "and the chunks are still there"
+
+
+READ_AS_ANOTHER = """
+import asyncio, os, sys
+from pathlib import Path
+from tests.tiers.test_disk import fill, is_hit, opened
+from tiercache.testing import chunk
+
+chunk(1)  # everything is imported while that is allowed
+os.setgid(65534), os.setuid(65534)
+
+async def main():
+    async with opened(Path(sys.argv[1])) as tier:
+        await fill(tier, range(1, 6))
+        os.chmod(tier.path(chunk(1)[0]), 0)
+        print([await is_hit(tier, number) for number in (1, 1, 1, 2, 3, 4, 5)])
+        await fill(tier, range(1, 2))
+        print(await is_hit(tier, 1))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_a_file_of_mode_0_costs_itself_and_is_written_anew(tmp_path: Path) -> None:
+    place = Path("/dev/shm") / f"tiercache-test-{os.getpid()}"
+    place.mkdir()
+    os.chown(place, 65534, 65534)
+    try:
+        output, _ = run(READ_AS_ANOTHER, place).communicate()
+        assert output.splitlines() == ["[False, False, False, True, True, True, True]", "True"]
+    finally:
+        shutil.rmtree(place)
+
+
+async def test_a_dangling_link_in_quarantine_does_not_stop_its_trimming(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 21))
+        (tmp_path / "quarantine").mkdir()
+        (tmp_path / "quarantine" / "0").symlink_to("nowhere")
+        for number in range(1, 21):
+            os.truncate(tier.path(chunk(number)[0]), 4096)
+            assert not await is_hit(tier, number)
+        assert len(list((tmp_path / "quarantine").iterdir())) <= 8
+
+
+async def test_chunks_whose_keys_have_other_lengths_are_counted_and_evicted(tmp_path: Path) -> None:
+    keys = [bytes(1), bytes(16), bytes(31) + b"x"]
+    async with opened(tmp_path) as tier:
+        for key in keys:
+            assert await tier.write(key, chunk(1)[1], CHUNK_BYTES)
+    (tmp_path / "00" / "00ff").write_text("not ours")
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        assert tier.statistics().resident == len(keys)
+        await fill(tier, range(1, 20))
+        assert not any(Path(tier.path(key)).exists() for key in keys)
+        assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
+        assert (tmp_path / "00" / "00ff").read_text() == "not ours"
+
+
+# Locks, room and modes
+
+HOLDER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+b")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_threads(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 3))
+        peer = run(HOLDER, tmp_path / ".tiercache" / "ledger")
+        assert peer.stdout is not None and peer.stdout.readline() == "held\n"
+        peer.send_signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(25):
+                with pytest.raises(TierUnavailable, match="kept its lock"):
+                    await fill(tier, range(3, 4))
+                assert await tier.remove(chunk(1)[0])
+                assert await is_hit(tier, 2)
+                with pytest.raises(TierUnavailable, match="kept its lock"):
+                    async with opened(tmp_path):
+                        pass
+                await tier.close()
+        finally:
+            peer.kill()
+            peer.communicate()
+
+
+async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await fill(tier, range(1, 31))
+    with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await tier.scanned()
+        assert [number for number in range(1, 31) if not await is_hit(tier, number)] == []
+        await fill(tier, range(101, 104))
+        assert await is_hit(tier, 103)
+
+
+@pytest.mark.parametrize(("access", "file_mode", "directory_mode"), [("owner", 0o600, 0o700), ("group", 0o660, 0o2770)])
+async def test_what_is_stored_is_nobody_elses_to_read(
+    tmp_path: Path, access: str, file_mode: int, directory_mode: int
+) -> None:
+    os.umask(os.umask(0o022))
+    place = tmp_path / "fresh"
+    for _ in range(2):
+        async with opened(place, file_access=access) as tier:
+            await fill(tier, range(1, 11))
+            os.truncate(tier.path(chunk(1)[0]), 4096)
+            assert not await is_hit(tier, 1)
+            wrong = {
+                str(path.relative_to(tmp_path)): oct(stat.S_IMODE(path.stat().st_mode))
+                for path in [place, *place.rglob("*")]
+                if stat.S_IMODE(path.stat().st_mode) != (directory_mode if path.is_dir() else file_mode)
+            }
+            assert wrong == {}
+        for path in [place / ".tiercache", place / "00", place / ".tiercache" / "ledger"]:
+            path.chmod(0o755)  # as an earlier version left them
+
+
+async def test_a_directory_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 2))
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "00").stat().st_mode) == 0o700
+
+

@@ -1,0 +1,117 @@
+"""Who may read what a file tier keeps, and how its files are opened: never through a link, never waiting on a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_MODE = 0o600
+"""Of every file when it is made. A chunk is a prompt in another form."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """The modes of a tier's files and directories."""
+
+    file_mode: int
+    directory_mode: int
+
+    def grant(self, path: Path | str) -> None:
+        """Give a file that was made with FILE_MODE the mode that it is to have."""
+        if self.file_mode != FILE_MODE:
+            os.chmod(path, self.file_mode)
+
+    def make_directory(self, path: Path | str) -> bool:
+        """Whether it had to be made. One that is there and belongs to this user gets the mode as well."""
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            self.enforce(path)
+            return False
+        if self.directory_mode != 0o700:
+            os.chmod(path, self.directory_mode)
+        return True
+
+    def make_root(self, path: Path) -> None:
+        """As `make_directory`, with the directories above it. One that is there is somebody's choice and stays as it is."""
+        if not path.is_dir():
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.mkdir(path, 0o700)
+                os.chmod(path, self.directory_mode)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+    def enforce(self, path: Path | str) -> None:
+        """Give `path` (a directory or a file) its mode if it is this user's; what is another's stays as it is."""
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            mode = self.directory_mode if stat.S_ISDIR(status.st_mode) else self.file_mode
+            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
+                os.chmod(path, mode)
+
+
+ACCESS = {"owner": Access(FILE_MODE, 0o700), "group": Access(0o660, 0o2770)}
+"""By the value of `file_access`. The group's directories hand their group on to what is made in them."""
+OWNER = ACCESS["owner"]
+
+
+def access_as_found(private: Path) -> Access:
+    """What was chosen for a directory, told from the mode of its `.tiercache`: for tools, which change nothing about it."""
+    try:
+        shared = stat.S_IMODE(private.stat().st_mode) & 0o077 == 0o070
+    except FileNotFoundError:
+        return OWNER
+    return ACCESS["group"] if shared else OWNER
+
+
+class NotAFile(OSError):
+    """Something else than a regular file has the name: a pipe, a link, a directory."""
+
+    def __init__(self, path: Path | str, mode: int) -> None:
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        super().__init__(errno.EINVAL, f"expected a regular file, found {kind}", str(path))
+
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path | str, flags: int) -> int:
+    """open(2) of a regular file, by its own name. A file that is made gets FILE_MODE.
+
+    Raises NotAFile for everything else, at once: opening a pipe waits for its other end.
+    """
+    if not flags & os.O_EXCL:
+        flags |= os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL):
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISREG(mode):
+                raise NotAFile(path, mode) from error
+        raise
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise NotAFile(path, mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def occupied_bytes(status: os.stat_result) -> int:
+    """What a file takes on its device. Some file systems know that only later, and say nothing until then."""
+    return status.st_blocks * 512 or (status.st_size if stat.S_ISREG(status.st_mode) else 0)

@@ -1,0 +1,59 @@
+"""Where chunks that failed verification lie until somebody has looked into them. Synchronous; for worker threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from pathlib import Path
+
+from tiercache.tiers.access import Access, occupied_bytes
+from tiercache.tiers.ledger import Ledger
+
+_KEEPS = 8
+
+
+class Quarantine:
+    """What lies here is counted, and stays bounded."""
+
+    def __init__(self, directory: Path, access: Access) -> None:
+        self.directory = directory
+        self._access = access
+
+    def take(self, path: str) -> None:
+        """Move a bad chunk here. Raises OSError (FileNotFoundError: another instance was quicker)."""
+        self._access.make_directory(self.directory)
+        os.rename(path, self.directory / f"{os.path.basename(path)}.{time.time_ns()}")
+
+    def trim(self, ledger: Ledger) -> None:
+        """Keep the last few. What cannot be removed, or is no file, is no reason to keep others."""
+        kept = []
+        for path in self._paths():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    kept.append((status.st_mtime_ns, path, occupied_bytes(status)))
+                elif not stat.S_ISDIR(status.st_mode):
+                    path.unlink()
+        kept.sort()
+        for _, path, occupied in kept[:-_KEEPS]:
+            ledger.announce(occupied)
+            gone = False
+            with contextlib.suppress(OSError):
+                path.unlink()
+                gone = True
+            ledger.release(occupied if gone else 0, occupied)
+
+    def occupied_bytes(self) -> int:
+        total_bytes = 0
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):
+                total_bytes += occupied_bytes(path.lstat())
+        return total_bytes
+
+    def _paths(self) -> list[Path]:
+        try:
+            return list(self.directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []

@@ -1,0 +1,134 @@
+"""A directory as a tier knows it, and how it comes to know it: looking at everything, in the background, while serving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Container, Sequence
+
+import xxhash
+
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.core.reckoning import is_doubtful
+from tiercache.memory.workers import Workers
+from tiercache.tiers.survey import TOP_LEVELS, Scanned
+from tiercache.tiers.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+FoundChunk = tuple[float, ChunkKey, int]
+
+_STEP = 1024
+"""Chunks that are taken up at a time, so that the loop is never busy with it for long."""
+_LEAST_PAUSE_S = 1.0
+_LONGEST_SHARE = 10
+"""After a scan, so many times its duration pass before the next."""
+
+
+class Shelf:
+    """A volume and what we know of it. Belongs to the event loop."""
+
+    def __init__(self, volume: Volume, index: CappedIndex) -> None:
+        self.volume = volume
+        self.index = index
+        self.scanned = False
+        self.scanning: asyncio.Task[None] | None = None
+        self.noted_while_scanning: set[ChunkKey] = set()
+        """Read or written since the scan began: what it found out about them may be older."""
+        self.next_scan_s = 0.0
+        self.explained_bytes = 0
+        """Of the count, what was not chunks in the index when it was last found right: directories, quarantine, others'
+        writes."""
+        self.replacing = asyncio.Lock()
+        self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether more is counted than there is known to be."""
+        ledger = self.volume.ledger
+        return is_doubtful(ledger.used_bytes, self.index.used_bytes, self.explained_bytes, self.volume.cap_bytes)
+
+    def note(self, key: ChunkKey) -> None:
+        if self.scanning is not None:
+            self.noted_while_scanning.add(key)
+
+
+async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
+    """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
+
+    `first`: nothing was known before, so the order is that of the files' times. Later the order is what use has made it, and
+    what is new comes before all that, the oldest first.
+    """
+    volume, index = shelf.volume, shelf.index
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    shelf.noted_while_scanning.clear()
+    known = list(index.order.entries)
+    found = Scanned()
+    try:
+        reckoning = await workers.submit(volume.begin_reckoning)
+        for start in range(0, len(TOP_LEVELS), workers.threads):
+            tops = TOP_LEVELS[start : start + workers.threads]
+            for part in await asyncio.gather(*(workers.submit(volume.scan, top) for top in tops)):
+                if first:
+                    await _add(shelf, index, part.chunks, ignored)
+                found.add(part)
+        found.counted_bytes += await workers.submit(volume.scan_quarantine)
+        new, gone = await workers.submit(_compare, found, known)
+        if shelf.volume is not volume:
+            return None  # it was replaced meanwhile, and is scanned anew
+        if first:
+            await _age(shelf, index, new)
+        else:
+            await _add(shelf, index, new, ignored)
+        await _forget(shelf, index, gone)
+        changed_bytes = await workers.submit(volume.reckon, reckoning, found.counted_bytes)
+    finally:
+        now_s = loop.time()
+        if not first:
+            shelf.next_scan_s = now_s + max(_LEAST_PAUSE_S, _LONGEST_SHARE * (now_s - began_s))
+    shelf.explained_bytes = max(0, volume.ledger.used_bytes - index.used_bytes)
+    found.strays += volume.strays_removed
+    volume.strays_removed = 0
+    logger.info(
+        "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
+        volume.root, len(found.chunks), found.strays, found.foreign,
+    )  # fmt: skip
+    if changed_bytes and not first:
+        logger.info("%s: the count was corrected by %d bytes", volume.root, changed_bytes)
+    return found
+
+
+def _compare(found: Scanned, known: list[ChunkKey]) -> tuple[list[FoundChunk], list[ChunkKey]]:
+    """The chunks that were found and not known, the newest first, and those known and not found. For a worker thread."""
+    before = set(known)
+    new = [chunk for chunk in found.chunks if chunk[1] not in before]
+    new.sort(key=lambda chunk: chunk[0], reverse=True)
+    before.difference_update(key for _, key, _ in found.chunks)
+    return new, list(before)
+
+
+async def _add(
+    shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]
+) -> None:
+    for start in range(0, len(chunks), _STEP):
+        for _, key, occupied_bytes in chunks[start : start + _STEP]:
+            if key not in index and key not in ignored and key not in shelf.noted_while_scanning:
+                index.add(key, occupied_bytes, cold=True)
+        await asyncio.sleep(0)
+
+
+async def _age(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk]) -> None:
+    for start in range(0, len(chunks), _STEP):
+        step = chunks[start : start + _STEP]
+        index.age([key for _, key, _ in step if key not in shelf.noted_while_scanning])
+        await asyncio.sleep(0)
+
+
+async def _forget(shelf: Shelf, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
+    for start in range(0, len(keys), _STEP):
+        for key in keys[start : start + _STEP]:
+            if key not in shelf.noted_while_scanning:
+                index.remove(key)
+        await asyncio.sleep(0)

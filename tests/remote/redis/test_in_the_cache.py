@@ -68,8 +68,8 @@ async def test_closing_on_a_hung_server_gives_the_memory_back(tmp_path: Path, wh
     config = configured(server.port, shm_name=name, request_timeout=60.0)
     arena = Path(f"/dev/shm/tiercache.{name}")
     cache = TierCache(config, LAYOUT)
-    await cache.start()
     try:
+        await cache.start()
         assert await cache.store(TOKENS, PAYLOADS) == len(PAYLOADS)
         assert (await cache.flush()).complete
         keys = cache.keys(TOKENS)

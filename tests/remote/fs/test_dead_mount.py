@@ -1,0 +1,95 @@
+"""A mount that was killed and mounted anew at the same place: what was open on the old one is of no use any more."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.remote.fs.test_fs import FILE_BYTES, tier_on
+from tests.tiers.test_contract import LAYOUT
+from tests.tiers.weka import physical_bytes
+from tiercache.errors import TierUnavailable
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
+from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+CAP_BYTES = 64 * FILE_BYTES
+KINDS = ["fs", "disk", "weka"]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[FragileMount]:
+    if reason := why_no_fuse():
+        pytest.skip(reason)
+    with FragileMount(tmp_path) as mount:
+        yield mount
+
+
+@asynccontextmanager
+async def opened(kind: str, place: Path) -> AsyncIterator[Tier]:
+    tier: Tier
+    if kind == "fs":
+        tier = tier_on(place, max_size=CAP_BYTES / 2**30)
+    elif kind == "disk":
+        tier = DiskTier(DiskSettings((place,), CAP_BYTES, threads=2), LAYOUT.fingerprint)
+    else:
+        settings = WekaSettings((place,), CAP_BYTES, threads=2, direct=None, way="posix", chunk_bytes=CHUNK_BYTES)
+        tier = WekaTier(settings, LAYOUT.fingerprint)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def is_written(tier: Tier, number: int) -> bool:
+    key, payload = chunk(number)
+    try:
+        return await tier.write(key, payload, CHUNK_BYTES)
+    except (TierUnavailable, OSError):
+        return False
+
+
+async def is_hit(tier: Tier, number: int) -> bool:
+    key, payload = chunk(number)
+    into = page_aligned(CHUNK_BYTES)
+    length = await tier.read(key, into)
+    assert length is None or np.array_equal(into, payload)
+    return length is not None
+
+
+def dead_descriptors() -> int:
+    """Descriptors of this process that lie on a mount that is gone."""
+    dead = 0
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            os.fstat(number)
+        except OSError as error:
+            dead += error.errno == errno.ENOTCONN
+    return dead
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("noticed", [True, False], ids=["used while dead", "idle while dead"])
+async def test_chunks_are_written_again(mount: FragileMount, kind: str, noticed: bool) -> None:
+    async with opened(kind, mount.path) as tier:
+        assert [await is_written(tier, number) for number in range(1, 4)] == [True] * 3
+        await asyncio.to_thread(mount.die)
+        if noticed:
+            assert not await is_written(tier, 4)
+        await asyncio.to_thread(mount.revive)
+        written = [await is_written(tier, number) for number in range(10, 90)]
+        assert sum(written) >= 79, "all but perhaps the first"
+        assert await is_hit(tier, 89)
+        assert physical_bytes(mount.behind) <= CAP_BYTES, "and the cap holds, so the count is kept too"
+        assert not dead_descriptors(), "nothing of the dead mount stays open"

@@ -42,7 +42,8 @@ class Access:
             with contextlib.suppress(FileExistsError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.mkdir(path, 0o700)
-                os.chmod(path, self.directory_mode)
+                if self.directory_mode != 0o700:  # not every mount has chmod
+                    os.chmod(path, self.directory_mode)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 

@@ -311,7 +311,7 @@ def test_cost_learns_that_newcomers_are_not_worth_keeping() -> None:
         order = make_order(policy)
         found = 0
         for step in range(30_000):
-            key = b"kept%d" % (step // 3 % 100) if step % 3 == 0 else b"once%d" % step
+            key = b"kept%d" % (step // 3 % 80) if step % 3 == 0 else b"once%d" % step
             if key in order:
                 found += 1
                 order.touch(key)

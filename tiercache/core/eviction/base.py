@@ -22,9 +22,8 @@ class EvictionOrder(ABC, Generic[V]):
     come, the last of those behind it goes instead, and the others after that one, from the tail up to the chunk itself. A
     chunk without the ones before it is of no use to anybody, however lately it was used.
 
-    What was just used is not judged: the prefixes that were stored or read last (`Recent`), and up to `SPARED` of all
-    residents where chunks come one by one and nobody says what follows what, go after everything else, whatever the policy
-    thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
+    What was just used is not judged: the prefixes and single chunks that were stored or read last (`Recent`), up to `SPARED`
+    of all residents, go after everything else, whatever the policy thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
     continues it, as it comes.
     """
 

@@ -142,7 +142,7 @@ class Sample:
                 if self._lead < 0:
                     self.ahead = False
                     self._barrier = min(1.0, 4 * self._barrier)
-            elif 4 * self._lead**2 > self._spread and self._lead > self._barrier * self._asked:
+            elif 4 * self._lead**2 > self._spread and self._lead > max(4.0, self._barrier * self._asked):
                 self.ahead = True
 
     def _fit(self, now: int) -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.core.test_eviction_models import judging
 from tiercache.core.eviction import ORDERS, make_order
 from tiercache.core.index import CappedIndex
 
@@ -28,7 +29,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = CappedIndex(make_order(self.policy))
+        self.index = CappedIndex(judging(make_order(self.policy)))
         self.uses: dict[bytes, tuple[int, int, int]] = {}
         self.sizes: dict[bytes, int] = {}
         self.now = 0
@@ -103,7 +104,7 @@ for case in (TestLru, TestMru, TestFifo, TestLfu):
 
 @pytest.mark.parametrize("policy", ORDERS)
 def test_victim_that_may_not_go_comes_back_where_the_policy_wants_it(policy: str) -> None:
-    order = make_order(policy)
+    order = judging(make_order(policy))
     for number in range(3):
         order.insert(bytes([number]), number)
     key, value = order.pop_victim()

@@ -22,9 +22,8 @@ class EvictionOrder(ABC, Generic[V]):
     come, the last of those behind it goes instead, and the others after that one, from the tail up to the chunk itself. A
     chunk without the ones before it is of no use to anybody, however lately it was used.
 
-    What was just used is not judged: the prefixes that were stored or read last (`Recent`), and up to `SPARED` of all
-    residents where chunks come one by one and nobody says what follows what, go after everything else, whatever the policy
-    thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
+    What was just used is not judged: the prefixes and single chunks that were stored or read last (`Recent`), up to `SPARED`
+    of all residents, go after everything else, whatever the policy thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
     continues it, as it comes.
     """
 
@@ -91,15 +90,15 @@ class EvictionOrder(ABC, Generic[V]):
         """
         entries, use, spared, parents = self.entries, self._use, self._spared, self._family.parents
         self._full = False
-        ends = []
+        ends: list[tuple[ChunkKey, int]] = []
         length = 0
+        end: ChunkKey | None = None
         after: ChunkKey | None = None
         for key in reversed(keys):
             if key not in entries:
-                if length:
+                if end is not None:
                     ends.append((end, length))
-                    length = 0
-                after = None
+                end, length, after = None, 0, None
                 continue
             if key in spared:
                 self._judge(key)
@@ -111,10 +110,11 @@ class EvictionOrder(ABC, Generic[V]):
                 self._adopt(after, key)
             length += 1
             after = key
-        if length:
+        if end is not None:
             ends.append((end, length))
-        for end, length in ends:
-            self._recent.used(end, length)
+        # What stands behind a gap is of use only when that is filled.
+        for part in ends:
+            self._recent.used(*part)
         self._trim()
 
     def renew(self, key: ChunkKey) -> None:
@@ -283,11 +283,8 @@ class EvictionOrder(ABC, Generic[V]):
 
     def _last_of_all(self) -> ChunkKey:
         """Nothing is left but the prefix that was used last."""
-        end = self._recent.latest
-        while (child := self._family.child(end)) is not None:
-            end = child
         self._full = True
-        return end
+        return self._recent.latest
 
     def _tail_behind(self, key: ChunkKey) -> ChunkKey | None:
         """The end of the prefix that `key` is in; None if that was just used, and `key` is spared with all behind it.

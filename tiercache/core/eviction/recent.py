@@ -14,13 +14,9 @@ class Recent:
     a prefix of thousands costs one entry.
     """
 
-    PREFIXES = 8
-    """Of more than one chunk: what is stored and read side by side."""
-
     def __init__(self) -> None:
         self.ends: OrderedDict[ChunkKey, int] = OrderedDict()
         self.chunks = 0
-        self._prefixes = 0
 
     def used(self, end: ChunkKey, chunks: int = 1) -> None:
         """`chunks` up to `end` were used."""
@@ -33,7 +29,6 @@ class Recent:
         length = ends.pop(parent, 0)
         if length:
             self.chunks -= length
-            self._prefixes -= length > 1
         before = ends.pop(key, 0)
         self._set(key, before, length + (before or 1))
 
@@ -49,12 +44,11 @@ class Recent:
         """`end` is none any more; returns how many chunks were used up to it, 0 if it was none."""
         length = self.ends.pop(end, 0)
         self.chunks -= length
-        self._prefixes -= length > 1
         return length
 
     def too_much(self, chunks: int) -> bool:
         """Whether the oldest has to go, so that no more than `chunks` are in here. The latest never has to."""
-        return (self.chunks > chunks or self._prefixes > self.PREFIXES) and len(self.ends) > 1
+        return self.chunks > chunks and len(self.ends) > 1
 
     @property
     def oldest(self) -> ChunkKey:
@@ -67,4 +61,3 @@ class Recent:
     def _set(self, end: ChunkKey, before: int, chunks: int) -> None:
         self.ends[end] = chunks
         self.chunks += chunks - before
-        self._prefixes += (chunks > 1) - (before > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -67,8 +68,8 @@ class Sample:
     """Names, as a multiple of that."""
     DECAY = 0.97
     LEAST_LEAD = 0.002
-    """The part of all uses by which the table has to be ahead before it rules; four times as much after each time that it did
-    not keep what it promised."""
+    """The part of all uses by which the table has to be ahead before it rules; four times as much after each time that it
+    did not keep what it promised."""
 
     def __init__(self, classes: int) -> None:
         self.table: Table | None = None
@@ -92,7 +93,8 @@ class Sample:
         """The cache has grown to so many residents."""
         while residents > self.NAMES * (self.mask + 1):
             self.mask = 2 * self.mask + 1
-            for names in (self._names, self._recent, *self._judged):
+            kept: Sequence[OrderedDict[ChunkKey, Any]] = (self._names, self._recent, *self._judged)
+            for names in kept:
                 for key in [key for key in names if crc32(key) & self.mask]:
                     del names[key]
         self._capacity = max(1, residents // (self.mask + 1))
@@ -140,7 +142,7 @@ class Sample:
                 if self._lead < 0:
                     self.ahead = False
                     self._barrier = min(1.0, 4 * self._barrier)
-            elif 4 * self._lead**2 > self._spread and self._lead > self._barrier * self._asked:
+            elif 4 * self._lead**2 > self._spread and self._lead > max(4.0, self._barrier * self._asked):
                 self.ahead = True
 
     def _fit(self, now: int) -> None:

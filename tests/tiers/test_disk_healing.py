@@ -309,10 +309,21 @@ async def test_a_rescan_keeps_the_order_of_use(tmp_path: Path) -> None:
             assert await is_hit(tier, number)
         shelf = tier._shelves[0]
         shelf.next_scan_s = 0.5
-        (tier._scan_soon if hasattr(tier, "_scan_soon") else tier._rescan_soon)(shelf)
+        tier._scan_soon(shelf)
         await tier.scanned()
         await fill(tier, range(101, 112))
         assert await is_hit(tier, 1) and await is_hit(tier, 2)
+
+
+async def test_chunks_that_are_read_while_the_first_scan_runs_are_known_after_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 15))
+    async with opened(tmp_path) as tier:
+        for number in range(1, 15):
+            assert await is_hit(tier, number)
+        await tier.scanned()
+        assert tier.statistics().resident == 14
+        assert all(tier.contains(chunk(number)[0]) for number in range(1, 15))
 
 
 async def test_writes_that_find_the_directory_emptied_together_open_one_volume(tmp_path: Path) -> None:

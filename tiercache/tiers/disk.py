@@ -202,6 +202,8 @@ class DiskTier(Tier):
             return None
         if key in shelf.index:
             shelf.index.touch(key)
+        elif shelf.scanning is not None:
+            shelf.index.add(key, file_bytes(length))  # the scan leaves alone what was noted
         shelf.note(key)
         return length
 

@@ -457,6 +457,7 @@ class CpuTier(Tier):
             self.budget.give_back(purpose)
             if after is not None:
                 self.budget.take(after)
+                self._wake()  # it counts for another purpose now
         if after is not None:
             return
         if not entry.hot:
@@ -517,9 +518,9 @@ class CpuTier(Tier):
             while waiting:
                 for turn in waiting:
                     slot = self._take_slot(purpose, turn.tier)
-                    if slot is not None:
+                    if slot is not None or purpose is not Purpose.READ:
                         break
-                else:
+                if slot is None:
                     break
                 waiting.remove(turn)
                 self._waiters -= 1

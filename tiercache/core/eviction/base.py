@@ -23,8 +23,8 @@ class EvictionOrder(ABC, Generic[V]):
     chunk without the ones before it is of no use to anybody, however lately it was used.
 
     What was just used is not judged: the prefixes and single chunks that were stored or read last (`Recent`), up to `SPARED`
-    of all residents, go after everything else, whatever the policy thinks of them. Where the last prefix alone is larger than the cache, its head stays: first its end goes, and then what
-    continues it, as it comes.
+    of all residents, go after everything else, whatever the policy thinks of them. Where the last prefix alone is larger
+    than the cache, its head stays: first its end goes, and then what continues it, as it comes.
     """
 
     SPARED = 0.8

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tiercache.core.eviction import ORDERS, CostAware, EvictionOrder, S3Fifo, Slru, make_order
 from tiercache.core.eviction.recent import Recent
-from tiercache.core.eviction.reuse import BUCKETS, MARGIN, Sample, bucket_of, expected_uses
+from tiercache.core.eviction.reuse import BUCKETS, MARGIN, bucket_of, expected_uses
 
 
 class Nothing(Recent):
@@ -199,17 +199,16 @@ class CostAgainstModel(RuleBasedStateMachine):
         self.model.discard(key)
 
     @precondition(lambda self: self.model.there)
-    @rule(ahead=st.booleans())
-    def evict(self, ahead: bool) -> None:
+    @rule()
+    def evict(self) -> None:
         there, sample = self.model.there, self.order.sample
-        sample.ahead = ahead
         oldest = min(since for _, since in there.values())
         heads = {class_: min(since for c, since in there.values() if c == class_) for class_, _ in there.values()}
         key, value = self.order.pop_victim()
         class_, since = there.pop(key)
         assert value == key[0]
         assert since == heads[class_], "the least recent of its class"
-        if not ahead or sample.table is None:
+        if sample.table is None:
             assert since == oldest
         else:
             worth = {class_: sample.table[class_][bucket_of(self.model.clock - at)] for class_, at in heads.items()}
@@ -335,18 +334,3 @@ def test_what_is_known_of_ages_counts_those_that_may_still_come() -> None:
     assert seen[bucket_of(40)] < young[0][bucket_of(40)] / 5, "those that have not come count"
     assert seen[bucket_of(49)] > 2 * seen[0], "nearer to its use a chunk is worth more"
     assert seen[bucket_of(80)] == 0.0, "after it, nothing"
-
-
-def test_a_table_that_does_not_keep_what_it_promised_rules_no_more() -> None:
-    sample = Sample(4)
-    sample.mask = 0
-    sample.ahead, sample._lead = True, 3.0
-    sample.resize(10)
-    keys = [b"%d" % number for number in range(5)]
-    now = 0
-    for _ in range(4):
-        for key in keys:
-            now += 1
-            sample.used(key, 0, now, hit=False)
-    assert not sample.ahead, "LRU would have had them all"
-    assert sample._barrier == 4 * Sample.LEAST_LEAD

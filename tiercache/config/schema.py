@@ -149,7 +149,7 @@ class Config:
     cache_policy: str = _key(
         Choice(("LRU", "LFU", "FIFO", "MRU", "SLRU", "S3FIFO", "COST")),
         "COST",
-        "what is evicted first; COST: LRU, until another order is seen to hit more, in RAM (LRU in the tiers below); see "
+        "what is evicted first; COST: LRU, but where another is clearly worth less, in RAM (LRU in the tiers below); see "
         "docs/policies.md",
         tier="cpu",
     )

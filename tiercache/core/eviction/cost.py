@@ -14,18 +14,20 @@ _USED, _CONTINUES = 1, 2
 
 
 class CostAware(EvictionOrder[V]):
-    """LRU, until it is shown that another order has more hits: then out goes what saves least per byte and time.
+    """Out goes what saves least per byte and time, where that is clearly less than what the oldest would save: else LRU.
 
     Chunks of one layout have one size and nearly one saving, so what is left to know is when a chunk will be used again,
     if at all. Residents are divided into four classes: whether they were used since they came, and whether they continue a
     prefix that was used. Each is a queue, the least recent first. A sample of names learns at which ages the members of
-    each class are used again, and what each age is worth (`expected_uses`); it also tries both orders on itself. While
-    this one is ahead, the first of the queue whose index is lowest goes, else the first that is oldest.
+    each class are used again, and what each age is worth (`expected_uses`). The first of the queue whose index is lowest
+    goes, if the oldest of all is worth `MARGIN` times as much, else the oldest.
 
     After Beckmann, Chen and Cidon, "LHD: Improving cache hit rate by maximizing hit density" (NSDI 2018), with queues in
-    place of sampling and Gittins' horizon in place of a whole life; the trial after Qureshi et al., "Adaptive insertion
-    policies for high performance caching" (ISCA 2007).
+    place of sampled victims and Gittins' horizon in place of a whole life.
     """
+
+    REMEMBERED = 4
+    """Classes of evicted chunks, as a multiple of the residents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +52,7 @@ class CostAware(EvictionOrder[V]):
             self._size = self._most
             self.sample.resize(self._most)
         if not crc32(key) & self.sample.mask:
-            self.sample.used(key, class_, self._clock, hit=False)
+            self.sample.used(key, class_, self._clock)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._gone.pop(key, None)
@@ -78,7 +80,7 @@ class CostAware(EvictionOrder[V]):
             queue = self._queues[class_]
         queue[key] = now
         if not crc32(key) & self.sample.mask:
-            self.sample.used(key, class_, now, hit=True)
+            self.sample.used(key, class_, now)
 
     def _renew(self, key: ChunkKey) -> None:
         queue = self._queues[self._classes[key]]
@@ -97,8 +99,7 @@ class CostAware(EvictionOrder[V]):
             queues = [queue if queue and next(iter(queue)) not in spared else _EMPTY for queue in queues]
             if not any(queues):
                 return None
-        sample = self.sample
-        return next(iter(queues[worst(queues, sample.table if sample.ahead else None, self._clock)]))
+        return next(iter(queues[worst(queues, self.sample.table, self._clock)]))
 
     def _spare(self, key: ChunkKey) -> None:
         self._renew(key)
@@ -112,7 +113,7 @@ class CostAware(EvictionOrder[V]):
 
     def _evict(self, key: ChunkKey) -> V:
         self._gone[key] = self._classes[key]
-        if len(self._gone) > max(64, self._most):
+        if len(self._gone) > max(64, self.REMEMBERED * self._most):
             self._gone.popitem(last=False)
         return self._remove(key)
 

@@ -1,10 +1,9 @@
-"""What is known of when chunks are used again: learnt from a sample of names, and tried on it."""
+"""What is known of when chunks are used again: learnt from a sample of names."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +14,7 @@ from tiercache.core.keys import ChunkKey
 BUCKETS = 96
 _LEAST_SAMPLES = 50.0
 MARGIN = 1.5
-"""How much less than the oldest another one must be worth to go before it."""
+"""How much more than another one the oldest must be worth for that to go before it."""
 
 Floats = npt.NDArray[np.float64]
 Table = list[list[float]]
@@ -57,51 +56,37 @@ def expected_uses(hits: Floats, pending: Floats) -> Floats:
 
 
 class Sample:
-    """A sample of names: when they are used again, by class, and which of two small caches of them would have had them.
+    """A sample of names: when they are used again, by class.
 
     Time is counted in uses of any chunk, in the sample or not.
     """
 
     NAMES = 1024
-    """At most so many at a time that a cache of the sample's size holds."""
+    """At most so many of the residents."""
     REMEMBERED = 5
     """Names, as a multiple of that."""
     DECAY = 0.97
-    LEAST_LEAD = 0.002
-    """The part of all uses by which the table has to be ahead before it rules; four times as much after each time that it
-    did not keep what it promised."""
 
     def __init__(self, classes: int) -> None:
         self.table: Table | None = None
         self.mask = 7
         """A name is in the sample if its checksum has none of these bits."""
-        self.ahead = False
-        """Whether the small cache that goes by the table has more hits than the one that is LRU."""
-        self._classes = classes
         self._capacity = 0
         self._names: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
         self._hits = [[0.0] * BUCKETS for _ in range(classes)]
         self._lost = [[0.0] * BUCKETS for _ in range(classes)]
         self._next_fit = 0
-        self._recent: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._judged: list[OrderedDict[ChunkKey, int]] = [OrderedDict() for _ in range(classes)]
-        self._judged_count = 0
-        self._lead = self._spread = self._asked = 0.0
-        self._barrier = self.LEAST_LEAD
 
     def resize(self, residents: int) -> None:
         """The cache has grown to so many residents."""
         while residents > self.NAMES * (self.mask + 1):
             self.mask = 2 * self.mask + 1
-            kept: Sequence[OrderedDict[ChunkKey, Any]] = (self._names, self._recent, *self._judged)
-            for names in kept:
-                for key in [key for key in names if crc32(key) & self.mask]:
-                    del names[key]
+            for key in [key for key in self._names if crc32(key) & self.mask]:
+                del self._names[key]
         self._capacity = max(1, residents // (self.mask + 1))
-        self._judged_count = sum(map(len, self._judged))
 
-    def used(self, key: ChunkKey, class_: int, now: int, *, hit: bool) -> None:
-        """A name of the sample was used, and is of that class from now on. `hit` says whether it was resident."""
+    def used(self, key: ChunkKey, class_: int, now: int) -> None:
+        """A name of the sample was used, and is of that class from now on."""
         before = self._names.pop(key, None)
         self._names[key] = class_, now
         if before is not None:
@@ -109,41 +94,8 @@ class Sample:
         elif len(self._names) > self.REMEMBERED * self._capacity:
             _, (gone, since) = self._names.popitem(last=False)
             self._lost[gone][bucket_of(now - since)] += 1
-        self._try(key, class_, now, before, hit)
         if now >= self._next_fit:
             self._fit(now)
-
-    def _try(
-        self, key: ChunkKey, class_: int, now: int, before: tuple[int, int] | None, hit: bool
-    ) -> None:
-        recent, judged = self._recent, self._judged
-        lead = trial = 0
-        if key in recent:
-            recent.move_to_end(key)
-            lead = -1
-        else:
-            recent[key] = None
-            if len(recent) > self._capacity:
-                recent.popitem(last=False)
-        if before is not None and judged[before[0]].pop(key, None) is not None:
-            trial = 1
-        elif self._judged_count >= self._capacity:
-            judged[worst(judged, self.table, now)].popitem(last=False)
-        else:
-            self._judged_count += 1
-        judged[class_][key] = now
-        # While the table rules, what it brings is seen and need not be tried.
-        lead += hit if self.ahead else trial
-        self._asked += 1
-        if lead:
-            self._lead += lead
-            self._spread += 1
-            if self.ahead:
-                if self._lead < 0:
-                    self.ahead = False
-                    self._barrier = min(1.0, 4 * self._barrier)
-            elif 4 * self._lead**2 > self._spread and self._lead > max(4.0, self._barrier * self._asked):
-                self.ahead = True
 
     def _fit(self, now: int) -> None:
         """Make the table from the histograms, and let these fade."""
@@ -159,7 +111,6 @@ class Sample:
             self.table = expected_uses(hits, pending).tolist()
         self._hits = (np.array(self._hits) * self.DECAY).tolist()
         self._lost = (np.array(self._lost) * self.DECAY).tolist()
-        self._lead, self._spread, self._asked = (0.8 * count for count in (self._lead, self._spread, self._asked))
 
 
 def worst(queues: Sequence[OrderedDict[ChunkKey, int]], table: Table | None, now: int) -> int:

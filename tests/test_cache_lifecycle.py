@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -262,6 +263,37 @@ def test_thread_does_not_wait_for_a_disk_that_hangs_at_the_start(
         with pytest.raises(ConfigError, match=str(mount.path)):
             CacheThread(configured(mount.path), LAYOUT)
         mount.go_on()
+
+
+@needs_fuse
+def test_thread_closes_in_time_above_a_disk_that_hangs(tmp_path: Path) -> None:
+    with FragileMount(tmp_path) as mount:
+        cache = CacheThread(configured(mount.path), LAYOUT)
+        mount.hang()
+        for number in range(8):
+            assert cache.submit(cache.cache.put(key(number), payload(number))).result(5.0)
+        began_s = time.monotonic()
+        assert not cache.close(1.0).complete
+        assert time.monotonic() - began_s < 3.0
+        mount.go_on()
+
+
+def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, os, resource, sys; from pathlib import Path\n"
+        "from tests.test_cache import LAYOUT, configured; from tiercache import ConfigError, TierCache\n"
+        "async def main():\n"
+        "    os.setresuid(65534, 65534, 65534)\n"
+        "    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
+        "    try:\n"
+        "        async with TierCache.open(configured(None), LAYOUT): print('open')\n"
+        "    except ConfigError as error: print('ulimit' in str(error))\n"
+        "asyncio.run(main())"
+    )
+    if os.getuid() != 0:
+        pytest.skip("the limit of threads does not hold for root, and only root becomes somebody else")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "True\n", run.stderr
 
 
 @needs_fuse

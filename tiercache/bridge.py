@@ -21,6 +21,9 @@ logger = logging.getLogger("tiercache.bridge")
 
 T = TypeVar("T")
 
+_LET_GO_S = 0.5
+"""What the thread has to end once the cache is closed."""
+
 
 class CacheThread:
     """Starts the thread, opens the cache, and raises what opening raised. `device` and `naming` as for `TierCache`.
@@ -55,12 +58,15 @@ class CacheThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def close(self, timeout_s: float = 10.0) -> FlushReport:
-        """Write what is queued for up to `timeout_s`, close the cache and end the thread. Idempotent."""
+        """Write what is queued for up to `timeout_s`, close the cache and end the thread. Idempotent.
+
+        A thread that a hung device keeps is left behind.
+        """
         if self._thread.is_alive() and not self._finished.done():
             self._close_timeout_s = timeout_s
             self.loop.call_soon_threadsafe(self._stop.set)
         report = self._finished.result(timeout_s + 10.0)
-        self._thread.join(5.0)
+        self._thread.join(_LET_GO_S)
         return report
 
     def _run(self, cache: TierCache) -> None:

@@ -17,7 +17,7 @@ from tiercache.assembly import make_tiers
 from tiercache.closing import GRACE_S, closed
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.together import look_away
 from tiercache.tiers.base import Tier
@@ -59,7 +59,10 @@ async def made(
             if not given_back:  # it came at this very moment
                 give_back(result)
 
-    work = workers.submit(run)
+    try:
+        work = workers.submit(run)
+    except TierUnavailable as error:
+        raise ConfigError(f"{what}: {error}") from error
     workers.close()
     try:
         await asyncio.wait([work], timeout=within_s)
@@ -125,7 +128,10 @@ async def open_tier(tier: Tier, left_behind: set[asyncio.Future[None]]) -> None:
             f"{option}: {tier.describe()} did not open within {within_s:.0f} s; does its device, "
             "mount or server hang, or a process that holds its lock?"
         )
-    opening.result()
+    try:
+        opening.result()
+    except TierUnavailable as error:
+        raise ConfigError(f"{getattr(tier, 'option', tier.name)}: {error}") from error
 
 
 async def _call_off(tier: Tier, opening: asyncio.Future[None], left_behind: set[asyncio.Future[None]]) -> None:

@@ -155,3 +155,11 @@ def test_giving_back_twice_is_caught() -> None:
     budget = SlotBudget.for_arena(8)
     with pytest.raises(AssertionError, match="twice"):
         budget.give_back(Purpose.READ)
+
+
+def test_many_that_find_the_device_full_together_are_one_bad_sign() -> None:
+    breaker = Breaker(BreakerSettings(first_pause_s=1.0))
+    for ended_s in (2.0, 2.1, 2.2):
+        breaker.trip(ended_s, began_s=1.0)
+    assert not breaker.allows(2.9)
+    assert breaker.allows(3.0), "the pause is that of one failure"

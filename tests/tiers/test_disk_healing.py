@@ -21,6 +21,7 @@ from tests.remote.fs.test_fs import opened as fs_opened
 from tests.remote.fs.test_fs import store as fs_store
 from tests.tiers.test_disk import (
     FILE_BYTES,
+    FINGERPRINT,
     allocated_bytes,
     fill,
     is_hit,
@@ -28,9 +29,10 @@ from tests.tiers.test_disk import (
     small_device,
     tier_total,
 )
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.volume import Volume
 
 __all__ = ["small_device"]
@@ -283,6 +285,53 @@ async def test_instances_killed_in_their_writes_cost_no_capacity_beside_a_living
             await fs_store(tier, range(number, number + 1))
             most = max(most, chunk_bytes(tmp_path))
         assert 55 * FILE_BYTES <= most <= 64 * FILE_BYTES, "of 64, less what is evicted ahead of need"
+
+
+async def test_an_emptied_directory_is_filled_again_after_a_lowered_cap(tmp_path: Path) -> None:
+    """What was evicted in one go must not stay counted as about to be deleted: no count would be doubted any more."""
+    async with opened(tmp_path, cap_chunks=64) as tier:
+        await fill(tier, range(1, 60))
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+        for path in tmp_path.iterdir():
+            if path.name != ".tiercache":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for number in range(101, 117):
+            with contextlib.suppress(TierFull):
+                await tier.write(*chunk(number), CHUNK_BYTES)
+        await tier.scanned()
+        assert sum([await is_hit(tier, number) for number in range(101, 117)]) >= 12
+        assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
+
+
+async def test_eviction_by_the_evictor_owes_nothing_once_it_is_done(tmp_path: Path) -> None:
+    async with fs_opened(tmp_path, max_size=64 * FILE_BYTES / 2**30) as tier:
+        await fs_store(tier, range(1, 200))
+        for path in tmp_path.iterdir():
+            if path.name != ".tiercache":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        await tier.refreshed()
+        await fs_store(tier, range(201, 280))
+        await tier.refreshed()
+        assert len(list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))) >= 48
+
+
+async def test_what_is_removed_is_gone_from_every_directory(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    async with opened(first) as tier:
+        await fill(tier, range(1, 21))
+    both = DiskTier(DiskSettings((first, second), 256 * FILE_BYTES), FINGERPRINT)
+    await both.open()
+    try:
+        for number in range(1, 11):  # before it is known that they lie in the first one
+            await both.write(*chunk(number), CHUNK_BYTES)
+        for number in range(1, 21):
+            await both.remove(chunk(number)[0])
+        await both.scanned()
+        assert [number for number in range(1, 21) if await is_hit(both, number)] == []
+    finally:
+        await both.close()
+    assert list(tmp_path.glob("*/[0-9a-f][0-9a-f]/*")) == []
 
 
 async def test_a_lowered_cap_is_kept_before_the_first_write_and_writes_go_on_meanwhile(tmp_path: Path) -> None:

@@ -98,8 +98,10 @@ class Breaker:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
 
-    def trip(self, now_s: float) -> None:
+    def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
+        if began_s is not None and began_s < self._opened_s:
+            return  # as in `failed`: one device that is full is one bad sign
         self._operation_failed = True
         if self.state is not BreakerState.CLOSED:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)

@@ -283,7 +283,7 @@ class TierWriter:
                 except TierFull as error:
                     if self.breaker.state.value == "closed":
                         logger.warning("%s: paused: %s", self.tier.name, error)
-                    self._trip()
+                    self._trip(began_s)
                     break
                 except Exception as error:
                     self._failed(began_s)
@@ -327,8 +327,8 @@ class TierWriter:
         self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
         self._verdict.set()
 
-    def _trip(self) -> None:
-        self.breaker.trip(asyncio.get_running_loop().time())
+    def _trip(self, began_s: float | None = None) -> None:
+        self.breaker.trip(asyncio.get_running_loop().time(), began_s=began_s)
         self._verdict.set()
 
     def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease) -> None:

@@ -270,11 +270,13 @@ class DiskTier(Tier):
             self.admission.continued(key)
 
     async def remove(self, key: ChunkKey) -> bool:
-        shelf = self._shelf(key)
-        occupied_bytes = shelf.index.remove(key)
-        shelf.note(key)
-        # Perhaps somebody else's, of whom we do not know. Whoever stops waiting leaves it to the thread.
-        return await self._metadata.submit(shelf.volume.remove, key, occupied_bytes)
+        # From every directory: it may lie, too, where it was stored before others were added. What we do not know of may be
+        # somebody else's. Whoever stops waiting leaves it to the thread.
+        places = []
+        for shelf in self._shelves:
+            places.append((shelf.volume, shelf.index.remove(key)))
+            shelf.note(key)
+        return await self._metadata.submit(_remove, places, key)
 
     def statistics(self) -> TierStatistics:
         counters = TierStatistics(**vars(self._statistics))
@@ -506,6 +508,19 @@ class DiskTier(Tier):
                 for key, occupied_bytes in done.left:
                     shelf.index.add(key, occupied_bytes)
                 return
+
+
+def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:
+    """Whether the chunk was anywhere. A directory that fails keeps it in no other; its error is raised at the end."""
+    gone, failure = False, None
+    for volume, occupied_bytes in places:
+        try:
+            gone = volume.remove(key, occupied_bytes) or gone
+        except (OSError, TierUnavailable) as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return gone
 
 
 def _existing(unknown: list[tuple[list[Shelf], ChunkKey]]) -> list[tuple[Shelf, int]]:

@@ -294,7 +294,6 @@ class Volume:
         done = Deleted()
         victims = self._announce(victims)
         announced_bytes = sum(occupied for _, occupied in victims)
-        self.ledger.announce(announced_bytes)
         try:
             for victim in victims:
                 try:

@@ -151,6 +151,19 @@ def test_in_every_state_that_a_trace_brings_about(policy: str, name: str) -> Non
             assert cache.whole(document) == len(document)
 
 
+@pytest.mark.parametrize("policy", ["LRU", "COST"])
+def test_where_all_was_just_used_the_oldest_of_it_goes_first(policy: str) -> None:
+    order: EvictionOrder[int] = make_order(policy)
+    read = [b"read %d" % place for place in range(16)]
+    for place, key in enumerate(read):
+        order.insert(key, 0, read[place - 1] if place else None)
+    for number in range(16):
+        order.insert(b"single %d" % number, 0)
+    order.touch(read[-1])
+    assert [order.pop_victim()[0] for _ in range(16)] == [b"single %d" % number for number in range(16)]
+    assert order.pop_victim()[0] == read[-1]
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_what_is_no_longer_recent_is_judged_again(policy: str) -> None:
     """Nothing is spared for good: after many others it can go, and all of it can be evicted."""

@@ -39,6 +39,7 @@ class EvictionOrder(ABC, Generic[V]):
         self._path: list[ChunkKey] = []
         self._spared: dict[ChunkKey, tuple[_Group, Any]] = {}
         self._groups: dict[ChunkKey, _Group] = {}
+        self._returning = False
         self._full = False
         """Whether the prefix that was used last needed more room than there is, and has lost its end for that."""
         self._strays: dict[ChunkKey, None] = {}
@@ -152,8 +153,10 @@ class EvictionOrder(ABC, Generic[V]):
 
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
+        self._returning = True
         # Its parent may be one that could not go either.
         self._take_back(key, value, parent if parent in self.entries else None)
+        self._returning = False
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -185,6 +188,9 @@ class EvictionOrder(ABC, Generic[V]):
     def _take_back(self, key: ChunkKey, value: V, parent: ChunkKey | None) -> None:
         self.insert(key, value, parent)
 
+    def _hasten(self, key: ChunkKey) -> None:
+        """A resident that was spared goes before those that still are, where `_restore` left it behind them."""
+
     @abstractmethod
     def _remove(self, key: ChunkKey) -> V:
         """Take a resident out of whatever it stands in."""
@@ -207,7 +213,7 @@ class EvictionOrder(ABC, Generic[V]):
     # What was just used
 
     def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:
-        """`key` is resident now, and was just used."""
+        """`key` is resident now, and was just used (unless it was all the time, and is taken back)."""
         if len(self.entries) > self._most:
             self._most = len(self.entries)
         if parent is not None and parent in self.entries and parent != key:
@@ -215,7 +221,11 @@ class EvictionOrder(ABC, Generic[V]):
             if parent in self._strays:
                 self._strays[key] = None
                 return
+            if self._returning and parent not in self._recent.ends:
+                return
             self._grew(key, parent)
+        elif self._returning:
+            return
         elif parent is not None and self._full:
             self._strays[key] = None
             return
@@ -241,16 +251,16 @@ class EvictionOrder(ABC, Generic[V]):
         while recent.too_much(int(self.SPARED * self._most)):
             self._judge_all(recent.oldest)
 
-    def _judge_all(self, end: ChunkKey) -> None:
-        """The prefix up to `end` is one of many again."""
+    def _judge_all(self, end: ChunkKey) -> list[ChunkKey]:
+        """The prefix up to `end` is one of many again. Returns those that were spared for its sake."""
         self._recent.left(end)
-        for key in self._groups.pop(end, ()):
-            self._judge(key)
+        return [key for key in self._groups.pop(end, ()) if self._judge(key)]
 
-    def _judge(self, key: ChunkKey) -> None:
+    def _judge(self, key: ChunkKey) -> bool:
         found = self._spared.pop(key, None)
         if found is not None:
             self._restore(key, found[1])
+        return found is not None
 
     def _move_group(self, end: ChunkKey, new_end: ChunkKey) -> None:
         """What was spared for the sake of `end` is so for what follows it."""
@@ -274,7 +284,8 @@ class EvictionOrder(ABC, Generic[V]):
             if key is None:
                 self._path.clear()
                 if len(recent.ends) > 1:
-                    self._judge_all(recent.oldest)
+                    for spared in self._judge_all(recent.oldest):
+                        self._hasten(spared)
                     continue
                 return self._last_of_all()
             found = self._tail_behind(key)

@@ -107,6 +107,9 @@ class CostAware(EvictionOrder[V]):
     def _restore(self, key: ChunkKey, standing: None) -> None:
         pass
 
+    def _hasten(self, key: ChunkKey) -> None:
+        self._queues[self._classes[key]].move_to_end(key, last=False)
+
     def _remove(self, key: ChunkKey) -> V:
         del self._queues[self._classes.pop(key)][key]
         return self.entries.pop(key)

@@ -49,6 +49,9 @@ class Lru(EvictionOrder[V]):
     def _restore(self, key: ChunkKey, standing: None) -> None:
         pass
 
+    def _hasten(self, key: ChunkKey) -> None:
+        self.entries.move_to_end(key, last=False)
+
     def _remove(self, key: ChunkKey) -> V:
         return self.entries.pop(key)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from tests.tiers.test_disk import (
     small_device,
     tier_total,
 )
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.volume import Volume
@@ -545,6 +546,37 @@ async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_thr
         finally:
             peer.kill()
             peer.communicate()
+
+
+async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once_the_write_has_ended(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        ledger = tier._shelves[0].volume.ledger
+        with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
+            fcntl.flock(frozen, fcntl.LOCK_EX)
+            writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
+            async with asyncio.timeout(10):
+                while not ledger._lock.locked():
+                    await asyncio.sleep(0.01)
+                await tier.close()
+            assert not writing.done(), "it waits for the lock"
+        await asyncio.wait([writing], timeout=20)
+        assert isinstance(writing.exception(), CacheClosed)
+    async with asyncio.timeout(10):
+        while held := [path for path in open_files() if path.is_relative_to(tmp_path)]:
+            await asyncio.sleep(0.01)
+    assert not held
+    assert not list((tmp_path / ".tiercache" / "tmp").iterdir()), "neither a lock nor what was half-written"
+
+
+def open_files() -> list[Path]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(link.readlink())
+    return found
 
 
 async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:

@@ -139,11 +139,11 @@ class Volume:
         return (self._private / "ledger").exists()
 
     def close(self) -> None:
-        """Give back everything, locks last. Waits a moment at most for other instances."""
+        """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
         if hasattr(self, "ledger"):
-            with contextlib.suppress(OSError, TierUnavailable):  # the pledge is given back by whoever finds it, then
-                self.ledger.close()
-        self._owner.leave()
+            self.ledger.close(self._owner.leave)
+        else:
+            self._owner.leave()
 
     def path(self, key: ChunkKey) -> str:
         name = key.hex()
@@ -369,9 +369,10 @@ class Volume:
         return buried.instances
 
     def _require_ours(self) -> None:
-        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none."""
+        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is
+        written when we have closed: jobs that waited for a device that hung come to it only then."""
         if self._owner.lost:
-            raise LedgerLost(errno.ENOENT, "the lock file of this instance was deleted", str(self._temporary))
+            raise LedgerLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
 
     def _announce(self, victims: list[tuple[ChunkKey, int]]) -> list[tuple[ChunkKey, int]]:
         """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to

@@ -30,7 +30,7 @@ from tests.tiers.test_disk import (
     tier_total,
 )
 from tiercache.errors import CacheClosed, ConfigError, TierUnavailable
-from tiercache.testing import chunk
+from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.volume import Volume
 
@@ -247,7 +247,7 @@ KILLED_IN_A_WRITE = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.remote.fs.test_fs import opened
-from tiercache.testing import chunk
+from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers import allocation
 
@@ -355,6 +355,7 @@ IMPOSTORS = {
     "link": lambda path: path.symlink_to("/etc/passwd"),
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "directory": lambda path: path.mkdir(),
+    "directory with something in it": lambda path: (path / "somebody's").mkdir(parents=True),
 }
 
 
@@ -376,6 +377,33 @@ async def test_what_has_a_chunks_name_and_is_no_file_costs_that_chunk(
             await fill(tier, range(1, 13))
             for number in range(1, 13):
                 assert await is_hit(tier, number), "it can be stored again"
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
+async def test_what_has_a_chunks_name_and_is_no_file_is_written_over(tmp_path: Path, impostor: str) -> None:
+    async with opened(tmp_path) as tier:
+        path = Path(tier.path(chunk(1)[0]))
+        path.parent.mkdir()
+        IMPOSTORS[impostor](path)
+        await fill(tier, range(1, 5))
+        for number in range(1, 5):
+            assert await is_hit(tier, number)
+    kept = list((tmp_path / "quarantine").glob("*/somebody's"))
+    assert len(kept) == (impostor == "directory with something in it"), "what is somebody's is kept"
+
+
+async def test_a_file_in_the_place_of_a_directory_of_chunks_costs_those_chunks(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        key, payload = b"\xff" * 24, chunk(1)[1]
+        place = Path(tier.path(key)).parent
+        place.write_text("somebody's")
+        assert not await tier.write(key, payload, CHUNK_BYTES), "declined, and no failure of the tier"
+        assert await tier.read(key, page_aligned(CHUNK_BYTES)) is None
+        await fill(tier, range(1, 5))
+        assert place.read_text() == "somebody's"
+        place.unlink()
+        assert await tier.write(key, payload, CHUNK_BYTES)
+        assert not list((tmp_path / ".tiercache" / "tmp").glob("*.[0-9]*"))
 
 
 @pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])
@@ -460,7 +488,7 @@ READ_AS_ANOTHER = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.tiers.test_disk import fill, is_hit, opened
-from tiercache.testing import chunk
+from tiercache.testing import chunk, page_aligned
 
 chunk(1)  # everything is imported while that is allowed
 os.setgid(65534), os.setuid(65534)

@@ -30,7 +30,7 @@ from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.manifest import NO_ROOM, WrongFormat
 from tiercache.tiers.scanning import Shelf, scan
 from tiercache.tiers.space import default_cap
-from tiercache.tiers.volume import NothingFreed, Volume
+from tiercache.tiers.volume import NameTaken, NothingFreed, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -241,10 +241,13 @@ class DiskTier(Tier):
             return False
         try:
             occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
-        except BaseException:
+        except BaseException as error:
             self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
-            raise
+            if not isinstance(error, NameTaken):
+                raise
+            logger.warning("a chunk cannot be stored: %s", error)
+            return False
         self._refused.pop(key, None)
         shelf.index.add(key, occupied_bytes)
         shelf.note(key)

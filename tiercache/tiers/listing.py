@@ -155,7 +155,7 @@ def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
     """The chunks in a subdirectory, by their names alone. For a worker thread."""
     try:
         names = os.listdir(volume.root / TOP_LEVELS[directory])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
     return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
 
@@ -166,7 +166,7 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     for key in keys:
         try:
             status = os.stat(volume.path(key))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0:
             found.append((key, status.st_blocks * 512))

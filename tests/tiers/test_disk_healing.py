@@ -468,6 +468,19 @@ async def test_one_unreadable_file_costs_itself_and_can_be_stored_again(sick: tu
         assert len(list((mount / "quarantine").iterdir())) == 1
 
 
+async def test_many_unreadable_files_in_a_row_cost_themselves_and_no_other(sick: tuple[Path, Path]) -> None:
+    mount, ill = sick
+    async with opened(mount, direct=False) as tier:
+        await fill(tier, range(1, 13))
+        bad = range(3, 11)
+        for number in bad:
+            (ill / chunk(number)[0].hex()).touch()
+        for number in range(1, 13):
+            assert await is_hit(tier, number) == (number not in bad), "a miss, and no failure of the tier"
+        await fill(tier, range(20, 22))
+        assert tier.statistics().corrupt == len(bad)
+
+
 async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(sick: tuple[Path, Path]) -> None:
     mount, ill = sick
     async with opened(mount, direct=False) as tier:

@@ -33,7 +33,7 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.access import OWNER, Access, occupied_bytes
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger, LedgerLost
-from tiercache.tiers.manifest import NO_ROOM, require_manifest
+from tiercache.tiers.manifest import NO_ROOM, reads_back, require_manifest
 from tiercache.tiers.naming import UNSUPPORTED, WAYS
 from tiercache.tiers.owners import Owner
 from tiercache.tiers.quarantine import Quarantine
@@ -143,6 +143,10 @@ class Volume:
     def answers(self) -> bool:
         """Whether the directory can be reached by its path, whatever became of what we have open there."""
         return (self._private / "ledger").exists()
+
+    def reads_back(self) -> bool:
+        """Whether the device can be read, found out with a file that is no chunk."""
+        return reads_back(self.root)
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""

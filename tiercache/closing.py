@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from tiercache.scheduler.together import look_away
+from tiercache.memory.workers import look_away
 
 logger = logging.getLogger("tiercache")
 

@@ -18,8 +18,7 @@ from tiercache.closing import GRACE_S, closed
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.memory.workers import Workers
-from tiercache.scheduler.together import look_away
+from tiercache.memory.workers import Workers, look_away
 from tiercache.tiers.base import Tier
 
 if TYPE_CHECKING:

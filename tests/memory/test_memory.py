@@ -1,6 +1,7 @@
 """The arena in its three kinds, slots, and the threads that touch them."""
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -218,6 +219,32 @@ async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory() ->
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert memory.all()
+    workers.close()
+
+
+async def test_work_that_fails_after_its_waiter_was_cancelled_is_no_exception_that_somebody_forgot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers = Workers("test", 1)
+    release = threading.Event()
+
+    def fail_late() -> None:
+        release.wait()
+        raise OSError("late")
+
+    for give_up_s in (0.0, 20.0):
+        release.clear()
+        work = workers.submit(fail_late)
+        waiting = asyncio.create_task(to_the_end(work, give_up_s))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.wait([work, waiting])
+        assert waiting.cancelled()
+    del work, waiting
+    gc.collect()
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
     workers.close()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -29,8 +30,8 @@ from tests.tiers.test_disk import (
     small_device,
     tier_total,
 )
-from tiercache.errors import ConfigError, TierFull, TierUnavailable
-from tiercache.testing import chunk
+from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
+from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.volume import Volume
@@ -248,7 +249,7 @@ KILLED_IN_A_WRITE = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.remote.fs.test_fs import opened
-from tiercache.testing import chunk
+from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers import allocation
 
@@ -403,6 +404,7 @@ IMPOSTORS = {
     "link": lambda path: path.symlink_to("/etc/passwd"),
     "dangling link": lambda path: path.symlink_to("nowhere"),
     "directory": lambda path: path.mkdir(),
+    "directory with something in it": lambda path: (path / "somebody's").mkdir(parents=True),
 }
 
 
@@ -424,6 +426,33 @@ async def test_what_has_a_chunks_name_and_is_no_file_costs_that_chunk(
             await fill(tier, range(1, 13))
             for number in range(1, 13):
                 assert await is_hit(tier, number), "it can be stored again"
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
+async def test_what_has_a_chunks_name_and_is_no_file_is_written_over(tmp_path: Path, impostor: str) -> None:
+    async with opened(tmp_path) as tier:
+        path = Path(tier.path(chunk(1)[0]))
+        path.parent.mkdir()
+        IMPOSTORS[impostor](path)
+        await fill(tier, range(1, 5))
+        for number in range(1, 5):
+            assert await is_hit(tier, number)
+    kept = list((tmp_path / "quarantine").glob("*/somebody's"))
+    assert len(kept) == (impostor == "directory with something in it"), "what is somebody's is kept"
+
+
+async def test_a_file_in_the_place_of_a_directory_of_chunks_costs_those_chunks(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier:
+        key, payload = b"\xff" * 24, chunk(1)[1]
+        place = Path(tier.path(key)).parent
+        place.write_text("somebody's")
+        assert not await tier.write(key, payload, CHUNK_BYTES), "declined, and no failure of the tier"
+        assert await tier.read(key, page_aligned(CHUNK_BYTES)) is None
+        await fill(tier, range(1, 5))
+        assert place.read_text() == "somebody's"
+        place.unlink()
+        assert await tier.write(key, payload, CHUNK_BYTES)
+        assert not list((tmp_path / ".tiercache" / "tmp").glob("*.[0-9]*"))
 
 
 @pytest.mark.parametrize("name", ["tiercache.json", ".tiercache/ledger"])
@@ -488,6 +517,19 @@ async def test_one_unreadable_file_costs_itself_and_can_be_stored_again(sick: tu
         assert len(list((mount / "quarantine").iterdir())) == 1
 
 
+async def test_many_unreadable_files_in_a_row_cost_themselves_and_no_other(sick: tuple[Path, Path]) -> None:
+    mount, ill = sick
+    async with opened(mount, direct=False) as tier:
+        await fill(tier, range(1, 13))
+        bad = range(3, 11)
+        for number in bad:
+            (ill / chunk(number)[0].hex()).touch()
+        for number in range(1, 13):
+            assert await is_hit(tier, number) == (number not in bad), "a miss, and no failure of the tier"
+        await fill(tier, range(20, 22))
+        assert tier.statistics().corrupt == len(bad)
+
+
 async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(sick: tuple[Path, Path]) -> None:
     mount, ill = sick
     async with opened(mount, direct=False) as tier:
@@ -508,7 +550,7 @@ READ_AS_ANOTHER = """
 import asyncio, os, sys
 from pathlib import Path
 from tests.tiers.test_disk import fill, is_hit, opened
-from tiercache.testing import chunk
+from tiercache.testing import chunk, page_aligned
 
 chunk(1)  # everything is imported while that is allowed
 os.setgid(65534), os.setuid(65534)
@@ -594,6 +636,37 @@ async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_thr
         finally:
             peer.kill()
             peer.communicate()
+
+
+async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once_the_write_has_ended(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        ledger = tier._shelves[0].volume.ledger
+        with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
+            fcntl.flock(frozen, fcntl.LOCK_EX)
+            writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
+            async with asyncio.timeout(10):
+                while not ledger._lock.locked():
+                    await asyncio.sleep(0.01)
+                await tier.close()
+            assert not writing.done(), "it waits for the lock"
+        await asyncio.wait([writing], timeout=20)
+        assert isinstance(writing.exception(), CacheClosed)
+    async with asyncio.timeout(10):
+        while held := [path for path in open_files() if path.is_relative_to(tmp_path)]:
+            await asyncio.sleep(0.01)
+    assert not held
+    assert not list((tmp_path / ".tiercache" / "tmp").iterdir()), "neither a lock nor what was half-written"
+
+
+def open_files() -> list[Path]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(link.readlink())
+    return found
 
 
 async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:

@@ -141,9 +141,16 @@ async def to_the_end(work: asyncio.Future[T], give_up_s: float = 30.0) -> T:
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
+        work.add_done_callback(look_away)
         loop = asyncio.get_running_loop()
         until_s = loop.time() + give_up_s
         while not work.done() and loop.time() < until_s:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([work], timeout=until_s - loop.time())
         raise
+
+
+def look_away(work: asyncio.Future[Any]) -> None:
+    """A callback for what nobody looks at any more: its exception is none that somebody forgot to retrieve."""
+    if not work.cancelled():
+        work.exception()

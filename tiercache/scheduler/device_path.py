@@ -24,10 +24,10 @@ from tiercache.device.driver import DeviceError, Event, Span, Stream
 from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
-from tiercache.memory.workers import to_the_end
+from tiercache.memory.workers import look_away, to_the_end
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reader import Reader, prefix_of
-from tiercache.scheduler.together import all_or_none, look_away
+from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier, Lease
 from tiercache.tiers.staging import StagingTier

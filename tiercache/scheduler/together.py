@@ -1,4 +1,4 @@
-"""Several tasks as one, and those that nobody waits for any more."""
+"""Several tasks as one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,3 @@ async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
             item.cancel()
         await asyncio.gather(*work, return_exceptions=True)
         raise
-
-
-def look_away(work: asyncio.Future[Any]) -> None:
-    """A callback for what nobody looks at any more: its exception is none that somebody forgot to retrieve."""
-    if not work.cancelled():
-        work.exception()

@@ -14,8 +14,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
+from tiercache.memory.workers import look_away
 from tiercache.scheduler.removals import Outcome, Removals
-from tiercache.scheduler.together import look_away
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 

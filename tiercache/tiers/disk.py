@@ -30,7 +30,7 @@ from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.manifest import NO_ROOM, WrongFormat
 from tiercache.tiers.scanning import Shelf, scan
 from tiercache.tiers.space import default_cap
-from tiercache.tiers.volume import NothingFreed, Volume
+from tiercache.tiers.volume import NameTaken, NothingFreed, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -188,7 +188,7 @@ class DiskTier(Tier):
             logger.warning("a chunk failed verification and was quarantined: %s", error)
             raise
         except OSError as error:
-            if not self._is_files_fault(key, error):
+            if not await self._is_files_fault(shelf.volume, key, error):
                 raise
             shelf.index.remove(key)
             self._refuse(key)
@@ -207,11 +207,17 @@ class DiskTier(Tier):
         shelf.note(key)
         return length
 
-    def _is_files_fault(self, key: ChunkKey, error: OSError) -> bool:
-        """An unreadable file costs itself; a device on which one file after the other is unreadable has failed."""
+    async def _is_files_fault(self, volume: Volume, key: ChunkKey, error: OSError) -> bool:
+        """An unreadable file costs itself, however many lie together; a device that reads nothing at all has failed."""
         if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
             return True
-        return self.blames_files and error.errno in _PERHAPS_THE_DEVICE and not self._blame.is_the_device(key)
+        if not self.blames_files or error.errno not in _PERHAPS_THE_DEVICE:
+            return False
+        if self._blame.casts_doubt(key):
+            if not await self._metadata.submit(volume.reads_back):
+                return False
+            self._blame.succeeded()
+        return True
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self._write(
@@ -241,10 +247,13 @@ class DiskTier(Tier):
             return False
         try:
             occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
-        except BaseException:
+        except BaseException as error:
             self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
-            raise
+            if not isinstance(error, NameTaken):
+                raise
+            logger.warning("a chunk cannot be stored: %s", error)
+            return False
         self._refused.pop(key, None)
         shelf.index.add(key, occupied_bytes)
         shelf.note(key)

@@ -48,7 +48,8 @@ _SHORT_WAIT_S = 0.25
 
 
 class LedgerLost(FileNotFoundError):
-    """The ledger's file is not the one at its path any more: somebody deleted it or put another in its place."""
+    """The ledger's file is not the one at its path any more: somebody deleted it or put another in its place. Or we closed
+    it: another volume is in use by now, if any."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Ledger:
         """How much of the count may be charged and not used, at most; 0: every change goes to the file."""
         self._path = path
         self._lock = threading.Lock()
-        self._closed = False
+        self._closing = self._closed = False
+        self._on_end: Callable[[], None] = lambda: None
         self._count = Count()
         self._spare_bytes = 0
         self._in_flight_bytes = 0
@@ -281,20 +283,16 @@ class Ledger:
         with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
             yield
 
-    def close(self) -> None:
-        """Give back what is not spent. Idempotent. Waits a moment at most."""
-        with self._lock_within(_SHORT_WAIT_S):
-            if self._closed:
-                return
-            self._closed = True
-            self._take_up()
-            try:
-                if self._spare_bytes or self._freed_bytes:
-                    with self._file_lock(_SHORT_WAIT_S):
-                        self._count = self._current()
-                        self._give_back(self._spare_bytes)
-            finally:
-                os.close(self._descriptor)
+    def close(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """Give back what is not spent, if that can be done at once, and call `on_end`. Idempotent; does not raise.
+
+        Waits a moment at most. Where somebody is still at work here, because he waits for the file's lock, he does both when
+        he ends: as long, he needs the descriptors.
+        """
+        self._on_end = on_end
+        self._closing = True
+        with suppress(TierUnavailable), self._lock_within(_SHORT_WAIT_S):
+            pass  # whoever leaves the lock last ends it
 
     @property
     def _outstanding_bytes(self) -> int:
@@ -390,8 +388,8 @@ class Ledger:
     @contextmanager
     def _open_lock(self, wait_s: float) -> Iterator[None]:
         with self._lock_within(wait_s):
-            if self._closed:
-                raise OSError("the ledger is closed")
+            if self._closing:
+                raise LedgerLost(errno.ENOENT, "the ledger is closed", str(self._path))
             self._take_up()
             yield
 
@@ -402,7 +400,25 @@ class Ledger:
         try:
             yield
         finally:
-            self._lock.release()
+            ended = self._closing and not self._closed
+            try:
+                if ended:
+                    self._finish()
+            finally:
+                self._lock.release()
+                if ended:
+                    self._on_end()
+
+    def _finish(self) -> None:
+        self._closed = True
+        self._take_up()
+        with suppress(OSError, TierUnavailable):  # it stays counted until the count is reckoned anew
+            if self._spare_bytes or self._freed_bytes:
+                with self._file_lock(_SHORT_WAIT_S):
+                    self._count = self._current()
+                    self._give_back(self._spare_bytes)
+        with suppress(OSError):  # of a mount that is dead
+            os.close(self._descriptor)
 
     @contextmanager
     def _file_lock(self, wait_s: float) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import Freshness, SharedIndex
-from tiercache.memory.workers import Workers
+from tiercache.memory.workers import Workers, look_away
 from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.volume import CHUNK_NAME, TOP_LEVELS, Volume
 
@@ -155,7 +155,7 @@ def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
     """The chunks in a subdirectory, by their names alone. For a worker thread."""
     try:
         names = os.listdir(volume.root / TOP_LEVELS[directory])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
     return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
 
@@ -166,7 +166,7 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     for key in keys:
         try:
             status = os.stat(volume.path(key))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0:
             found.append((key, status.st_blocks * 512))
@@ -175,7 +175,7 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
 
 async def answered(work: asyncio.Future[T], what: str) -> T:
     """Wait for a call in the background, and say so when it takes long. Nobody's answer depends on it."""
-    work.add_done_callback(lambda done: done.cancelled() or done.exception())  # also of a call that was left behind
+    work.add_done_callback(look_away)  # also of a call that was left behind
     while not (await asyncio.wait([work], timeout=_PATIENCE_S))[0]:
         logger.warning("%s has not answered for %.0f s; what it holds is known only as it was", what, _PATIENCE_S)
     return work.result()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,6 +56,25 @@ def require_manifest(root: Path, temporary: str, ways: Sequence[Naming], access:
         finally:
             _remove(temporary)
     raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
+
+
+def reads_back(root: Path) -> bool:
+    """Whether the device gives what is in the manifest; what memory has kept of it says nothing. Does not raise."""
+    try:
+        try:
+            descriptor = open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return False
+            descriptor = open_regular(root / MANIFEST, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(-1, _LARGEST_BYTES) as page:  # aligned, as O_DIRECT wants it
+                return os.preadv(descriptor, [page], 0) > 0
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> bytes | None:

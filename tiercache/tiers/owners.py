@@ -54,8 +54,9 @@ class Owner:
 
     @property
     def lost(self) -> bool:
-        """Whether our lock file has been deleted: others take us for dead, or know nothing of us."""
-        return not os.fstat(self._descriptor).st_nlink
+        """Whether our lock file has been deleted, or we left: others take us for dead, or know nothing of us."""
+        descriptor = self._descriptor
+        return descriptor < 0 or not os.fstat(descriptor).st_nlink
 
     def settle(self, access: Access) -> None:
         """Locked before it has its name: nobody may find it unlocked and take us for dead."""

@@ -33,19 +33,21 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.access import OWNER, Access, occupied_bytes
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger, LedgerLost
-from tiercache.tiers.manifest import NO_ROOM, require_manifest
+from tiercache.tiers.manifest import NO_ROOM, reads_back, require_manifest
 from tiercache.tiers.naming import UNSUPPORTED, WAYS
 from tiercache.tiers.owners import Owner
 from tiercache.tiers.quarantine import Quarantine
 from tiercache.tiers.survey import CHUNK_NAME, TOP_LEVELS, Reckoning, Scanned, Surveyor
 
-__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NothingFreed", "Scanned", "Unborn", "Volume"]
+__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NameTaken", "NothingFreed", "Scanned", "Unborn", "Volume"]
 
 logger = logging.getLogger("tiercache.disk")
 
 T = TypeVar("T")
 
 _PUBLISH_ATTEMPTS = 8
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
 
 
 @dataclass
@@ -70,6 +72,10 @@ class Deleted:
 
 class NothingFreed(TierFull):
     """There is no room, and all victims were gone already: somebody else deleted them."""
+
+
+class NameTaken(OSError):
+    """Something that is no file has the name of this chunk, or of its directory, and stays there. Others can be written."""
 
 
 class Volume:
@@ -138,12 +144,16 @@ class Volume:
         """Whether the directory can be reached by its path, whatever became of what we have open there."""
         return (self._private / "ledger").exists()
 
+    def reads_back(self) -> bool:
+        """Whether the device can be read, found out with a file that is no chunk."""
+        return reads_back(self.root)
+
     def close(self) -> None:
-        """Give back everything, locks last. Waits a moment at most for other instances."""
+        """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
         if hasattr(self, "ledger"):
-            with contextlib.suppress(OSError, TierUnavailable):  # the pledge is given back by whoever finds it, then
-                self.ledger.close()
-        self._owner.leave()
+            self.ledger.close(self._owner.leave)
+        else:
+            self._owner.leave()
 
     def path(self, key: ChunkKey) -> str:
         name = key.hex()
@@ -170,7 +180,7 @@ class Volume:
         """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
         try:
             return reader(self.path(key))
-        except FileNotFoundError:
+        except _ABSENT:
             if not self.root.is_dir():
                 raise
             return None
@@ -181,8 +191,8 @@ class Volume:
     def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> int:
         """Delete `victims`, then publish the chunk atomically. Returns the bytes it occupies.
 
-        Raises TierFull when it does not fit under the cap, OSError (ENOSPC among others) when the device says no; the
-        victims are gone all the same.
+        Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
+        others) when the device says no; the victims are gone all the same.
         """
 
         def create(path: str) -> int:
@@ -260,7 +270,7 @@ class Volume:
             try:
                 os.lstat(unborn.path)
                 return  # it stays, and stays counted
-            except (FileNotFoundError, NotADirectoryError):
+            except _ABSENT:
                 pass
             except OSError:
                 return  # nobody knows: the mount is dead
@@ -312,7 +322,7 @@ class Volume:
         path = self.path(key)
         try:
             if not stat.S_ISREG(os.lstat(path).st_mode):
-                _clear(path)
+                self._make_way(path)
                 return
             self._quarantine.take(path)
         except FileNotFoundError:
@@ -368,9 +378,10 @@ class Volume:
         return buried.instances
 
     def _require_ours(self) -> None:
-        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none."""
+        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is
+        written when we have closed: jobs that waited for a device that hung come to it only then."""
         if self._owner.lost:
-            raise LedgerLost(errno.ENOENT, "the lock file of this instance was deleted", str(self._temporary))
+            raise LedgerLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
 
     def _announce(self, victims: list[tuple[ChunkKey, int]]) -> list[tuple[ChunkKey, int]]:
         """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to
@@ -404,13 +415,31 @@ class Volume:
                     status = os.lstat(path)
                     if stat.S_ISREG(status.st_mode):
                         return occupied_bytes(status)
-                    _clear(path)
+                    self._make_way(path)
+            except NotADirectoryError as error:
+                raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
             except FileNotFoundError:
                 if not os.path.lexists(temporary):
                     raise
                 # The directory is not there yet, or somebody tidied it away.
                 self._make_directory(os.path.dirname(path))
         raise OSError(f"{path}: the directory vanishes as often as it is made")
+
+    def _make_way(self, path: str) -> None:
+        """Remove what has a chunk's name and is no file. A directory in which something lies is somebody's: it goes to
+        quarantine as it is, and is not counted. Raises NameTaken when it stays where it is, OSError."""
+        try:
+            try:
+                _clear(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                self._quarantine.take(path)
+                logger.warning("%s: a directory had the name of a chunk; it was moved to quarantine", path)
+        except OSError as error:
+            if error.errno not in _NOT_OURS_TO_MOVE:
+                raise
+            raise NameTaken(error.errno, f"is no file, and stays: {error.strerror}", path) from error
 
     def _name(self, temporary: str, path: str) -> None:
         for way in self.ways:
@@ -433,7 +462,7 @@ class Volume:
 def _unlink(path: Path | str) -> bool:
     try:
         os.unlink(path)
-    except FileNotFoundError:
+    except _ABSENT:
         return False
     return True
 

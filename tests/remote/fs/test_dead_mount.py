@@ -16,7 +16,7 @@ from tests.remote.fs.mount import FragileMount, why_no_fuse
 from tests.remote.fs.test_fs import FILE_BYTES, tier_on
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
-from tiercache.errors import TierUnavailable
+from tiercache.errors import CacheClosed, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
@@ -93,3 +93,19 @@ async def test_chunks_are_written_again(mount: FragileMount, kind: str, noticed:
         assert await is_hit(tier, 89)
         assert physical_bytes(mount.behind) <= CAP_BYTES, "and the cap holds, so the count is kept too"
         assert not dead_descriptors(), "nothing of the dead mount stays open"
+
+
+async def test_writes_that_waited_for_a_mount_that_hung_leave_a_volume_alone_that_was_closed_meanwhile(
+    mount: FragileMount,
+) -> None:
+    async with opened("disk", mount.path) as tier:
+        assert await is_written(tier, 1)
+        mount.hang()
+        writing = [asyncio.ensure_future(tier.write(*chunk(number), CHUNK_BYTES)) for number in range(2, 10)]
+        await asyncio.sleep(0)
+        await tier.close()
+        mount.go_on()
+        outcomes = await asyncio.gather(*writing, return_exceptions=True)
+    assert [outcome for outcome in outcomes if not isinstance(outcome, CacheClosed)] == []
+    assert len(list(mount.behind.glob("[0-9a-f][0-9a-f]/*"))) == 1
+    assert not list((mount.behind / ".tiercache" / "tmp").iterdir())

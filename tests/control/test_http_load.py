@@ -101,3 +101,36 @@ async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
         assert time.monotonic() - began_s < 5
         for _, writer in silent:
             writer.transport.abort()
+
+
+async def health(client: Any) -> str:
+    """What an honest client is told who connects, asks and goes."""
+    reader, writer = await connect(client)
+    try:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return (await asyncio.wait_for(reader.readline(), 10)).decode()[9:12]
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("connections", [70, 127, 300])
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"],
+    ids=["nothing", "half a body"],
+)
+async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, connections: int, said: bytes) -> None:
+    """No second of patience with the silent ones, and those that were hung up on are back at once."""
+    async with serve(tmp_path, "--no-token") as client:
+        silent: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        answers = []
+        for _ in range(10):
+            silent = [one for one in silent if not one[0].at_eof()]
+            fresh = [await connect(client) for _ in range(connections - len(silent))]
+            for _, writer in fresh:
+                writer.write(said)
+            silent += fresh
+            answers.append(await health(client))
+        for _, writer in silent:
+            writer.transport.abort()
+    assert answers == ["200"] * 10

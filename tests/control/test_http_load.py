@@ -101,3 +101,56 @@ async def test_silent_connections_shut_nobody_out(tmp_path: Path) -> None:
         assert time.monotonic() - began_s < 5
         for _, writer in silent:
             writer.transport.abort()
+
+
+async def health(client: Any) -> str:
+    """What an honest client is told who connects, asks and goes."""
+    reader, writer = await connect(client)
+    try:
+        writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return (await asyncio.wait_for(reader.readline(), 10)).decode()[9:12]
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("connections", [70, 127, 300])
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"],
+    ids=["nothing", "half a body"],
+)
+async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, connections: int, said: bytes) -> None:
+    """No second of patience with the silent ones, and those that were hung up on are back at once."""
+    async with serve(tmp_path, "--no-token") as client:
+        silent: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        answers = []
+        for _ in range(10):
+            silent = [one for one in silent if not one[0].at_eof()]
+            fresh = [await connect(client) for _ in range(connections - len(silent))]
+            for _, writer in fresh:
+                writer.write(said)
+            silent += fresh
+            answers.append(await health(client))
+        for _, writer in silent:
+            writer.transport.abort()
+    assert answers == ["200"] * 10
+
+
+@pytest.mark.parametrize("sent", [b"", b" " * (65 << 10)], ids=["nothing", "65 KiB"])
+async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path: Path, sent: bytes) -> None:
+    """Four of 8 MiB are all that there is room for."""
+    begun = (
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 8388608\r\n\r\n"
+    )
+    async with serve(tmp_path, "--no-token") as client:
+        silent = [await connect(client) for _ in range(4)]
+        for _, writer in silent:
+            writer.write(begun + sent)
+            await writer.drain()
+        began_s = time.monotonic()
+        for _ in range(2):
+            answer = await client.post("/v1/lookup", json={"tokens": list(range(30_000))})
+            assert answer.json()["error"]["kind"] == "unreachable"  # there is no cache: the body was read
+        assert time.monotonic() - began_s < 5
+        for _, writer in silent:
+            writer.transport.abort()

@@ -16,7 +16,7 @@ from tests.control.test_socket import LAYOUT, cache, config_of, place
 from tiercache import TierCache
 from tiercache.control import server
 from tiercache.control.client import ask
-from tiercache.control.messages import Statistics
+from tiercache.control.messages import Lookup, Statistics
 
 __all__ = ["cache", "place"]
 LONGEST_S = 0.05
@@ -118,3 +118,18 @@ async def test_silent_connections_shut_nobody_out(tmp_path: Path, monkeypatch: p
             assert (await ask(place, Statistics()))["rank"] == 0
         for _, writer in silent:
             writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"\x82\xa7command", b"\x01" * (17 << 10)], ids=["10 bytes", "17 KiB"])
+async def test_messages_that_are_announced_and_not_sent_take_nobodys_room(
+    cache: TierCache, place: Path, sent: bytes
+) -> None:
+    """Four of 8 MiB are all that there is room for."""
+    silent = [await asyncio.open_unix_connection(str(place)) for _ in range(16)]
+    for _, writer in silent:
+        writer.write((8 << 20).to_bytes(4, "big") + sent)
+        await writer.drain()
+    answer = await ask(place, Lookup(tokens=list(range(30_000))), timeout_s=8)
+    assert answer["asked"] == 30_000 // 16
+    for _, writer in silent:
+        writer.close()

@@ -44,7 +44,7 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
     request."""
     import uvicorn
 
-    from tiercache.control.connections import HEADER_BYTES, MOST, Connection
+    from tiercache.control.connections import HEADER_BYTES, Connection
 
     return uvicorn.Config(
         app,
@@ -56,7 +56,6 @@ def server_config(app: Starlette, host: str, port: int) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MOST + 1,  # uvicorn answers 503 from that many on
         timeout_keep_alive=30,
         timeout_graceful_shutdown=5,
         lifespan="off",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST = 64
-"""Connections that are served at a time."""
+MOST = 128
+"""Connections that are served at a time. A new one takes the place of the one that has said nothing for longest."""
+_MORE = 64
+"""Of connections on top of these, when all are being answered: they are told so."""
 HEADERS_S = 10.0
 """For the header of a connection's first request; and, after an answer, for that of the next one."""
 TAKEN_S = 10.0
 """For a client to take what was written to it."""
-SPARED_S = 1.0
-"""When all places are taken, who has asked nothing for so long gives his to somebody else."""
 HEADER_BYTES = 16 << 10
 _AHEAD_BYTES = 256 << 10
 """What a client may send of its next requests before the present one is answered."""
@@ -25,7 +26,7 @@ class Connection(H11Protocol):
     header, for a client to take its answer, and keeps what a client sends ahead."""
 
     idle_since_s: float | None = None
-    """None while a request is being answered."""
+    """Since when it says nothing of what we wait for: a request, or the rest of one. None while one is being answered."""
     _hang_up: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
 
@@ -42,9 +43,12 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        # Of its own limit uvicorn counts tasks too, and those of whom we have hung up on end a little later. From 0 on it
+        # answers 503.
+        self.limit_concurrency = 0 if len(self.connections) > MOST else None
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self.idle_since_s = None
+            self.idle_since_s = self.loop.time() if self.cycle.more_body else None
             if len(self.conn.trailing_data[0]) > _AHEAD_BYTES:
                 self.transport.abort()
 
@@ -53,7 +57,7 @@ class Connection(H11Protocol):
         self._wait()
         super().on_response_complete()
         if self.cycle is not answered:
-            self.idle_since_s = None  # the next one was here already
+            self.idle_since_s = self.loop.time() if self.cycle.more_body else None  # the next one was here already
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -78,11 +82,13 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
-        """Hang up on who has asked nothing for longest; else on the new one, if there are too many to say so to it."""
-        before_s = self.loop.time() - SPARED_S
+        """Hang up on as many as are too many, who have said nothing for longest; else on the new one, if there are too many
+        to say so to it."""
         connections: set[Any] = self.connections
-        idle = [one for one in connections if one.idle_since_s is not None and one.idle_since_s < before_s]
-        if idle:
-            min(idle, key=lambda one: one.idle_since_s).transport.abort()
-        elif len(self.connections) > 2 * MOST:
+        silent = [one for one in connections if one.idle_since_s is not None and one is not self]
+        for one in heapq.nsmallest(len(connections) - MOST, silent, key=lambda one: one.idle_since_s):
+            connections.discard(one)  # not counted until its end is noticed
+            one.transport.abort()
+        if len(connections) > MOST + _MORE:
+            connections.discard(self)
             self.transport.abort()

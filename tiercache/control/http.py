@@ -24,7 +24,7 @@ from starlette.routing import Route
 from tiercache.control.fleet import Fleet
 from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
 from tiercache.control.metrics import exposition
-from tiercache.control.pace import Room
+from tiercache.control.pace import Room, due_s
 
 logger = logging.getLogger("tiercache.control")
 
@@ -78,10 +78,33 @@ class _Server:
             # Also what keeps pages in a browser out: they may not send this unasked.
             raise ControlError("unsupported", "expected content-type: application/json")
         async with AsyncExitStack() as stack:
-            if (length := _announced_bytes(request)) > _SMALL_BYTES:
-                await self._take_room(stack, length)
-            command = _decoded(name, kind, await _body(request))
+            command = _decoded(name, kind, await self._body(stack, request))
             return _json(await self._fleet.ask(command))
+
+    async def _body(self, stack: AsyncExitStack, request: Request) -> bytes:
+        """Takes room for a long one when the first bytes of it are here: to announce one costs nothing.
+
+        Raises ControlError for one that is too large, as soon as that is known, or too slow; and "busy".
+        """
+        length, body, loop = _announced_bytes(request), bytearray(), asyncio.get_running_loop()
+        began_s: float | None = None
+        try:
+            async with asyncio.timeout(_BODY_S) as late:
+                async for part in request.stream():
+                    body += part
+                    if len(body) > LARGEST_MESSAGE_BYTES:
+                        raise _too_large()
+                    if began_s is None and len(body) > _SMALL_BYTES:
+                        late.reschedule(None)
+                        await self._take_room(stack, length)
+                        began_s = loop.time()
+                    if began_s is not None:
+                        late.reschedule(began_s + due_s(len(body), length))
+        except TimeoutError:
+            raise ControlError("late", f"the body stalled, or did not arrive within {_BODY_S:g} s") from None
+        except ClientDisconnect:
+            raise ControlError("malformed", "the connection ended before the body did") from None
+        return bytes(body)
 
     async def _take_room(self, stack: AsyncExitStack, length: int) -> None:
         """Numbers in JSON are ten times as large once they are decoded, and as many connections may send some."""
@@ -139,22 +162,6 @@ def _announced_bytes(request: Request) -> int:
 
 def _too_large() -> ControlError:
     return ControlError("too_large", f"expected a body of at most {LARGEST_MESSAGE_BYTES} bytes")
-
-
-async def _body(request: Request) -> bytes:
-    """Raises ControlError for one that is too large, as soon as that is known, or too slow."""
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > LARGEST_MESSAGE_BYTES:
-                    raise _too_large()
-    except TimeoutError:
-        raise ControlError("late", f"the body did not arrive within {_BODY_S:g} s") from None
-    except ClientDisconnect:
-        raise ControlError("malformed", "the connection ended before the body did") from None
-    return bytes(body)
 
 
 def _plain(answer: dict[str, Any] | ControlError) -> dict[str, Any]:

@@ -160,7 +160,11 @@ def frame(content: Any) -> bytes:
 
 async def receive(reader: asyncio.StreamReader) -> bytearray:
     """The next message, packed. Raises ControlError ("too_large") without reading it, IncompleteReadError at the end."""
-    return await receive_body(reader, await receive_length(reader))
+    length = await receive_length(reader)
+    packed = bytearray()
+    while len(packed) < length:
+        await receive_part(reader, packed, length)
+    return packed
 
 
 async def receive_length(reader: asyncio.StreamReader) -> int:
@@ -171,14 +175,9 @@ async def receive_length(reader: asyncio.StreamReader) -> int:
     return length
 
 
-async def receive_body(reader: asyncio.StreamReader, length: int) -> bytearray:
-    """Its bytes, in parts: to copy eight MiB in one go takes milliseconds of the loop."""
-    packed = bytearray(length)
-    filled = 0
-    while filled < length:
-        part = await reader.read(min(_PART_BYTES, length - filled))
-        if not part:
-            raise asyncio.IncompleteReadError(bytes(packed[:0]), length)
-        packed[filled : filled + len(part)] = part
-        filled += len(part)
-    return packed
+async def receive_part(reader: asyncio.StreamReader, packed: bytearray, length: int) -> None:
+    """What there is of the rest of a message, behind `packed`: to copy eight MiB in one go takes milliseconds of the loop."""
+    part = await reader.read(min(_PART_BYTES, length - len(packed)))
+    if not part:
+        raise asyncio.IncompleteReadError(b"", length)
+    packed += part

@@ -10,6 +10,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+_ARRIVES_S = 10.0
+"""For a message to arrive, once its length has."""
+_STALLS_S = 1.0
+
+
+def due_s(arrived_bytes: int, size_bytes: int) -> float:
+    """How long after its first byte so much of a large message should have arrived: at an even pace, with a second to spare.
+    Who announces much and sends little is told from who is slow before he has taken others' room for long."""
+    return _STALLS_S + _ARRIVES_S * arrived_bytes / size_bytes
+
 
 class Turns:
     """One step for each round of the loop, in the order in which they were asked for, however many connections ask."""

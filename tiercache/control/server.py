@@ -20,11 +20,11 @@ from tiercache.control.messages import (
     ControlError,
     decode,
     frame,
-    receive_body,
     receive_length,
+    receive_part,
 )
 from tiercache.control.naming import Naming
-from tiercache.control.pace import Room, Turns
+from tiercache.control.pace import Room, Turns, due_s
 from tiercache.errors import ConfigError, TierCacheError
 
 if TYPE_CHECKING:
@@ -149,10 +149,18 @@ class ControlServer:
         line.idle_since_s = loop.time()
         async with asyncio.timeout(_IDLE_S) as silence, contextlib.AsyncExitStack() as stack:
             length = await receive_length(reader)
-            if length > FROM_BYTES:
-                await self._take_room(stack, length)
             silence.reschedule(min(silence.when() or 0.0, loop.time() + _ARRIVES_S))
-            packed = await receive_body(reader, length)
+            packed = bytearray()
+            while len(packed) < min(length, FROM_BYTES):
+                await receive_part(reader, packed, min(length, FROM_BYTES))
+            if length > FROM_BYTES:
+                # Not before some of it is here: to announce one costs nothing.
+                silence.reschedule(None)
+                await self._take_room(stack, length)
+                began_s = loop.time()
+                while len(packed) < length:
+                    silence.reschedule(began_s + due_s(len(packed), length))
+                    await receive_part(reader, packed, length)
             silence.reschedule(None)
             line.idle_since_s = None
             answer = await self._answer(packed)

@@ -1,5 +1,5 @@
-"""What this process has made outside itself, to tell its leaks from other programs' work: shared memory, directories, and what
-it told its children to make.
+"""What this process has made outside itself, to tell its leaks from other programs' work: shared memory, directories, and
+what it told its children to make.
 
 Python says so itself (`sys.addaudithook`), whichever library asked for it. Not seen: what a child names by itself, and what
 C code makes without a word to Python.

@@ -8,6 +8,7 @@ from multiprocessing import resource_tracker
 import pytest
 
 from tests.leaks import nothing_left, watch_slots
+from tests.made import watch_what_is_made
 from tiercache.core.layout import Layout
 
 # What lives as long as the process is no leak of whichever test is the first to need it.
@@ -17,6 +18,7 @@ with contextlib.suppress(ImportError):
 
     uvloop.new_event_loop().close()
 watch_slots()
+watch_what_is_made()
 
 _failed = pytest.StashKey[bool]()
 
@@ -45,7 +47,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def nothing_leaks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> Iterator[None]:
-    """The test leaves no thread, descriptor, task, slot, lease, shared memory or mount that was not there before it.
+    """The test leaves no thread, descriptor, task, child, slot, lease, shared memory or mount that was not there before it.
 
     What session and module fixtures make is there before. Of a test that has failed nothing more is asked.
     """

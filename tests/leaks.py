@@ -1,8 +1,8 @@
-"""What a test may leave behind, and does not: threads, descriptors, tasks, slots, leases, shared memory, mounts.
+"""What a test may leave behind, and does not: threads, descriptors, tasks, children, slots, leases, shared memory, mounts.
 
-`tests/conftest.py` compares each test's end with its beginning. What belongs to other processes is not seen: shared memory
-counts when its name has this process's number in it, or when this process has it open; a mount when it lies in this run's
-directories.
+`tests/conftest.py` compares each test's end with its beginning. Other processes have shared memory and mounts, too. What
+is new is this test's when this process made it or told a child of it (`tests/made.py`), when its name has this process's
+number in it, when this process has it open, or (a mount) when it lies in this run's directories.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.made import SHARED_MEMORY, forget_what_was_made, is_our_place, is_ours
 from tiercache.core.budget import Purpose, SlotBudget
 from tiercache.tiers.cpu import CpuTier
 
 PATIENCE_S = 5.0
 """What is about to end gets so long: threads that were told to, memory that an error's frames still keep."""
-_SHARED_MEMORY = Path("/dev/shm")
 _MOUNTS = Path("/proc/self/mountinfo")
 _OUR_NUMBER = re.compile(rf"(?<!\d){os.getpid()}(?!\d)")
 
@@ -66,37 +66,41 @@ class Held:
     threads: frozenset[threading.Thread]
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
+    """All that is there, whoever made it."""
     mounts: frozenset[str]
+    """As for shared memory."""
+    children: frozenset[str]
+    """Numbers; those that have ended and were not waited for are left out."""
     slots: int
     """How many of the watched tiers are older."""
 
     @classmethod
-    def now(cls, run_directory: str, lasting: str = "$^") -> Held:
-        descriptors = frozenset(one for one in _descriptors() if not re.search(lasting, one))
-        entries = (name for name in os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else ()
-        mounts = _MOUNTS.read_text().splitlines()
+    def now(cls, lasting: str = "$^") -> Held:
         return cls(
             frozenset(threading.enumerate()),
-            descriptors,
-            frozenset(
-                name
-                for name in entries
-                if _OUR_NUMBER.search(name) or any(f"/dev/shm/{name}" in one for one in descriptors)
-            ),
-            frozenset(line for line in mounts if run_directory in line or _OUR_NUMBER.search(line.split()[4])),
+            frozenset(one for one in _descriptors() if not re.search(lasting, one)),
+            frozenset(os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ()),
+            frozenset(_MOUNTS.read_text().splitlines()),
+            frozenset(_children()),
             len(_watched),
         )
 
-    def leaks_of(self, later: Held) -> Leaks:
-        """What is there later and was not there now."""
+    def leaks_of(self, later: Held, run_directory: str) -> Leaks:
+        """What is there later, was not there now, and is ours. Mounts in `run_directory` are."""
         found = {
             "threads": [_where(thread) for thread in later.threads - self.threads],
             "descriptors": sorted(later.descriptors - self.descriptors),
-            "shared memory": sorted(later.shared_memory - self.shared_memory),
-            "mounts": sorted(later.mounts - self.mounts),
+            "children": [_what_runs(number) for number in sorted(later.children - self.children)],
+            "shared memory": sorted(name for name in later.shared_memory - self.shared_memory if later.has(name)),
+            "mounts": sorted(line for line in later.mounts - self.mounts if _is_our_mount(line, run_directory)),
             "slots and leases": [line for slots in _watched[self.slots :] for line in _held_slots(slots)],
         }
         return {kind: lines for kind, lines in found.items() if lines}
+
+    def has(self, entry: str) -> bool:
+        """Whether an entry of /dev/shm is this process's."""
+        is_open = any(f"{SHARED_MEMORY}/{entry}" in one for one in self.descriptors)
+        return is_open or is_ours(entry) or _OUR_NUMBER.search(entry) is not None
 
 
 @contextmanager
@@ -112,7 +116,8 @@ def nothing_left(
     `runner` is the test's event loop; `forget_errors` lets go of logged exceptions, which keep frames, which keep memory;
     `lasting` is a pattern for descriptors that libraries keep.
     """
-    before = Held.now(run_directory, lasting)
+    forget_what_was_made()
+    before = Held.now(lasting)
     yield
     until_s = time.monotonic() + patience_s
     leaks: Leaks = {} if runner is None else _end_loop(runner, patience_s)
@@ -135,7 +140,7 @@ def _leaks_since(before: Held, run_directory: str, lasting: str, until_s: float)
     """Threads that were told to end are waited for: they may hold the rest."""
     for thread in frozenset(threading.enumerate()) - before.threads:
         thread.join(max(0.0, until_s - time.monotonic()))
-    return before.leaks_of(Held.now(run_directory, lasting))
+    return before.leaks_of(Held.now(lasting), run_directory)
 
 
 def _end_loop(runner: asyncio.Runner, patience_s: float) -> Leaks:
@@ -155,6 +160,36 @@ def _descriptors() -> Iterator[str]:
             yield f"{name} -> {os.readlink(f'/proc/self/fd/{name}')}"
         except FileNotFoundError:
             continue  # the one that reads this directory
+
+
+def _children() -> Iterator[str]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has ended; a kernel that does not say
+            for number in Path(f"/proc/self/task/{task}/children").read_text().split():
+                if not _has_ended(number):
+                    yield number
+
+
+def _has_ended(number: str) -> bool:
+    """A child that nobody has waited for yet keeps its number and nothing else."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _what_runs(number: str) -> str:
+    try:
+        command = Path(f"/proc/{number}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"{number}: {command[:200]}"
+
+
+def _is_our_mount(line: str, run_directory: str) -> bool:
+    """`line` is of mountinfo(5)."""
+    point = line.split()[4].encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
+    return f"{run_directory}/" in line or is_our_place(point) or _OUR_NUMBER.search(point) is not None
 
 
 def _held_slots(slots: _Slots) -> Iterator[str]:

@@ -3,14 +3,18 @@
 import asyncio
 import os
 import re
+import shutil
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 
-from tests.leaks import Held, nothing_left
+from tests.leaks import nothing_left
 from tiercache.core.budget import Purpose
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
@@ -41,6 +45,32 @@ def shared_memory(clean: ExitStack) -> None:
     clean.callback(path.unlink)
 
 
+def unnumbered_shared_memory(clean: ExitStack) -> None:
+    """As an arena that forgot its file: closed, and nobody's number in its name."""
+    path = Path("/dev/shm/tiercache.left-closed")
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    clean.callback(path.unlink)
+
+
+def shared_memory_of_python(clean: ExitStack) -> None:
+    one = SharedMemory("left-by-python", create=True, size=4096)
+    one.close()
+    clean.callback(one.unlink)
+
+
+def shared_memory_of_a_child(clean: ExitStack) -> None:
+    """It was told the name, made the entry and died."""
+    path = Path("/dev/shm/tiercache.left-by-a-child")
+    subprocess.run(["sh", "-c", f": >/dev/shm/tiercache.$1 # {path.name}", "sh", "left-by-a-child"], check=True)
+    clean.callback(path.unlink)
+
+
+def child(clean: ExitStack) -> None:
+    started = subprocess.Popen(["sleep", "1000"])
+    clean.callback(started.wait)
+    clean.callback(started.kill)
+
+
 def tier(clean: ExitStack) -> CpuTier:
     arena = Arena(ArenaSettings(size_bytes=8 * CHUNK_BYTES))
     clean.callback(arena.close)
@@ -67,13 +97,17 @@ def lease(clean: ExitStack) -> None:
         (thread, r"threads:\n    forgotten, at .*threading\.py"),
         (descriptor, r"descriptors:\n    \d+ -> pipe:"),
         (shared_memory, rf"shared memory:\n    leak-{os.getpid()}$"),
+        (unnumbered_shared_memory, r"shared memory:\n    tiercache\.left-closed$"),
+        (shared_memory_of_python, r"shared memory:\n    left-by-python$"),
+        (shared_memory_of_a_child, r"shared memory:\n    tiercache\.left-by-a-child$"),
+        (child, r"children:\n    \d+: sleep 1000$"),
         (slot, r"slots and leases:\n    1 for READ, of the tier made at .*test_leaks\.py:\d+"),
         (
             lease,
             rf"slots and leases:\n    1 for WRITE; leases on {chunk(7)[0].hex()[:12]}, of the tier made at .*test_leaks\.py",
         ),
     ],
-    ids=["thread", "descriptor", "shared memory", "slot", "lease"],
+    ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_what_is_left_behind_is_named(leave: Callable[[ExitStack], None], said: str, tmp_path: Path) -> None:
     with ExitStack() as clean:
@@ -110,15 +144,40 @@ def test_what_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
     assert task.done()
 
 
-def test_a_mount_is_seen_below_the_runs_own_directory_only(tmp_path: Path) -> None:
-    anywhere = Path("/proc/self/mountinfo").read_text().splitlines()[-1].split()[4]
-    assert Held.now(anywhere).mounts
-    assert not Held.now(str(tmp_path)).mounts
+@pytest.mark.parametrize("where", ["in the run's directories", "elsewhere"])
+def test_a_mount_is_named_wherever_it_is(where: str, tmp_path: Path) -> None:
+    with (
+        ExitStack() as clean,
+        pytest.raises(AssertionError, match=r"mounts:\n.* tmpfs "),
+        nothing_left(str(tmp_path), patience_s=0.0),
+    ):
+        place = str(tmp_path) if where != "elsewhere" else tempfile.mkdtemp(prefix="mount-")
+        if where == "elsewhere":
+            clean.callback(shutil.rmtree, place)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "leak", "."], cwd=place, capture_output=True, check=False
+        )
+        if mounted.returncode:
+            pytest.skip("mounting takes root")
+        clean.callback(subprocess.run, ["umount", place], check=True)
+
+
+def test_what_others_make_is_no_leak(tmp_path: Path) -> None:
+    """Another program, which was there before, makes shared memory under a name that could be ours."""
+    path = Path("/dev/shm/tiercache.of-somebody-else")
+    script = f"import os, sys; sys.stdin.readline(); open({str(path)!r}, 'w'); print(flush=True)"
+    with subprocess.Popen(["python3", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        with nothing_left(str(tmp_path), patience_s=0.0):
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            other.stdout.readline()
+        os.unlink(path)
 
 
 def test_what_was_there_before_is_no_leak(tmp_path: Path) -> None:
     with ExitStack() as clean:
-        for leave in (thread, descriptor, shared_memory, slot, lease):
+        for leave in (thread, descriptor, shared_memory, unnumbered_shared_memory, child, slot, lease):
             leave(clean)
         with nothing_left(str(tmp_path), patience_s=0.0):
             pass

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KINDS = frozenset({"sh", "python", "yaml", "json", "text"})
+"""The labels that a block may have: of each kind, something runs or compares what is shown."""
+_BLOCK = re.compile(rf"^```({'|'.join(sorted(KINDS))})\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OTHER_BLOCK = re.compile(r"^.*(?:```|~~~|<pre|<code).*$|^(?: {4}|\t).*\S.*$", re.MULTILINE)
+"""Other fences, a fence in a list, lines that are code by their indent, HTML."""
 _INLINE = re.compile(r"`([^`]+)`")
-_PROGRAMS = re.compile(r"(?:\.venv/bin/)?(make|tiercache|python|pip) \S")
+_COMMAND = re.compile(
+    r"(?:\w+=\S* )*(?:\S*/)?(?:make|tiercache|python[\d.]*|pip[\d.]*|uv|curl|wget|docker|podman|sudo|git|bash|sh|vllm) \S.*"
+    r"|(?:\w+=\S* )*\.{1,2}/\S.*"
+)
+"""Inline code that a reader would type."""
 _TARGETS = re.compile(r"^\.PHONY: (.*)$", re.MULTILINE)
 
 
@@ -31,8 +39,12 @@ class Block:
         return [line for line in lines if line and not line.startswith("#")]
 
 
-def blocks() -> list[Block]:
-    text = (REPOSITORY / "README.md").read_text()
+def read_me() -> str:
+    return (REPOSITORY / "README.md").read_text()
+
+
+def blocks(text: str | None = None) -> list[Block]:
+    text = read_me() if text is None else text
     found = []
     for match in _BLOCK.finditer(text):
         headings = re.findall(r"^#+ (.*)$", _BLOCK.sub("", text[: match.start()]), re.MULTILINE)
@@ -40,16 +52,21 @@ def blocks() -> list[Block]:
     return found
 
 
-def shell_commands() -> list[str]:
+def other_blocks(text: str) -> list[str]:
+    """The first lines of blocks in a form that nothing here reads: whatever they show would be run by nothing."""
+    return _OTHER_BLOCK.findall(_BLOCK.sub("", text))
+
+
+def shell_commands(text: str | None = None) -> list[str]:
     """Of all shell blocks, in their order."""
-    return [command for block in blocks() if block.language in ("sh", "bash") for command in block.commands()]
+    return [command for block in blocks(text) if block.language == "sh" for command in block.commands()]
 
 
-def inline_commands() -> list[str]:
+def inline_commands(text: str | None = None) -> list[str]:
     """Commands in the prose, each once."""
-    prose = _BLOCK.sub("", (REPOSITORY / "README.md").read_text())
+    prose = _BLOCK.sub("", read_me() if text is None else text)
     found = (" ".join(match.split()) for match in _INLINE.findall(prose))
-    return list(dict.fromkeys(command for command in found if _PROGRAMS.match(command)))
+    return list(dict.fromkeys(command for command in found if _COMMAND.fullmatch(command)))
 
 
 def targets() -> list[str]:

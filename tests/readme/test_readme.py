@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.readme.blocks import REPOSITORY, Block, blocks, inline_commands, shell_commands
+from tests.readme.blocks import KINDS, REPOSITORY, Block, blocks, inline_commands, other_blocks, read_me, shell_commands
 from tests.readme.conftest import Shell
 from tiercache import Config
 
@@ -26,6 +26,14 @@ ELSEWHERE = re.compile(r"make \S+")
 def doctor(command: str, shell: Shell, place: Path) -> None:
     said = shell(command.replace("DIR", str(place))).stdout
     assert f"disk at {place}" in said
+
+
+def stored(command: str, shell: Shell, place: Path) -> None:
+    """On a directory in which the README's first program has stored something."""
+    (program,) = (one for one in blocks() if one.language == "python" and one.section == "Embedding")
+    (place / "program.py").write_text(program.text)
+    shell("python program.py", TIERCACHE_CONFIG_FILE="small.yaml")
+    assert re.search(r"\b2 chunks", shell(command.replace("DIR", "kv")).stdout)
 
 
 def explain(command: str, shell: Shell, place: Path) -> None:
@@ -84,27 +92,28 @@ def serve(command: str, shell: Shell, place: Path) -> None:
     """
     assert "times faster" in shell(script, VLLM_CPU_KVCACHE_SPACE="1", VLLM_NO_USAGE_STATS="1").stdout
     log = (place / "server.log").read_text()
-    for line in (one for one in blocks() if one.language == "" and "Reqid" in one.text):
+    for line in (one for one in blocks() if one.language == "text"):
         for shape in shapes_of(line.text):
             assert shape.search(log), f"the log has no line like {shape.pattern}"
 
 
 def control(command: str, shell: Shell, place: Path) -> None:
     """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
-    asyncio.run(controlled(place, shell))
+    asyncio.run(controlled(command, place, shell))
 
 
-async def controlled(place: Path, shell: Shell) -> None:
+async def controlled(command: str, place: Path, shell: Shell) -> None:
     from tests.control.test_socket import LAYOUT, TOKENS, config_of
     from tiercache import TierCache
 
     (block,) = (one for one in blocks() if "serve-control" in one.text)
     *before, server, client = block.commands()
+    assert command in (*before, server, client), "it is not in the block that is run here"
     assert "serve-control" in server and "curl" in client, "the README's three commands changed their order"
     port = free_port()
     async with TierCache.open(config_of(place), LAYOUT):
-        for command in before:
-            await asyncio.to_thread(shell, command)
+        for one in before:
+            await asyncio.to_thread(shell, one)
         named = server.replace("/run/tiercache/control.sock", str(place / "c.sock"))
         asked = client.replace("504, 3280, ...", ", ".join(map(str, TOKENS))).replace(":8300", f":{port}")
         assert named != server and str(TOKENS[-1]) in asked and str(port) in asked
@@ -119,25 +128,26 @@ async def controlled(place: Path, shell: Shell) -> None:
     assert json.loads(answer)["handle"]
 
 
+PLAIN = r"[^;&|<>`$]*"
+"""Arguments, and no second command behind them."""
 ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     r"tiercache doctor --path DIR": doctor,
     r"tiercache config explain FILE": explain,
-    r"tiercache bench .*": bench,
+    r"tiercache (stat|verify) DIR": stored,
+    rf"tiercache bench {PLAIN}": bench,
     r"python -m tiercache\.bench\.gpu --twin": gpu_bench,
-    r"tiercache replay .*\.jsonl .*": replay,
+    rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
     r"pip install 'tiercache\[\w+\]'": extra,
-    r"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server .*": serve,
-    r".*openssl rand .*": control,
-    r"tiercache serve-control .*": control,
-    r"curl .*": control,
+    rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,
+    r"\(umask 077; openssl rand -hex 32 > token\)": control,
+    rf"tiercache serve-control {PLAIN}": control,
+    rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
 }
-ONE_OF_SEVERAL = re.compile(r"tiercache serve-control .*|curl .*")
-"""Run with the first of their block."""
 
 
-def shown() -> list[str]:
-    return list(dict.fromkeys([*shell_commands(), *inline_commands()]))
+def shown(text: str | None = None) -> list[str]:
+    return list(dict.fromkeys([*shell_commands(text), *inline_commands(text)]))
 
 
 def entry_of(command: str) -> Callable[[str, Shell, Path], None] | None:
@@ -145,25 +155,67 @@ def entry_of(command: str) -> Callable[[str, Shell, Path], None] | None:
     return found[0] if len(found) == 1 else None
 
 
-def test_every_command_of_the_readme_has_an_entry() -> None:
-    missing = [command for command in shown() if not ELSEWHERE.fullmatch(command) and entry_of(command) is None]
-    assert not missing, f"shown and run by nothing: {missing}"
+def problems_of(text: str) -> list[str]:
+    """What keeps the tests of this file from running everything that `text` shows."""
+    problems = [
+        f"only fenced blocks with one of the labels {sorted(KINDS)} are run: {one}" for one in other_blocks(text)
+    ]
+    for command in shown(text):
+        if not ELSEWHERE.fullmatch(command) and entry_of(command) is None:
+            problems.append(f"shown and run by nothing (ENTRIES has no line, or several): {command}")
+    return problems
+
+
+def test_every_command_of_the_readme_is_run() -> None:
+    assert not problems_of(read_me())
     unused = [pattern for pattern in ENTRIES if not any(re.fullmatch(pattern, command) for command in shown())]
     assert not unused, f"entries for what the README does not show: {unused}"
 
 
 @pytest.mark.parametrize(
-    "command", [one for one in shown() if not ELSEWHERE.fullmatch(one) and not ONE_OF_SEVERAL.fullmatch(one)]
+    "more",
+    [
+        "```sh\ntiercache frobnicate X\n```",
+        "```sh\ncurl http://127.0.0.1:8300/v1/bogus\n```",
+        "```sh\ncurl http://127.0.0.1:8300/v1/x; tiercache frob\n```",
+        "```sh\ntiercache bench --only core && tiercache frob\n```",
+        "```sh\ntiercache bench --only $(tiercache frob)\n```",
+        "```sh\nmake test FOO=1\n```",
+        "- first:\n\n  ```sh\n  tiercache frobnicate Y\n  ```",
+        "~~~sh\ntiercache frobnicate Y\n~~~",
+        "```\ntiercache frobnicate Y\n```",
+        "```sh title=x\ntiercache frobnicate Y\n```",
+        "```console\n$ tiercache frobnicate Y\n```",
+        "````sh\ntiercache frobnicate Y\n````",
+        "text:\n\n    tiercache frobnicate Y",
+        "<pre>tiercache frobnicate Y</pre>",
+        "Use `tiercache frob DIR`.",
+        "Use `python3 examples/nothing.py`.",
+        "Use `docker run tiercache`.",
+        "Use `TIERCACHE_X=1 tiercache frob`.",
+        "Use `./examples/none.sh`.",
+        "Use `.venv/bin/tiercache frob`.",
+    ],
 )
+def test_nothing_new_is_shown_that_nothing_runs(more: str) -> None:
+    assert problems_of(f"{read_me()}\n{more}\n")
+
+
+@pytest.mark.parametrize("command", [one for one in shown() if not ELSEWHERE.fullmatch(one)])
 def test_command(command: str, shell: Shell, place: Path) -> None:
     entry = entry_of(command)
     assert entry is not None, "it has no entry in ENTRIES"
     entry(command, shell, place)
 
 
-def test_every_block_is_of_a_kind_that_is_run() -> None:
-    kinds = {block.language for block in blocks()}
-    assert kinds == {"", "sh", "python", "yaml", "json"}
+def test_a_server_with_other_options_is_not_taken_for_the_one_that_is_run(shell: Shell, place: Path) -> None:
+    with pytest.raises(AssertionError, match="not in the block"):
+        control("tiercache serve-control --bogus x", shell, place)
+
+
+def test_every_text_is_compared_with_what_the_server_says() -> None:
+    """In `serve`."""
+    assert [block.section for block in blocks() if block.language == "text"] == ["Serving with vLLM"]
 
 
 @pytest.mark.parametrize("block", [one for one in blocks() if one.language == "yaml"], ids=lambda one: one.name)

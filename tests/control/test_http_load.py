@@ -154,3 +154,15 @@ async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path
         assert time.monotonic() - began_s < 5
         for _, writer in silent:
             writer.transport.abort()
+
+
+async def test_server_that_stops_says_so_to_who_has_not_sent_all(tmp_path: Path) -> None:
+    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+    async with server(tmp_path) as client:
+        reader, writer = await connect(client)
+        writer.write(begun + b"Authorization: Bearer " + TOKEN.encode() + b"\r\nExpect: 100-continue\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 100 ")  # the body is being waited for
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.transport.abort()
+    assert "Traceback" not in client.said
+    assert b"HTTP/1.1 503 " in answer and b"the server stops" in answer

@@ -52,3 +52,20 @@ def test_readmes_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None:
     (recipe,) = re.findall(r"^.*openssl rand.*$", README.read_text(), re.MULTILINE)
     subprocess.run(["sh", "-c", f"umask 022\n{recipe}"], cwd=tmp_path, check=True)
     assert len(read_token("127.0.0.1", tmp_path / "token", no_token=False) or "") == 64
+
+
+def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "token"
+    os.mkfifo(pipe, 0o600)
+    run = tiercache("serve-control", "--socket", str(tmp_path / "c.sock"), "--token-file", str(pipe))
+    assert run.returncode == 2 and "it is not a regular file" in run.stderr
+
+
+def test_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_token("127.0.0.1", tmp_path, no_token=False)
+
+
+def test_link_to_a_private_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(token_file(tmp_path, 0o600))
+    assert read_token("127.0.0.1", tmp_path / "link", no_token=False) == TOKEN

@@ -111,3 +111,18 @@ def test_a_finished_turn_that_never_began_counts_as_a_session() -> None:
     for number in range(100):
         foresight.ended(f"s{number}", KEYS, "", "", float(number))
     assert len(foresight.sessions) == 5
+
+
+def test_many_sessions_that_are_due_are_thought_about_some_at_a_time() -> None:
+    """The loop is the engine's: what is said of a thousand sessions of 256 chunks takes a tenth of a second."""
+    foresight = Foresight(PrefetchPlan(PrefetchSettings(hot_bytes=1000, share_bytes=1000), chunk_bytes=1))
+    for number in range(20):
+        turns(foresight, f"s{number}", 10.0)
+    for number in range(200):
+        keys = [(number * 256 + place).to_bytes(24, "big") for place in range(256)]
+        foresight.ended(f"t{number}", keys, "", "", 0.0)
+    late_s, thoughts = 60.0, 0
+    while foresight.think_s is not None and foresight.think_s <= late_s:
+        foresight.think(late_s)
+        thoughts += 1
+    assert 200 * 256 / 4096 < thoughts < 200

@@ -1,6 +1,8 @@
 """The plan of the prefetcher, on virtual time; nothing is moved."""
 
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -290,3 +292,33 @@ def test_bandwidth_that_was_not_used_is_not_saved_up() -> None:
     assert plan.wake_s(0.0) is None
     plan.offer(expecting("abcdefghij", 100.0), 0.0)
     assert fetches(plan, 100.0) == "ab", "half a second's worth, however long nothing was fetched"
+
+
+def test_many_predictions_whose_time_is_over_are_ended_some_at_a_time() -> None:
+    plan = plan_of()
+    for number in range(2000):
+        plan.offer(expecting("ab", subject=str(number)), 0.0)
+    left = [2000]
+    for step in range(20):
+        assert plan.next(100.0 + step / 100, lambda key: True) is None
+        left.append(sum(plan.acts_on("hints", str(number)) for number in range(2000)))
+    assert left[-1] == 0
+    assert max(before - after for before, after in pairwise(left)) < 1000
+    assert not plan.expects(b"a") and plan.yields_to(b"a", Fetch(b"x", None, "hints", 0.0, 0.0, 0), 101.0)
+
+
+def test_keys_of_a_dropped_prediction_are_anybodys_before_they_are_cleared_away() -> None:
+    """Clearing away 200,000 keys takes a tenth of a second: it is done in parts, and nothing depends on when."""
+    plan = plan_of()
+    keys = [number.to_bytes(4, "big") for number in range(260_000)]
+    plan.offer(Prediction("hints", "long", keys, 0.95, 0.0, 0.0, 1.0, 0, grace_s=10.0), 0.0)
+    began_s = time.thread_time()
+    plan.withdraw("hints", "long")
+    withdrawn_s = time.thread_time() - began_s
+    assert not any(plan.expects(key) for key in keys)
+    plan.offer(Prediction("hints", "short", keys[-2:], 0.95, 0.0, 0.0, 1.0, 0, grace_s=10.0), 0.0)
+    assert plan.expects(keys[-1]) and not plan.expects(keys[-3])
+    for step in range(100):
+        plan.next(step / 100, lambda key: True)
+    assert plan.expects(keys[-1])
+    assert withdrawn_s < 0.02

@@ -94,8 +94,11 @@ def read_token(host: str, token_file: Path | None, no_token: bool) -> str | None
 def _read_private(token_file: Path) -> str:
     """Raises ValueError where others than we and root can read or change it: then it is no secret."""
     try:
-        with token_file.open("rb") as opened:
+        # A pipe is not waited for until somebody writes. Links are followed: mounted secrets are some.
+        with open(token_file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"--token-file {token_file} cannot be read: it is not a regular file")
             if status.st_uid not in (0, os.geteuid()):
                 raise ValueError(
                     f"--token-file {token_file} belongs to user {status.st_uid}, who can read it; have one of your own: "

@@ -20,6 +20,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as StarletteMessage
 
 from tiercache.control.fleet import Fleet
 from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
@@ -57,9 +59,34 @@ def make_app(fleet: Fleet, token: str | None) -> Starlette:
             Route("/metrics", server.metrics, methods=["GET"]),
             Route("/healthz", server.health, methods=["GET"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else [],
+        middleware=[
+            Middleware(_Ending),
+            *([Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_HOSTS)] if token is None else []),
+        ],
         exception_handlers={ControlError: _refused, HTTPException: _http_error, Exception: _failed},  # type: ignore[dict-item]
     )
+
+
+class _Ending:
+    """Requests that the server does not wait for any more when it stops are told so: or the log has a traceback for each."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def tell(message: StarletteMessage) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tell)
+        except asyncio.CancelledError:
+            if not started:
+                answer = _json(_error("unreachable", "the server stops"), _STATUS["unreachable"])
+                await answer(scope, receive, send)
 
 
 class _Server:

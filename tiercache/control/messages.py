@@ -176,7 +176,7 @@ async def receive_length(reader: asyncio.StreamReader) -> int:
 
 
 async def receive_part(reader: asyncio.StreamReader, packed: bytearray, length: int) -> None:
-    """What there is of the rest of a message, behind `packed`: eight MiB copied in one go take milliseconds of the loop."""
+    """What there is of the rest of a message, behind `packed`: eight MiB in one go would hold the loop."""
     part = await reader.read(min(_PART_BYTES, length - len(packed)))
     if not part:
         raise asyncio.IncompleteReadError(b"", length)

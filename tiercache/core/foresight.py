@@ -19,6 +19,10 @@ _AGAIN_SHARE = 0.25
 """Of the time that a session has been idle: the least until it is thought about again."""
 _STALE = 64
 """Entries of the agenda that may be out of date, beside as many as there are sessions on it."""
+_AT_ONCE = 2048
+"""Keys of sessions that are thought about again in one go: a few milliseconds."""
+_SESSION = 16
+"""What a session takes of these beside its keys."""
 
 PREDICTORS = ("hints", "sessions", "workflows")
 
@@ -85,14 +89,18 @@ class Foresight:
         self.workflows.over(session)
 
     def think(self, now_s: float) -> None:
-        """Say what is to be said by now of the sessions that are due."""
-        agenda = self._agenda
-        while agenda and agenda[0][0] <= now_s:
+        """Say what is to be said by now of the sessions that are due: of some of them, if they are many. `think_s` tells
+        whether there are more."""
+        agenda, left = self._agenda, _AT_ONCE
+        while agenda and agenda[0][0] <= now_s and left > 0:
             at_s, session = heapq.heappop(agenda)
             due = self._again.get(session)
+            left -= 1
             if due is not None and due[0] == at_s:
                 del self._again[session]
-                self._offer(session, self.sessions.predict(session, now_s), due[1], now_s)
+                prediction = self.sessions.predict(session, now_s)
+                self._offer(session, prediction, due[1], now_s)
+                left -= _SESSION if prediction is None else _SESSION + len(prediction.keys)
 
     def _come(self, session: str) -> None:
         """Nobody waits for it any more."""

@@ -8,6 +8,7 @@ settings allow and nothing else: it displaces nothing that is expected sooner, a
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -29,6 +30,10 @@ _STALE = 64
 """Entries of a heap that may be out of date, beside as many as are not."""
 _MOST_KEYS = 1 << 18
 """Of all predictions together: some 70 MB. Of more, the ones that were made first are not acted on any more."""
+_CLEARED = 4096
+"""Keys of predictions that count no more, which are cleared away in one go."""
+_ENDED = 512
+"""Predictions whose time is over, which are ended in one go."""
 _NEAR_S = 0.05
 """Rates are not told apart below so short a time."""
 
@@ -146,9 +151,13 @@ class PrefetchPlan:
         self._ranked_s = float("-inf")
         self._numbers = count()
         self._owners: dict[ChunkKey, tuple[_Entry, int]] = {}
+        """Who is expected first for a key. Who is not `active` any more counts as nobody."""
+        self._dropped: deque[tuple[_Entry, Sequence[ChunkKey], int]] = deque()
+        """Who may own keys still though he is not active, those keys, and from where on they are not cleared away yet."""
         self._in_flight: dict[ChunkKey, str] = {}
         self._ready: dict[ChunkKey, str] = {}
         self._swept_s = float("-inf")
+        self._clearing_s = float("-inf")
         self._current: _Entry | None = None
         self._current_left = 0
         self._tokens_bytes = settings.bytes_per_s * settings.burst_s
@@ -178,15 +187,20 @@ class PrefetchPlan:
         self._reopen(entry)
         self._current = None
         while self._keys_held > _MOST_KEYS and len(self._entries) > 1:
-            self.withdraw(*next(iter(self._entries)))
+            self._withdraw(next(iter(self._entries)))
+        # Twice what comes, so that what is left behind does not grow.
+        self._clear(2 * len(prediction.keys))
 
     def withdraw(self, predictor: str, subject: str) -> None:
         """It will not come true (or has). Chunks that were fetched for it stay, and are used or evicted."""
-        name = predictor, subject
+        self._withdraw((predictor, subject))
+        self._clear(_CLEARED)
+
+    def _withdraw(self, name: tuple[str, str]) -> None:
         entry = self._entries.get(name)
         if entry is not None:
             missing = len(entry.prediction.keys) - entry.cursor
-            self._account(predictor).cancelled_bytes += missing * self.chunk_bytes
+            self._account(name[0]).cancelled_bytes += missing * self.chunk_bytes
             self._drop(name, entry)
 
     def acts_on(self, predictor: str, subject: str) -> bool:
@@ -292,7 +306,7 @@ class PrefetchPlan:
         """As `failed`: everything in the hot cache is expected sooner, or is leased. It is tried again a little later."""
         self.failed(fetch.key)
         owner = self._owners.get(fetch.key)
-        if owner is not None:
+        if owner is not None and owner[0].active:
             entry, position = owner
             entry.cursor = min(entry.cursor, position)
             entry.paused_until_s = now_s + _SWEEP_S
@@ -371,8 +385,7 @@ class PrefetchPlan:
 
     def expects(self, key: ChunkKey) -> bool:
         """Whether somebody may still come for it."""
-        owner = self._owners.get(key)
-        return key in self._ready or (owner is not None and owner[0].active)
+        return key in self._ready or self._owned(key)
 
     def _choose(self, now_s: float) -> _Entry | None:
         """The open prediction with the highest expected value, whose time has come."""
@@ -456,17 +469,44 @@ class PrefetchPlan:
         return max(start_s, entry.paused_until_s)
 
     def _expire(self, now_s: float) -> None:
-        """Once a second: end predictions whose time is over, and give up what was fetched and nobody expects any more."""
+        """Once a second: end predictions whose time is over, and give up what was fetched and nobody expects any more. Where
+        they are very many, only some; the others at the next occasion, which is at another time."""
+        if now_s == self._clearing_s:
+            return
+        self._clearing_s = now_s
+        self._clear(_CLEARED)
         if now_s < self._swept_s + _SWEEP_S:
             return
-        self._swept_s = now_s
         ends = self._ends
-        while ends and now_s > ends[0][0]:
+        for _ in range(_ENDED):
+            if not ends or now_s <= ends[0][0]:
+                break
             _, _, entry = heapq.heappop(ends)
             if entry.active:
-                self.withdraw(entry.prediction.predictor, entry.prediction.subject)
-        for key in [key for key in self._ready if key not in self._owners]:
+                self._withdraw((entry.prediction.predictor, entry.prediction.subject))
+        else:
+            return
+        self._swept_s = now_s
+        for key in [key for key in self._ready if not self._owned(key)]:
             self._account(self._ready.pop(key)).wasted_bytes += self.chunk_bytes
+
+    def _owned(self, key: ChunkKey) -> bool:
+        owner = self._owners.get(key)
+        return owner is not None and owner[0].active
+
+    def _clear(self, most: int) -> None:
+        """Forget the keys of those who are not active any more: so many in one go."""
+        owners, dropped = self._owners, self._dropped
+        while most > 0 and dropped:
+            entry, keys, first = dropped.popleft()
+            some = keys[first : first + most]
+            for key in some:
+                owner = owners.get(key)
+                if owner is not None and owner[0] is entry:
+                    del owners[key]
+            most -= max(1, len(some))
+            if first + len(some) < len(keys):
+                dropped.appendleft((entry, keys, first + len(some)))
 
     def _drop(self, name: tuple[str, str], entry: _Entry) -> None:
         entry.active = False
@@ -477,11 +517,7 @@ class PrefetchPlan:
         if len(self._ends) > 2 * len(self._entries) + _STALE:
             self._ends = [end for end in self._ends if end[2].active]
             heapq.heapify(self._ends)
-        owners = self._owners
-        for key in entry.prediction.keys:
-            owner = owners.get(key)
-            if owner is not None and owner[0] is entry:
-                del owners[key]
+        self._dropped.append((entry, entry.prediction.keys, 0))
         # Heaps and rankings may know the entry for a while; they need not keep its keys.
         entry.prediction = replace(entry.prediction, keys=())
         if self._current is entry:

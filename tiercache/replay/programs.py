@@ -51,7 +51,8 @@ class Programs:
     def fire(self) -> None:
         """Do what is due then."""
         now_s = self.next_s
-        self.foresight.think(now_s)
+        while (think_s := self.foresight.think_s) is not None and think_s <= now_s:
+            self.foresight.think(now_s)
         while self._timers and self._timers[0][0] <= now_s:
             at_s, _, call = heapq.heappop(self._timers)
             call(at_s)

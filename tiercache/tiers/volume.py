@@ -101,7 +101,7 @@ class Volume:
         self._temporary = self._private / "tmp"
         self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
         self._quarantine = Quarantine(root / "quarantine", access)
-        self._surveyor = Surveyor(root, self._owner)
+        self._surveyor = Surveyor(root, self._owner, access)
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
@@ -137,6 +137,13 @@ class Volume:
     def answers(self) -> bool:
         """Whether the directory can be reached by its path, whatever became of what we have open there."""
         return (self._private / "ledger").exists()
+
+    def is_mounted_anew(self) -> bool:
+        """Whether what we have open lies on another mount than what has the directory's path now."""
+        try:
+            return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # the mount that we have open is dead
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most for other instances."""

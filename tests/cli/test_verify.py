@@ -1,7 +1,11 @@
 """`tiercache verify`: what is whole passes, what is not goes to quarantine."""
 
+import contextlib
 import json
 import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,12 +55,26 @@ def test_damage_is_found_and_quarantined(directory: Path, damage: Callable[[Path
     assert tiercache("verify", directory).returncode == 0
 
 
-def test_words_and_progress(directory: Path) -> None:
+def test_words_and_no_bar_in_a_pipe(directory: Path) -> None:
     flip(chunk_paths(directory)[0], 5000)
     run = tiercache("verify", directory)
     assert "6 chunks checked" in run.stdout
     assert "1 bad" in run.stdout
-    assert "verifying" in run.stderr
+    assert run.stderr == ""
+
+
+def test_progress_in_a_terminal(directory: Path) -> None:
+    terminal, side = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tiercache.cli", "verify", str(directory)], stdout=subprocess.PIPE, stderr=side
+    ):
+        os.close(side)
+        shown = bytearray()
+        with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
+            while part := os.read(terminal, 65536):
+                shown += part
+        os.close(terminal)
+    assert b"verifying" in shown
 
 
 def test_looking_changes_nothing(directory: Path) -> None:

@@ -376,7 +376,9 @@ async def test_chunks_that_are_read_while_the_first_scan_runs_are_known_after_it
         assert all(tier.contains(chunk(number)[0]) for number in range(1, 15))
 
 
-async def test_writes_that_find_the_directory_emptied_together_open_one_volume(tmp_path: Path) -> None:
+async def test_writes_that_find_the_directory_emptied_together_open_one_volume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     place = tmp_path / "disk"
     async with opened(place) as tier:
         await tier.scanned()
@@ -384,6 +386,7 @@ async def test_writes_that_find_the_directory_emptied_together_open_one_volume(t
         place.mkdir()
         await asyncio.gather(*(tier.write(*chunk(number), CHUNK_BYTES) for number in range(1, 7)))
         assert len(list((place / ".tiercache" / "tmp").glob("*.lock"))) == 1
+    assert caplog.text.count(f"{place} was emptied or replaced") == 1
     held = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert [path for path in held if str(place) in str(path)] == []
 
@@ -701,6 +704,24 @@ async def test_what_is_stored_is_nobody_elses_to_read(
             assert wrong == {}
         for path in [place / ".tiercache", place / "00", place / ".tiercache" / "ledger"]:
             path.chmod(0o755)  # as an earlier version left them
+
+
+@pytest.mark.parametrize(("access", "file_mode"), [("owner", 0o600), ("group", 0o660)])
+async def test_chunks_that_are_there_get_the_mode_when_a_cache_opens_the_directory(
+    tmp_path: Path, access: str, file_mode: int
+) -> None:
+    """An earlier version's, or from before `file_access` was changed. A file that has a second name is left alone."""
+    async with opened(tmp_path / "kv") as tier:
+        await fill(tier, range(1, 11))
+        paths = [Path(tier.path(chunk(number)[0])) for number in range(1, 11)]
+    for number, path in enumerate(paths):
+        path.chmod(0o644 if number % 2 else 0o600)
+    os.link(paths[1], tmp_path / "elsewhere")
+    async with opened(tmp_path / "kv", file_access=access) as tier:
+        await tier.scanned()
+        assert all([await is_hit(tier, number) for number in range(1, 11)])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths if path != paths[1]} == {file_mode}
+    assert stat.S_IMODE(paths[1].stat().st_mode) == 0o644
 
 
 async def test_a_directory_that_was_there_keeps_its_mode(tmp_path: Path) -> None:

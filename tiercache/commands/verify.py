@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -43,7 +44,8 @@ def verify_command(directory: Path, as_json: bool) -> int:
     if (problem := problem_with(directory)) is not None:
         return complain(problem)
     try:
-        found = verify(directory, Console(stderr=True, quiet=as_json))
+        # A bar is for eyes: in a pipe or a log it would be noise.
+        found = verify(directory, Console(stderr=True, quiet=as_json or not sys.stderr.isatty()))
     except OSError as error:
         return complain(f"{directory} cannot be verified: {error}")
     if as_json:

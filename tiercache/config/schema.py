@@ -116,7 +116,8 @@ class Config:
         "owner",
         "who may read what the tiers on files store (disk, GDS, Weka, 3FS, fs). owner: files 0600, directories 0700; "
         "group: 0660 and 2770, so that users of one group share a directory. A named directory that exists keeps its mode; "
-        "what tiercache made below it, and this user owns, gets the mode when a cache opens it",
+        "what tiercache made below it, and this user owns, gets the mode when a cache opens it: its directories at once, "
+        "chunks as the cache counts what is there, in the background",
         ours=True,
     )
 

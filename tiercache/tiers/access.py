@@ -55,6 +55,29 @@ class Access:
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
                 os.chmod(path, mode)
 
+    def enforce_found(self, path: str, status: os.stat_result) -> bool:
+        """As `enforce` for a regular file whose `status` is known already; False where the file system has no such modes.
+
+        In a directory that others may write to, the name may be a link by now, or a second name of a file that is private:
+        those are left alone.
+        """
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) == self.file_mode:
+            return True
+        try:
+            descriptor = open_regular(path, os.O_RDONLY)
+        except OSError:
+            return True  # gone, or not ours to open
+        try:
+            now = os.fstat(descriptor)
+            if not os.path.samestat(now, status) or now.st_nlink != 1:
+                return True
+            os.fchmod(descriptor, self.file_mode)
+            return stat.S_IMODE(os.fstat(descriptor).st_mode) == self.file_mode
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
 
 ACCESS = {"owner": Access(FILE_MODE, 0o700), "group": Access(0o660, 0o2770)}
 """By the value of `file_access`. The group's directories hand their group on to what is made in them."""

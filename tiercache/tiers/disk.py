@@ -47,6 +47,8 @@ background."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 _PERHAPS_THE_DEVICE = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
+_EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
+_MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
 _PROBED = 1024
@@ -453,7 +455,8 @@ class DiskTier(Tier):
             if shelf.volume is stale:
                 if not await self._metadata.submit(stale.root.is_dir):
                     raise TierUnavailable(f"{stale.root} is not there any more")
-                logger.warning("%s was emptied by somebody else; starting it anew", stale.root)
+                mounted_anew = await self._metadata.submit(stale.is_mounted_anew)
+                logger.warning(_MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 fresh = self._make_volume(stale.root, stale.cap_bytes)
                 try:
                     await self._open_volume(fresh)

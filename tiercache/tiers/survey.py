@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import KEY_BYTES, ChunkKey
-from tiercache.tiers.access import occupied_bytes, open_regular
+from tiercache.tiers.access import Access, occupied_bytes, open_regular
 from tiercache.tiers.ledger import Count
 from tiercache.tiers.owners import UNBORN_NAME, Owner
 
@@ -46,11 +46,14 @@ class Reckoning:
 
 
 class Surveyor:
-    """Scans the directories below `root` on behalf of `owner`."""
+    """Scans the directories below `root` on behalf of `owner`. Chunks of this user get the mode that `access` says."""
 
-    def __init__(self, root: Path, owner: Owner) -> None:
+    def __init__(self, root: Path, owner: Owner, access: Access) -> None:
         self._root = root
         self._owner = owner
+        self._access = access
+        self._has_modes = True
+        """Until the mount is seen to have none: then files are not opened in vain, scan after scan."""
 
     def scan(self, top: str) -> Scanned:
         """As `Volume.scan`."""
@@ -71,6 +74,7 @@ class Surveyor:
         is_file = stat.S_ISREG(status.st_mode)
         if is_file and _is_chunk(entry, top):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
+                self._has_modes = self._has_modes and self._access.enforce_found(entry.path, status)
                 found.counted_bytes += occupied_bytes(status)
                 found.chunks.append((status.st_mtime, bytes.fromhex(entry.name), occupied_bytes(status)))
                 return

@@ -107,7 +107,7 @@ class Volume:
         self._temporary = self._private / "tmp"
         self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
         self._quarantine = Quarantine(root / "quarantine", access)
-        self._surveyor = Surveyor(root, self._owner)
+        self._surveyor = Surveyor(root, self._owner, access)
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
@@ -147,6 +147,13 @@ class Volume:
     def reads_back(self) -> bool:
         """Whether the device can be read, found out with a file that is no chunk."""
         return reads_back(self.root)
+
+    def is_mounted_anew(self) -> bool:
+        """Whether what we have open lies on another mount than what has the directory's path now."""
+        try:
+            return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # the mount that we have open is dead
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""

@@ -81,7 +81,9 @@ def dead_descriptors() -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("noticed", [True, False], ids=["used while dead", "idle while dead"])
-async def test_chunks_are_written_again(mount: FragileMount, kind: str, noticed: bool) -> None:
+async def test_chunks_are_written_again(
+    mount: FragileMount, kind: str, noticed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(kind, mount.path) as tier:
         assert [await is_written(tier, number) for number in range(1, 4)] == [True] * 3
         await asyncio.to_thread(mount.die)
@@ -93,6 +95,8 @@ async def test_chunks_are_written_again(mount: FragileMount, kind: str, noticed:
         assert await is_hit(tier, 89)
         assert physical_bytes(mount.behind) <= CAP_BYTES, "and the cap holds, so the count is kept too"
         assert not dead_descriptors(), "nothing of the dead mount stays open"
+        assert f"another mount is at {mount.path} now" in caplog.text
+        assert "emptied" not in caplog.text, "its chunks are all there"
 
 
 async def test_writes_that_waited_for_a_mount_that_hung_leave_a_volume_alone_that_was_closed_meanwhile(

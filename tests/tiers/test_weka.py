@@ -198,6 +198,21 @@ async def test_writer_goes_on_when_the_elected_instance_made_room(tmp_path: Path
         ledger.close()
 
 
+async def test_a_count_that_cannot_be_had_for_a_while_ends_neither_eviction_nor_the_refresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path, cap_chunks=10) as tier:
+        await store(tier, range(5, 7))
+        await tier.refreshed()
+        with tier._shelves[0].volume.ledger._lock:
+            assert not await evictor_of(tier).room(0, 0.0)  # calls it
+            async with asyncio.timeout(20):
+                while not ("eviction failed" in caplog.text and "could not be listed" in caplog.text):
+                    await asyncio.sleep(0.05)
+        assert await evictor_of(tier).room(FILE_BYTES + 8192, 20.0)
+        assert len(tier._tasks) == 2, "both go on; a refresh that took long is repeated later"
+
+
 async def test_an_elected_instance_that_hangs_is_replaced(tmp_path: Path, election: Election) -> None:
     loop = asyncio.get_running_loop()
     async with opened(tmp_path, cap_chunks=10, room_wait_s=30.0) as tier:

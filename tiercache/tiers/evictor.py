@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import eviction_goal_bytes
+from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers
 from tiercache.tiers.election import Election
 from tiercache.tiers.listing import answered
@@ -106,7 +107,7 @@ class Evictor:
                 self._call.clear()
                 try:
                     await self._keep_below()
-                except OSError as error:
+                except (OSError, TierUnavailable) as error:
                     logger.warning("%s: eviction failed: %s", self.shelf.volume.root, error)
                     await self._rest(_IDLE_PAUSE_S)
         finally:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import Freshness, SharedIndex
+from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, look_away
 from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.volume import CHUNK_NAME, TOP_LEVELS, Volume
@@ -89,7 +90,7 @@ class Refresher:
                 await self._refresh()
                 self._on_refresh()
                 failing = False
-            except OSError as error:
+            except (OSError, TierUnavailable) as error:
                 if not failing:
                     logger.warning("%s could not be listed: %s", self.shelf.volume.root, error)
                 failing = True

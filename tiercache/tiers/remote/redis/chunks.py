@@ -129,10 +129,11 @@ class Chunks:
             if published:
                 self._together(name, list(segments), lambda channel, left: keep(channel, left, final_ms))
         except Missing:
-            removed = published and not existing(self._servers, [name])[0]
-            self._try_to_unlink(name, [name, *(segment.name for segment in segments)])
-            if removed:
-                return True  # it was there, and somebody has removed it already
+            head, _ = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
+            stands = published and head == header + manifest
+            self._try_to_unlink(name, [*([name] if stands else []), *(segment.name for segment in segments)])
+            if published and not stands:
+                return True  # it was there, and somebody has removed it already, or stored another copy since
             raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
         except TierFull:
             self._try_to_unlink(name, [segment.name for segment in segments])

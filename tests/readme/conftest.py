@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def shell(place: Path, environment: dict[str, str]) -> Shell:
-    def run(command: str, status: int = 0, limit_s: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(command: str, status: int = 0, limit_s: float = 1200, **more: str) -> subprocess.CompletedProcess[str]:
         found = subprocess.run(
             ["bash", "-c", command],
             cwd=place,

@@ -2,8 +2,10 @@
 
 import contextlib
 import inspect
+import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,13 @@ _failed = pytest.StashKey[bool]()
 def layout() -> Layout:
     """Chunks of 64 tokens and 64 KiB."""
     return Layout("test-model", chunk_tokens=64, bytes_per_token=1024)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for Unix sockets, whose paths may have 107 characters: `tmp_path` alone can have 75."""
+    with tempfile.TemporaryDirectory(prefix="t-") as place:
+        yield Path(place)
 
 
 @pytest.fixture(scope="session")

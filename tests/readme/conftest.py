@@ -37,10 +37,9 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """This Python and this tree first, and nothing that configures the cache."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_", "PYTEST"))
-    }
+    """This Python and this tree first; nothing that configures the cache, or tells a make that it is another's."""
+    others = ("TIERCACHE_", "LMCACHE_", "PYTEST", "MAKE", "MFLAGS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     paths = {"PATH": f"{sys.prefix}/bin:{kept['PATH']}", "PYTHONPATH": str(REPOSITORY)}
     return kept | paths | {"HF_HUB_OFFLINE": "1"}
 

@@ -25,13 +25,11 @@ NAMES = [bytes([number]) * 32 for number in range(11)]
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def engine(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A name that no other test uses, with a directory for sockets of its own."""
-    directory = tmp_path / "s"
-    directory.mkdir()
-    monkeypatch.setattr(lookup.tempfile, "gettempdir", lambda: str(directory))
+    monkeypatch.setattr(lookup.tempfile, "gettempdir", lambda: str(short_path))
     yield uuid.uuid4().hex
-    assert not list(directory.glob("*/*.sock")), "a socket was left behind"
+    assert not list(short_path.glob("*/*.sock")), "a socket was left behind"
 
 
 class Worker:
@@ -44,7 +42,11 @@ class Worker:
         cache = self.thread.cache
         for key in keys_from_hashes(cache.namespace, [NAMES[end - 1] for end in ends]):
             assert self.thread.submit(cache.put(key, b"x" * 4096)).result(10)
-        self.server = LookupServer(engine, rank, self.thread, GEOMETRY)
+        try:
+            self.server = LookupServer(engine, rank, self.thread, GEOMETRY)
+        except BaseException:
+            self.thread.close(1.0)
+            raise
 
     def __enter__(self) -> Worker:
         return self

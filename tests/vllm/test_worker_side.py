@@ -165,6 +165,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
     yield make
     for worker in workers:
         worker.side.close()
+        if worker.side._hangs:
+            worker.driver.close()  # which is left open for a copy that has ended since
 
 
 @pytest.fixture(params=["auto", "twin"])

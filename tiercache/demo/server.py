@@ -18,7 +18,7 @@ from pathlib import Path
 from tiercache.demo.evidence import Found, found_for, stored_tokens
 
 MODEL_NAME = "smollm2-135m"
-_START_S = 300.0
+_START_S = 1200.0
 _STOP_S = 30.0
 _POLL_S = 0.05
 

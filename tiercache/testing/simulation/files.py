@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -228,12 +229,13 @@ class FileCalls:
     def makedirs(self, name: Name, mode: int = 0o777, exist_ok: bool = False) -> None:
         path = os.fsdecode(name).rstrip("/")
         above = os.path.dirname(path)
-        if self.owns(above) and not self.access(above, os.F_OK):
-            self.makedirs(above, exist_ok=True)
+        if self.owns(above) and not self._mode(above):
+            with contextlib.suppress(FileExistsError):  # somebody else was quicker
+                self.makedirs(above, exist_ok=exist_ok)
         try:
             self.mkdir(path, mode)
         except OSError:
-            if not exist_ok or not stat.S_ISDIR(self.stat(path).st_mode):
+            if not exist_ok or not stat.S_ISDIR(self._mode(path)):
                 raise
 
     def rmdir(self, path: Name, *, dir_fd: int | None = None) -> None:
@@ -266,8 +268,11 @@ class FileCalls:
     def link(self, src: Name, dst: Name) -> None:
         """Of a symbolic link, as link(2) of Linux does it, which `os.link` calls: to the link itself."""
         disk, old, to_disk, new = self._enter_both("link", src, dst)
-        inode = disk.find(old, follow=False)
-        directory, last = _vacant(to_disk.place(new), old, new)
+        try:
+            inode = disk.find(old, follow=False)
+            directory, last = _vacant(to_disk.place(new))
+        except OSError as error:
+            raise _with_both(error, old, new) from None
         if to_disk is not disk:
             raise failure(errno.EXDEV, old, new)
         if isinstance(inode, Directory):
@@ -275,9 +280,13 @@ class FileCalls:
         disk.add_name(directory, last, inode)
 
     def symlink(self, src: Name, dst: Name, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        target = os.fsdecode(src)
         disk, name, at = self._enter("symlink", dst, dir_fd)
-        directory, last = _vacant(disk.place(name, at=at), os.fsdecode(src), name)
-        disk.make_link(directory, last, os.fsdecode(src))
+        try:
+            directory, last = _vacant(disk.place(name, at=at))
+        except OSError as error:
+            raise _with_both(error, target, name) from None
+        disk.make_link(directory, last, target)
 
     def readlink(self, path: Name, *, dir_fd: int | None = None) -> str:
         disk, name, at = self._enter("readlink", path, dir_fd)
@@ -329,15 +338,15 @@ class FileCalls:
     def _disk(self, name: str) -> Disk | None:
         return next((disk for disk in self.disks if disk.owns(name)), None)
 
-    def _use(self, call: str, fd: int, below: str | None = None) -> tuple[Opened, object]:
-        """The beginning of a call with a descriptor. Who ran meanwhile may have closed it."""
+    def _use(self, call: str, fd: int, *below: str) -> tuple[Opened, object]:
+        """The beginning of a call with a descriptor, or with a path that begins at it. Who runs meanwhile may close it."""
         opened = self._opened.get(fd)
         if opened is None:
-            raise failure(errno.EBADF)
-        ordered = self.before(call, opened.disk, opened.path if below is None else f"{opened.path}/{below}")
+            raise failure(errno.EBADF, *below)
+        ordered = self.before(call, opened.disk, "/".join((opened.path, *below)) if below else opened.path)
         opened = self._opened.get(fd)
         if opened is None:
-            raise failure(errno.EBADF)
+            raise failure(errno.EBADF, *below)
         return opened, ordered
 
     def _inode(self, call: str, path: Name | int, dir_fd: int | None, follow: bool) -> Inode:
@@ -345,6 +354,13 @@ class FileCalls:
             return self._use(call, path)[0].inode
         disk, name, at = self._enter(call, path, dir_fd)
         return disk.find(name, follow=follow, at=at)
+
+    def _mode(self, path: str) -> int:
+        """0 where nothing has the path."""
+        try:
+            return self.stat(path).st_mode
+        except OSError:
+            return 0
 
     def _directory(self, call: str, path: Name | int) -> Directory:
         inode = self._inode(call, path, None, True)
@@ -354,18 +370,18 @@ class FileCalls:
 
     def _rename(self, call: str, src: Name, dst: Name, *, spare: bool) -> None:
         disk, old, to_disk, new = self._enter_both(call, src, dst)
-        directory, name, inode = disk.place(old)
-        to_place = to_disk.place(new)
         if to_disk is not disk:
             raise failure(errno.EXDEV, old, new)
-        if not name or not to_place[1]:
-            raise failure(errno.EBUSY, old, new)
-        if inode is None:
-            raise failure(errno.ENOENT, old, new)
         try:
+            directory, name, inode = disk.place(old)
+            to_place = disk.place(new)
+            if not name or not to_place[1]:
+                raise failure(errno.EBUSY)
+            if inode is None:
+                raise failure(errno.ENOENT)
             disk.rename((directory, name, inode), to_place, spare=spare)
         except OSError as error:
-            raise failure(error.errno or 0, old, new) from None
+            raise _with_both(error, old, new) from None
 
 
 def _vacant(place: tuple[Directory, str, Inode | None], *paths: str) -> tuple[Directory, str]:
@@ -382,3 +398,9 @@ def _taken(place: tuple[Directory, str, Inode | None], path: str) -> tuple[Direc
     if not last:
         raise failure(errno.EBUSY, path)
     return directory, last, inode
+
+
+def _with_both(error: OSError, old: str, new: str) -> OSError:
+    """What a call with two paths raises: it says both, whichever was the reason."""
+    assert error.errno is not None
+    return failure(error.errno, old, new)

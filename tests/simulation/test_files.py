@@ -598,8 +598,8 @@ def test_power_is_not_cut_while_somebody_has_a_file_open(made: Calls) -> None:
 
 OF_OS = [
     "access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat", "mkdir",
-    "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink", "remove", "rename", "replace", "rmdir",
-    "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write",
+    "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink", "remove", "rename", "replace",
+    "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write",
 ]  # fmt: skip
 
 

@@ -57,22 +57,18 @@ class Opened:
     def read(self, length: int, offset: int, ordered: object) -> bytes:
         file = self._to_read(offset)
         if self._direct:
-            self._require_aligned(offset, length)
+            self._require_aligned(offset | length)
         return file.read(offset, _allowed(length, ordered))
 
     def read_into(self, buffers: Iterable[WriteableBuffer], offset: int, ordered: object) -> int:
         file = self._to_read(offset)
-        views = [_bytes_of(buffer) for buffer in buffers]
-        if self._direct:
-            self._require_aligned(offset, *[view.nbytes for view in views])
-        left = None if ordered is None else _allowed(sum([view.nbytes for view in views]), ordered)
+        views, length = self._views(buffers, offset)
+        left = length if ordered is None else _allowed(length, ordered)
         done = 0
         for view in views:
-            part = view if left is None else view[: left - done]
-            got = file.read_into(part, offset + done)
-            done += got
-            if got < view.nbytes:
-                break
+            if view.nbytes > left - done:
+                view = view[: left - done]
+            done += file.read_into(view, offset + done)
         return done
 
     def write(self, buffers: Iterable[ReadableBuffer], offset: int | None, ordered: object) -> int:
@@ -85,10 +81,7 @@ class Opened:
             raise failure(errno.EINVAL)
         if self._append:
             at = file.size
-        views = [_bytes_of(buffer) for buffer in buffers]
-        if self._direct:
-            self._require_aligned(at, *[view.nbytes for view in views])
-        length = sum([view.nbytes for view in views])
+        views, length = self._views(buffers, at)
         written = file.write(views, at, length if ordered is None else _allowed(length, ordered))
         if isinstance(ordered, Torn):
             raise failure(errno.EIO)
@@ -133,12 +126,24 @@ class Opened:
             raise failure(errno.EISDIR)
         return self.inode
 
-    def _require_aligned(self, *amounts: int) -> None:
-        """Offset and lengths. Where the buffers lie, is too dear to find out."""
-        mask = self.disk.block_bytes - 1
-        for amount in amounts:
-            if amount & mask:
-                raise failure(errno.EINVAL)
+    def _views(self, buffers: Iterable[ReadableBuffer], offset: int) -> tuple[list[memoryview], int]:
+        """The bytes of the buffers, and how many there are. Where they lie in memory, O_DIRECT ought to ask as well."""
+        views, length, together = [], 0, offset
+        for buffer in buffers:
+            view = memoryview(buffer)
+            if view.format != "B" or view.ndim != 1:
+                view = view.cast("B")
+            views.append(view)
+            length += view.nbytes
+            together |= view.nbytes
+        if self._direct:
+            self._require_aligned(together)
+        return views, length
+
+    def _require_aligned(self, together: int) -> None:
+        """Offset and lengths, all their bits in one number."""
+        if together & (self.disk.block_bytes - 1):
+            raise failure(errno.EINVAL)
 
 
 class Descriptors:
@@ -174,8 +179,3 @@ def _allowed(length: int, ordered: object) -> int:
     if isinstance(ordered, int):
         return min(length, ordered)
     return length
-
-
-def _bytes_of(buffer: ReadableBuffer) -> memoryview:
-    view = memoryview(buffer)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")

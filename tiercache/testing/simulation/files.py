@@ -59,8 +59,7 @@ class FileCalls:
         """Whether a call with this path or descriptor is for us."""
         if isinstance(path, int):
             return path >= FIRST_DESCRIPTOR
-        name = os.fsdecode(path)
-        return any(disk.owns(name) for disk in self.disks)
+        return self._disk(path if isinstance(path, str) else os.fsdecode(path)) is not None
 
     def die(self, process: Hashable) -> None:
         """Close all that a process has open, which gives its locks and its nameless files away. Nothing else happens."""
@@ -321,11 +320,11 @@ class FileCalls:
             if not isinstance(opened.inode, Directory):
                 raise failure(errno.ENOTDIR, name)
             return opened.disk, name, opened.inode
-        for disk in self.disks:
-            if disk.owns(name):
-                self.before(call, disk, name)
-                return disk, name, None
-        raise failure(errno.ENOENT, name)
+        disk = self._disk(name)
+        if disk is None:
+            raise failure(errno.ENOENT, name)
+        self.before(call, disk, name)
+        return disk, name, None
 
     def _enter_both(self, call: str, src: Name, dst: Name) -> tuple[Disk, str, Disk, str]:
         old, new = os.fsdecode(src), os.fsdecode(dst)
@@ -336,7 +335,10 @@ class FileCalls:
         return old_disk, old, new_disk, new
 
     def _disk(self, name: str) -> Disk | None:
-        return next((disk for disk in self.disks if disk.owns(name)), None)
+        for disk in self.disks:
+            if disk.owns(name):
+                return disk
+        return None
 
     def _use(self, call: str, fd: int, *below: str) -> tuple[Opened, object]:
         """The beginning of a call with a descriptor, or with a path that begins at it. Who runs meanwhile may close it."""

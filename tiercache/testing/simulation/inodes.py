@@ -82,7 +82,7 @@ class Inode:
 
     def modified(self) -> None:
         """What is in it."""
-        self.mtime_ns = self.ctime_ns = self.disk.now_ns()
+        self.mtime_ns = self.ctime_ns = int(self.disk.now() * 1e9)
         self.shown = None
 
 
@@ -163,18 +163,17 @@ class File(Inode):
     def read(self, offset: int, length: int) -> bytes:
         end = min(offset + length, self._size)
         found = bytes(memoryview(self.data)[offset:end])
-        if len(found) < end - offset:
-            found += bytes(end - offset - len(found))
-        return found
+        return found if len(found) >= end - offset else found.ljust(end - offset, b"\0")
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills as much of `view` as there is."""
-        length = max(0, min(view.nbytes, self._size - offset))
-        if offset + length <= len(self.data):
-            view[:length] = memoryview(self.data)[offset : offset + length]
-        else:
-            view[:length] = self.read(offset, length)
-        return length
+        end = offset + view.nbytes
+        if end <= len(self.data):
+            view[:] = memoryview(self.data)[offset:end]
+            return view.nbytes
+        found = self.read(offset, view.nbytes)
+        view[: len(found)] = found
+        return len(found)
 
     def write(self, views: list[memoryview], offset: int, length: int) -> int:
         """The first `length` bytes of `views`. Returns how many found room; raises OSError (ENOSPC) when none did."""
@@ -190,7 +189,9 @@ class File(Inode):
             part = view if view.nbytes <= end - at else view[: end - at]
             self._put(part, at)
             at += part.nbytes
-        self._size = max(self._size, end)
+        if end > self._size:
+            self._size = end
+        self._hash = None
         self.modified()
         return written
 
@@ -282,13 +283,13 @@ class File(Inode):
 
     def _put(self, view: memoryview, offset: int) -> None:
         data = self.data
-        self._hash = None
         if offset > len(data):
             data.extend(bytes(offset - len(data)))
-        if offset == len(data):
+        inside = min(view.nbytes, len(data) - offset)
+        if not inside:
             data += view
             return
-        inside = min(view.nbytes, len(data) - offset)
         with memoryview(data) as room:
             room[offset : offset + inside] = view[:inside]
-        data += view[inside:]
+        if inside < view.nbytes:
+            data += view[inside:]

@@ -32,7 +32,7 @@ class FileCalls:
     `before` is called at the beginning of each call, with its name, the disk, and what it is about: a path (of a descriptor,
     that with which it was opened), or the pair of paths of a rename or a link. It may let others run, and raise OSError.
     Once it has answered, the call is atomic. What it answers counts for reads and writes alone: None for all, a number for
-    so many bytes at most, Torn for so many bytes and then EIO.
+    so many bytes at most, and for a write Torn: so many bytes, and then EIO.
 
     `process` is who calls: its descriptors are looked up among its own. Descriptors are numbers from 1,000,000 on.
     """

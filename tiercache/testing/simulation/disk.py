@@ -46,6 +46,8 @@ class Disk:
         self.can_lose_power = can_lose_power
         self.device = 1 << 24 | zlib.crc32(self.root.encode()) & 0xFFFFFF
         self.used_blocks = 0
+        self.foreign_blocks = 0
+        """Taken by somebody who does not show what with; see `occupy`."""
         self.open_descriptors = 0
         self._below = self.root + "/"
         self._last_number = 1
@@ -61,11 +63,27 @@ class Disk:
 
     @property
     def free_blocks(self) -> int:
-        return self.block_count - self.used_blocks
+        return max(0, self.block_count - self.used_blocks - self.foreign_blocks)
 
     @property
     def occupied_bytes(self) -> int:
         return self.used_blocks * self.block_bytes
+
+    def occupy(self, length_bytes: int) -> None:
+        """Somebody else's files take so much of the room from now on, or what of it is free."""
+        self.foreign_blocks = 0
+        self.foreign_blocks = min(length_bytes // self.block_bytes, self.free_blocks)
+
+    def remove_all(self, path: str) -> None:
+        """rm -rf of what is in that directory, if it is there."""
+        try:
+            directory = self.find_directory(path)
+        except OSError:
+            return
+        for name, inode in list(directory.names.items()):
+            if isinstance(inode, Directory):
+                self.remove_all(f"{path}/{name}")
+            self.remove(directory, name, inode)
 
     def now_ns(self) -> int:
         return int(self.now() * 1e9)

@@ -69,6 +69,11 @@ class FileCalls:
         if process == self._process:
             self.process = process
 
+    def descriptors_of(self, process: Hashable) -> dict[int, str]:
+        """What it has open: paths by descriptor."""
+        table = self._descriptors.get(process)
+        return {} if table is None else {number: opened.path for number, opened in table.opened.items()}
+
     def open(self, path: Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         disk, name, at = self._enter("open", path, dir_fd)
         making = bool(flags & os.O_CREAT)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ _SLACK_S = 0.005
 """What a wait may take beyond its deadline: the pauses of copying threads."""
 _CANCELLED_S = 0.05
 """How soon a cancelled call ends, when nothing hangs."""
+_NEVER_PUT = 100
+"""So far from the keys that are put at the end are some that never are."""
 _CLOSE_S = 1.2
 """What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
 
@@ -293,17 +296,22 @@ class Node:
         operation = Operation("put", 0, 0.0, (first,))
         while True:
             (key,) = operation.keys
-            operation = Operation("put", 0, 0.0, (key + 1,))
+            key = first + (key - first + 1) % _NEVER_PUT
+            operation = Operation("put", 0, 0.0, (key,))
             await self._put(operation)
+            report = await cache.flush(1.0)
             cache.clear_hot()
             await self._get(operation)
-            report = await cache.flush(1.0)
+            await self._get(replace(operation, keys=(key + _NEVER_PUT,)))
+            await self._lookup(replace(operation, keys=(key + _NEVER_PUT,)))
             statistics = cache.statistics()
-            opened = {name: state for name, state in statistics.breakers.items() if state != "closed"}
-            opened |= {
-                f"writes of {writer.tier.name}": writer.breaker.state.value
-                for writer in cache._fan_out.writers
-                if writer.breaker.state.value != "closed"
+            breakers = {source.tier.name: source.breaker for source in cache._reader._sources}
+            breakers |= {f"writes of {writer.tier.name}": writer.breaker for writer in cache._fan_out.writers}
+            # One that nobody has asked since its pause is over is as good as closed.
+            opened = {
+                name: breaker.state.value
+                for name, breaker in breakers.items()
+                if breaker.state.value != "closed" and not breaker.would_allow(loop.time())
             }
             if report.complete and not opened and not statistics.stuck:
                 break

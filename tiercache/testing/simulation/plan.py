@@ -93,7 +93,7 @@ def setting_of(seed: int) -> Setting:
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
     }
     if kinds and kinds[0].startswith("disk"):
-        options["max_local_disk_size"] = cap * FILE_BYTES / 2**30
+        options["max_local_disk_size"] = (cap * FILE_BYTES + 8 * 4096) / 2**30
     return Setting(
         processes=processes,
         slots=slots,

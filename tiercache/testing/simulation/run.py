@@ -95,7 +95,7 @@ class _Run:
         self._key_count = setting.keys + setting.processes * _PROBES
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
-        self.keys = [xxhash.xxh3_128_digest(b"%d" % key) + b"simulate" for key in range(self._key_count)]
+        self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
         self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
         self.disks: dict[str, Disk] = {}
         self._place_disks()
@@ -367,6 +367,8 @@ class _Run:
             weather.clear()
         for disk in self.disks.values():
             disk.occupy(0)
+        if self.server is not None:
+            self.server.evicts = True  # a server that stays full takes nothing
         for node in self.nodes.values():
             node.process.no_threads = False
         for number, node in self.nodes.items():

@@ -8,7 +8,7 @@ import logging
 import random
 from asyncio import events, futures, tasks
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,11 @@ _SHUFFLED = 4
 """One seed in so many runs callbacks in an order by seed."""
 
 
-class SimulatedLoop(asyncio.AbstractEventLoop):
+_Base: Any = asyncio.AbstractEventLoop
+"""Most of what a loop may be asked is not asked of this one: it raises NotImplementedError."""
+
+
+class SimulatedLoop(_Base):  # type: ignore[misc]
     """Runs in the strand that calls `run_until_complete`. Threads reach it by `call_soon_threadsafe` alone."""
 
     def __init__(self, world: World) -> None:
@@ -66,7 +70,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             timers = self._timers
             while timers and (timers[0][2]._cancelled or timers[0][0] <= world.now_s):
                 timer = heapq.heappop(timers)[2]
-                timer._scheduled = False
+                timer._scheduled = False  # type: ignore[attr-defined]
                 if not timer._cancelled:
                     ready.append(timer)
             if not ready:
@@ -84,9 +88,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     # What asyncio asks of a loop
 
-    def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         self._check_open()
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
@@ -110,7 +112,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         self._check_open()
         timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True
+        timer._scheduled = True  # type: ignore[attr-defined]
         self._order += 1
         heapq.heappush(self._timers, (when, self._order, timer))
         return timer
@@ -181,6 +183,3 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
             future.set_result(result)
         else:
             future.set_exception(error)
-
-
-Main = Callable[[], Coroutine[Any, Any, None]]

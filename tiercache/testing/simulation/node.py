@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache import Config, Layout, TierCache
+from tiercache.cache import TierCache
+from tiercache.config import Config
+from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
 from tiercache.testing.simulation.plan import Operation
@@ -40,7 +41,15 @@ class Node:
     """Lives as long as its process; made anew after it."""
 
     def __init__(
-        self, process: Process, config: Config, layout: Layout, truth: Truth, keys: list[bytes], note: Note, *, faults: Callable[[], bool]
+        self,
+        process: Process,
+        config: Config,
+        layout: Layout,
+        truth: Truth,
+        keys: list[bytes],
+        note: Note,
+        *,
+        faults: Callable[[], bool],
     ) -> None:
         self.process = process
         self.truth = truth
@@ -233,9 +242,7 @@ class Node:
     async def _get_into(self, operation: Operation) -> str:
         floors = [self.truth.floor[key] for key in operation.keys]
         buffers = [np.full(self.truth.length(key), 170, np.uint8) for key in operation.keys]
-        delivered = await self.cache.get_into(
-            self._names(operation), buffers, deadline_s=self._deadline_s(operation)
-        )
+        delivered = await self.cache.get_into(self._names(operation), buffers, deadline_s=self._deadline_s(operation))
         for key, buffer, floor in list(zip(operation.keys, buffers, floors, strict=True))[:delivered]:
             self.truth.check(key, buffer, floor)
         return str(delivered)
@@ -321,10 +328,15 @@ class Node:
         for handle in self._handles:
             handle.cancel()
         self._handles.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
-                while self._tasks - {asyncio.current_task()}:
-                    await asyncio.sleep(0.01)
-        await asyncio.sleep(1.0)
-        self.check_idle()
+        others = self._tasks - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=5.0)
+        while True:
+            await asyncio.sleep(1.0)
+            try:
+                self.check_idle()
+                break
+            except Violation:
+                if loop.time() > until_s + within_s:
+                    raise
         check_memory(cache)

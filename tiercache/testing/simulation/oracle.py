@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tiercache import TierCache
+from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
 
 _NAME = struct.Struct("<II")
@@ -104,7 +104,9 @@ def check_memory(cache: TierCache) -> None:
         queue = writer._queue
         bytes_in_it = sum(size for _, size in (*queue._items.values(), *queue._aside.values()))
         if bytes_in_it != queue.queued_bytes:
-            raise Violation(f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}")
+            raise Violation(
+                f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}"
+            )
         if len(queue) > 1 and queue.queued_bytes > queue.max_bytes:
             raise Violation(f"{writer.tier.name}: {queue.queued_bytes} bytes are queued, {queue.max_bytes} may be")
 
@@ -119,10 +121,16 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     }
     for writer in cache._fan_out.writers:
         name = writer.tier.name
-        tables |= {f"queue of {name}": [*writer._queue._items, *writer._queue._aside], f"writes of {name}": writer._writing}
+        tables |= {
+            f"queue of {name}": [*writer._queue._items, *writer._queue._aside],
+            f"writes of {name}": writer._writing,
+        }
         tables[f"stuck writes of {name}"] = writer._stuck
     for tier in cache.tiers:
-        tables |= {f"traffic of {tier.name}": tier.traffic._under_way, f"removals of {tier.name}": tier.traffic._removing}
+        tables |= {
+            f"traffic of {tier.name}": tier.traffic._under_way,
+            f"removals of {tier.name}": tier.traffic._removing,
+        }
     kept = {name: table for name, table in tables.items() if len(table)}  # type: ignore[arg-type]
     if kept:
         raise Violation(f"nothing is under way, and these are not empty: {kept}")

@@ -73,7 +73,17 @@ _EVENTS = {"reopen": 1, "kill": 1, "fault": 5, "clear": 3, "empty": 0.3, "litter
 def setting_of(seed: int) -> Setting:
     chance = random.Random(f"setting {seed}")
     kinds = chance.choice(
-        [("disk",), ("disk",), ("disk", "remote"), ("disk", "remote"), ("remote",), (), ("disk2",), ("fs",), ("disk", "fs")]
+        [
+            ("disk",),
+            ("disk",),
+            ("disk", "remote"),
+            ("disk", "remote"),
+            ("remote",),
+            (),
+            ("disk2",),
+            ("fs",),
+            ("disk", "fs"),
+        ]
     )
     processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs"} else 1
     slots = chance.choice([4, 8, 8, 16, 32])

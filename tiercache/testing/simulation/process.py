@@ -63,7 +63,7 @@ class Process:
             for task in asyncio.all_tasks(self.loop):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 with contextlib.suppress(BaseException):
-                    task.get_coro().close()  # type: ignore[union-attr]
+                    task.get_coro().close()
             events._set_running_loop(None)
 
     def enter(self, strand: Strand) -> None:

@@ -45,7 +45,10 @@ class SimulatedRemote(RemoteTier):
         self.server = SERVERS[settings.url]
 
     async def _connect(self) -> None:
-        await self._request()
+        try:
+            await self._request()
+        except OSError as error:
+            raise TierUnavailable(f"the server does not answer: {error}") from error
 
     async def _disconnect(self) -> None:
         """There is no connection."""

@@ -8,12 +8,13 @@ import gc
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
 
-from tiercache import Config, Layout
+from tiercache.config import Config
+from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.node import Node
@@ -70,7 +71,7 @@ def run_seed(
 
 
 @contextlib.contextmanager
-def _quiet() -> contextlib._GeneratorContextManager[None]:  # type: ignore[misc]
+def _quiet() -> Iterator[None]:
     """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
@@ -121,7 +122,10 @@ class _Run:
             for name in ("disk2a", "disk2b") if tier == "disk2" else (tier,):
                 if tier != "remote":
                     self.disks[name] = Disk(
-                        f"{ROOT}/{name}", self.setting.capacity_chunks * FILE_BYTES + (1 << 21), self._now, can_lose_power=self.setting.power
+                        f"{ROOT}/{name}",
+                        self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
+                        self._now,
+                        can_lose_power=self.setting.power,
                     )
 
     def _now(self) -> float:
@@ -329,9 +333,7 @@ class _Run:
 
     async def _close(self, number: int, timeout_s: float | None) -> None:
         node = self.nodes[number]
-        began_s = self.world.now_s
-        while node.state == "starting" and self.world.now_s - began_s < 200:
-            await asyncio.sleep(0.01)
+        await self._started(node)
         assert node.process.loop is not None
         if node.state == "open":
             node.process.loop.call_soon_threadsafe(node.stop, timeout_s)
@@ -343,6 +345,13 @@ class _Run:
         self._check_ended(node)
         if self.setting.processes == 1:
             self.truth.memory_is_lost()
+
+    async def _started(self, node: Node) -> None:
+        for _ in range(20_000):
+            if node.state != "starting":
+                return
+            await asyncio.sleep(0.01)
+        raise Violation("a cache neither starts nor fails to")
 
     def _check_ended(self, node: Node) -> None:
         """What a closed cache leaves behind, where nothing hangs: nothing."""
@@ -372,9 +381,7 @@ class _Run:
         for node in self.nodes.values():
             node.process.no_threads = False
         for number, node in self.nodes.items():
-            began_s = self.world.now_s
-            while node.state == "starting" and self.world.now_s - began_s < 200:
-                await asyncio.sleep(0.01)
+            await self._started(node)
             if node.state == "failed":
                 self._start(number)
                 await asyncio.sleep(5.0)

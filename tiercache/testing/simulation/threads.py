@@ -36,7 +36,7 @@ class Threads:
             _world = world
             _stumble = staticmethod(stumble)
 
-        class local(_Local):  # noqa: N801 - as in threading
+        class local(_Local):
             _world = world
 
         self.Thread = Thread

@@ -17,7 +17,9 @@ _CALM_S = 40e-6
 _SLOW_S = 0.03
 _WRITES = frozenset({"pwrite", "pwritev", "write"})
 _READS = frozenset({"pread", "preadv", "read"})
-_MAY_FAIL = _WRITES | _READS | {"open", "fdatasync", "fsync", "fallocate", "rename", "rename_new", "link", "unlink", "scandir"}
+_MAY_FAIL = (
+    _WRITES | _READS | {"open", "fdatasync", "fsync", "fallocate", "rename", "rename_new", "link", "unlink", "scandir"}
+)
 
 
 class Weather:

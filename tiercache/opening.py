@@ -129,7 +129,7 @@ async def open_tier(tier: Tier, left_behind: set[asyncio.Future[None]]) -> None:
         )
     try:
         opening.result()
-    except TierUnavailable as error:
+    except (TierUnavailable, OSError) as error:
         raise ConfigError(f"{getattr(tier, 'option', tier.name)}: {error}") from error
 
 

@@ -1,8 +1,10 @@
 """The Weka tier: what instances on one directory know of each other, and who of them makes room."""
 
 import asyncio
+import errno
+import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -291,3 +293,24 @@ async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: P
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=0) as tier:
         assert await tier.write(*chunk(1), CHUNK_BYTES) is False
+
+
+def test_an_instance_whose_first_beat_fails_does_not_stand_in_its_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulation: the lock stayed with an election that nobody had any more, and writes with it, for 10 s."""
+    path = tmp_path / "evictor"
+    with monkeypatch.context() as broken:
+        broken.setattr("tiercache.tiers.election.os.pwrite", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            Election(path).campaign()
+    other = Election(path)
+    assert other.campaign()
+    other.resign()
+
+
+def failing(code: int) -> Callable[..., int]:
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fail

@@ -34,9 +34,11 @@ class Election:
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BaseException as error:
             os.close(descriptor)
-            return False
+            if isinstance(error, BlockingIOError):
+                return False
+            raise
         return self._begin(descriptor)
 
     def take_over(self) -> bool:
@@ -93,7 +95,11 @@ class Election:
                 self._descriptor = None
 
     def _begin(self, descriptor: int) -> bool:
-        self._access.enforce(self.path)
         with self._lock:
             self._descriptor = descriptor
-        return self.beat()
+        try:
+            self._access.enforce(self.path)
+            return self.beat()
+        except BaseException:
+            self.resign()  # or nobody would be elected: who failed asks anew, and finds the lock taken by himself
+            raise

@@ -1,0 +1,1 @@
+"""Whole caches in one thread and in virtual time: see `docs/architecture.md`, "Simulation"."""

@@ -1,0 +1,185 @@
+"""The event loop of a simulated process: asyncio's contract on the world's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+from asyncio import events, futures, tasks
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiercache.testing.simulation.world import Strand, World
+
+logger = logging.getLogger("asyncio")
+
+_SHUFFLED = 4
+"""One seed in so many runs callbacks in an order by seed."""
+
+
+_Base: Any = asyncio.AbstractEventLoop
+"""Most of what a loop may be asked is not asked of this one: it raises NotImplementedError."""
+
+
+class SimulatedLoop(_Base):  # type: ignore[misc]
+    """Runs in the strand that calls `run_until_complete`. Threads reach it by `call_soon_threadsafe` alone."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.strand: Strand
+        self.is_dead = False
+        self.errors: list[dict[str, Any]] = []
+        """What asyncio reports as nobody's: exceptions never retrieved, callbacks that raised."""
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._order = 0
+        self._waits = False
+        self._running = False
+        self._closed = False
+        self._stopping = False
+        self._shuffle: random.Random | None = world.chance if world.seed % _SHUFFLED == _SHUFFLED - 1 else None
+
+    def time(self) -> float:
+        return self.world.now_s
+
+    def run_until_complete(self, main: Any) -> Any:
+        future = asyncio.ensure_future(main, loop=self)
+        future.add_done_callback(self._stop)
+        self._running = True
+        self._stopping = False
+        events._set_running_loop(self)
+        try:
+            self._run()
+        finally:
+            self._running = False
+            events._set_running_loop(None)
+        future.remove_done_callback(self._stop)
+        return future.result()
+
+    def _stop(self, future: object) -> None:
+        self._stopping = True
+
+    def _run(self) -> None:
+        ready = self._ready
+        world = self.world
+        while not self._stopping:
+            timers = self._timers
+            while timers and (timers[0][2]._cancelled or timers[0][0] <= world.now_s):
+                timer = heapq.heappop(timers)[2]
+                timer._scheduled = False  # type: ignore[attr-defined]
+                if not timer._cancelled:
+                    ready.append(timer)
+            if not ready:
+                self._waits = True
+                world.wait(timers[0][0] if timers else None)
+                self._waits = False
+                continue
+            if self._shuffle is not None and len(ready) > 1:
+                ready.rotate(-int(self._shuffle.random() * len(ready)))
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
+            if world.others_are_ready:
+                world.pause()
+
+    # What asyncio asks of a loop
+
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+        self._check_open()
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = self.call_soon(callback, *args, context=context)
+        if self._waits:
+            self.world.wake(self.strand)
+        return handle
+
+    def call_later(
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.world.now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        self._check_open()
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer._scheduled = True  # type: ignore[attr-defined]
+        self._order += 1
+        heapq.heappush(self._timers, (when, self._order, timer))
+        return timer
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is passed over when its time comes."""
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return futures.Future(loop=self)
+
+    def create_task(
+        self, coro: Any, *, name: str | None = None, context: Context | None = None, **more: Any
+    ) -> asyncio.Task[Any]:
+        self._check_open()
+        return tasks.Task(coro, loop=self, name=name, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """In a strand of its own."""
+        future = self.create_future()
+
+        def run() -> None:
+            try:
+                result = func(*args)
+            except BaseException as error:
+                self.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                self.call_soon_threadsafe(_settle, future, result, None)
+
+        self.world.start(self.strand.process, "executor", run)
+        return future
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+    async def shutdown_asyncgens(self) -> None:
+        """None is left open."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Its strands end by themselves."""
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if not self.is_dead:
+            self.errors.append(context)
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        self.call_exception_handler(context)
+
+    def all_tasks(self) -> set[asyncio.Task[Any]]:
+        return asyncio.all_tasks(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if not future.cancelled():
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)

@@ -1,0 +1,139 @@
+"""What must hold, after each step and at the end, whatever was asked and whatever failed."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+
+from tiercache.cache import TierCache
+from tiercache.core.budget import Purpose
+
+_NAME = struct.Struct("<II")
+_LENGTHS = (4096, 4096, 4088, 2504, 8)
+
+
+class Violation(AssertionError):
+    """Something is not as tiercache promises."""
+
+
+class Truth:
+    """Which bytes may be read of each key. A forget makes a new generation of it; what is put later has other bytes.
+
+    Where several processes share a directory a forget of one says nothing to the others' memory, and all generations have
+    equal bytes.
+    """
+
+    def __init__(self, keys: int, *, generations: bool) -> None:
+        self.generations = generations
+        self.newest = [0] * keys
+        self.floor = [0] * keys
+        """The oldest generation that what begins now may see."""
+        self.removed = [0] * keys
+        """The oldest generation that may be left on something durable."""
+        self._payloads: dict[tuple[int, int], np.ndarray] = {}
+
+    def payload(self, key: int) -> np.ndarray:
+        """What a put that begins now stores."""
+        return self._payload(key, self.newest[key])
+
+    def length(self, key: int) -> int:
+        return _LENGTHS[key % len(_LENGTHS)]
+
+    def forget_begins(self, key: int) -> None:
+        if self.generations:
+            self.newest[key] += 1
+            self.floor[key] = self.newest[key]
+
+    def forget_ended(self, key: int, generation: int) -> None:
+        """Without an error, having begun with that generation."""
+        self.removed[key] = max(self.removed[key], generation)
+
+    def memory_is_lost(self) -> None:
+        """The process has ended: what was not removed from a durable tier may be seen again."""
+        self.floor = list(self.removed)
+
+    def power_was_cut(self) -> None:
+        """Removals are not synced."""
+        self.removed = [0] * len(self.removed)
+        self.floor = list(self.removed)
+
+    def check(self, key: int, found: np.ndarray, floor: int) -> None:
+        """`floor` is what it was when the read began."""
+        if found.nbytes >= _NAME.size:
+            named, generation = _NAME.unpack(found[: _NAME.size].tobytes())
+            if named == key and floor <= generation <= self.newest[key]:
+                if np.array_equal(found, self._payload(key, generation)):
+                    return
+                raise Violation(f"key {key}: the bytes of generation {generation} are torn")
+            if named == key and generation < floor:
+                raise Violation(
+                    f"key {key}: expected generation {floor} or later, found {generation}: it was forgotten"
+                )
+        raise Violation(f"key {key}: wrong bytes: {found[:16].tobytes().hex()}, {found.nbytes} of {self.length(key)}")
+
+    def _payload(self, key: int, generation: int) -> np.ndarray:
+        payload = self._payloads.get((key, generation))
+        if payload is None:
+            length = self.length(key)
+            named = _NAME.pack(key, generation)
+            pattern = bytes((key * 7 + generation * 13 + place) & 255 for place in range(256)) * 16
+            payload = np.frombuffer((named + pattern)[:length], np.uint8)
+            self._payloads[key, generation] = payload
+        return payload
+
+
+def check_memory(cache: TierCache) -> None:
+    """Slots free, hot, held and being filled are all slots; budgets count just those."""
+    cpu = cache.cpu
+    entries = cpu._entries.values()
+    held = sum(entry.held_for is not None for entry in entries)
+    evictable = len(cpu._entries) - held
+    if evictable != cpu._evictable:
+        raise Violation(f"slots: {evictable} can be evicted, the tier counts {cpu._evictable}")
+    elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
+    if elsewhere < 0 or sum(cpu.budget.held) != held + elsewhere:
+        raise Violation(
+            f"slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them held; "
+            f"so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
+        )
+    if min(cpu.budget.held) < 0 or any(count < 0 for count in cpu.budget.reading.values()):
+        raise Violation(f"budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")
+    for writer in cache._fan_out.writers:
+        queue = writer._queue
+        bytes_in_it = sum(size for _, size in (*queue._items.values(), *queue._aside.values()))
+        if bytes_in_it != queue.queued_bytes:
+            raise Violation(
+                f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}"
+            )
+        if len(queue) > 1 and queue.queued_bytes > queue.max_bytes:
+            raise Violation(f"{writer.tier.name}: {queue.queued_bytes} bytes are queued, {queue.max_bytes} may be")
+
+
+def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
+    """Nothing is under way: no table of what is keeps anything."""
+    tables = {
+        "puts that fill": cache._host_path._filling,
+        "passages": cache.cpu.under_way._by_key,
+        "who waits for slots": [turn for turns in cache.cpu._waiting for turn in turns],
+        "flights": cache._reader.flights._flights,
+    }
+    for writer in cache._fan_out.writers:
+        name = writer.tier.name
+        tables |= {
+            f"queue of {name}": [*writer._queue._items, *writer._queue._aside],
+            f"writes of {name}": writer._writing,
+        }
+        tables[f"stuck writes of {name}"] = writer._stuck
+    for tier in cache.tiers:
+        tables |= {
+            f"traffic of {tier.name}": tier.traffic._under_way,
+            f"removals of {tier.name}": tier.traffic._removing,
+        }
+    kept = {name: table for name, table in tables.items() if len(table)}  # type: ignore[arg-type]
+    if kept:
+        raise Violation(f"nothing is under way, and these are not empty: {kept}")
+    held = cache.cpu.budget.held
+    if held[Purpose.WRITE] or (held[Purpose.READ] and not list(leased)):
+        raise Violation(f"nothing is under way, and slots are held: {held}")

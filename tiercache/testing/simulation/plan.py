@@ -1,0 +1,185 @@
+"""What one seed does: how the caches are configured, and which operations and faults happen when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tiercache.core.eviction import ORDERS
+from tiercache.testing.simulation.weather import KINDS_OF_DISKS, KINDS_OF_SERVERS
+
+CHUNK_BYTES = 4096
+SLOT_BYTES = CHUNK_BYTES
+FILE_BYTES = 2 * 4096
+"""A chunk in a file, with its header."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machines and the configuration of every process, all alike."""
+
+    processes: int
+    slots: int
+    tiers: tuple[str, ...]
+    options: dict[str, Any]
+    capacity_chunks: int
+    """What fits on a device, or into the server."""
+    server_evicts: bool
+    keys: int
+    power: bool
+    """Whether the power may be cut."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that a process is asked to do, or that happens to it."""
+
+    kind: str
+    process: int
+    after_s: float
+    """How long after the one before it begins."""
+    keys: tuple[int, ...] = ()
+    cancel_s: float | None = None
+    """When its caller is cancelled, from its beginning."""
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in asdict(self).items() if value not in (None, (), {}, 0.0)}
+        return " ".join(f"{name}={value}" for name, value in shown.items())
+
+
+_USES = {
+    "put": 18,
+    "put_many": 8,
+    "put_prefix": 10,
+    "put_raising": 2,
+    "get": 18,
+    "get_into": 12,
+    "lookup": 6,
+    "warm": 3,
+    "prefetch": 5,
+    "cancel_prefetch": 2,
+    "hold": 5,
+    "forget": 5,
+    "flush": 2,
+    "clear_hot": 2,
+    "statistics": 1,
+}
+_EVENTS = {"reopen": 1, "kill": 1, "fault": 5, "clear": 3, "empty": 0.3, "litter": 0.5, "no_threads": 0.2, "power": 0.5}
+
+
+def setting_of(seed: int) -> Setting:
+    chance = random.Random(f"setting {seed}")
+    kinds = chance.choice(
+        [
+            ("disk",),
+            ("disk",),
+            ("disk", "remote"),
+            ("disk", "remote"),
+            ("remote",),
+            (),
+            ("disk2",),
+            ("fs",),
+            ("disk", "fs"),
+        ]
+    )
+    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs"} else 1
+    slots = chance.choice([4, 8, 8, 16, 32])
+    cap = chance.choice([6, 12, 24, 64])
+    options: dict[str, Any] = {
+        "cache_policy": chance.choice(sorted(ORDERS)),
+        "blocking_timeout_secs": chance.choice([1, 2, 5]),
+        "lookup_timeout_ms": chance.choice([20, 200, 1000]),
+        "close_timeout_s": chance.choice([0.5, 5.0]),
+        "write_queue_bytes": chance.choice([0, 4096, 4 * 4096]),
+        "on_queue_full": chance.choice(["wait", "wait", "skip", "replace"]),
+        "queue_wait_s": chance.choice([0.1, 1.0]),
+        "disk_io_threads": chance.choice([1, 2, 4]),
+        "local_cpu": chance.random() < 0.9,
+        "flash_admission": chance.choice(["all", "all", "all", "second_touch"]),
+        "disk_durability": chance.choice(["fdatasync", "none"]),
+        "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
+    }
+    if kinds and kinds[0].startswith("disk"):
+        options["max_local_disk_size"] = (cap * FILE_BYTES + 8 * 4096) / 2**30
+    return Setting(
+        processes=processes,
+        slots=slots,
+        tiers=kinds,
+        options=options,
+        capacity_chunks=chance.choice([cap // 2 + 8, 2 * cap, 10 * cap]),
+        server_evicts=chance.random() < 0.7,
+        keys=chance.choice([4, 12, 40, 120]),
+        power=chance.random() < 0.2,
+    )
+
+
+def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
+    chance = random.Random(f"operations {seed}")
+    events = _events_of(setting)
+    share = chance.choice([0.0, 0.02, 0.06])
+    pace_s = chance.choice([0.0, 1e-4, 1e-3, 0.05])
+    uses, use_weights = list(_USES), list(_USES.values())
+    found = []
+    for _ in range(count):
+        process = chance.randrange(setting.processes)
+        after_s = chance.expovariate(1 / pace_s) if pace_s and chance.random() < 0.5 else 0.0
+        if chance.random() < share:
+            (kind,) = chance.choices(list(events), list(events.values()))
+            found.append(_event(chance, kind, process, after_s, setting))
+        else:
+            (kind,) = chance.choices(uses, use_weights)
+            found.append(_use(chance, kind, process, after_s, setting))
+    return found
+
+
+def _events_of(setting: Setting) -> dict[str, float]:
+    on_disk = any(tier != "remote" for tier in setting.tiers)
+    kinds = dict(_EVENTS)
+    if not setting.power:
+        del kinds["power"]
+    if not on_disk:
+        for kind in ("empty", "litter", "power"):
+            kinds.pop(kind, None)
+    return kinds
+
+
+def _use(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
+    values: dict[str, Any] = {}
+    if kind in ("put", "get", "hold"):
+        keys: Sequence[int] = [chance.randrange(setting.keys)]
+    elif kind in ("lookup", "get_into", "put_prefix", "warm", "prefetch"):
+        first = chance.randrange(setting.keys)
+        keys = range(first, min(setting.keys, first + chance.choice([2, 4, 8, 2 * setting.slots])))
+    else:
+        keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 2, 4, 8]))]
+    if kind in ("put", "put_many", "put_prefix", "get", "get_into", "warm", "forget", "hold") and chance.random() < 0.6:
+        values["deadline_s"] = chance.choice([0.0, 0.001, 0.02, 0.2, 1.0])
+    if kind == "flush":
+        values["timeout_s"] = chance.choice([0.01, 0.5, 5.0])
+    if kind == "hold":
+        values["for_s"] = chance.choice([0.0, 0.001, 0.05, 1.0])
+    if kind == "prefetch":
+        values |= {"deadline": chance.choice([0.0, 0.01, 1.0]), "ttl": chance.choice([0.01, 0.5, 5.0])}
+    cancel_s = chance.choice([0.0, 1e-5, 1e-4, 1e-3, 0.05]) if chance.random() < 0.12 else None
+    return Operation(kind, process, after_s, tuple(keys), cancel_s, values)
+
+
+def _event(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
+    values: dict[str, Any] = {}
+    if kind in ("fault", "clear") and setting.tiers:
+        place = chance.choice(setting.tiers)
+        values["place"] = place
+        if kind == "fault":
+            values["fault"] = chance.choice(KINDS_OF_SERVERS if place == "remote" else KINDS_OF_DISKS)
+            values["rate"] = chance.choice([0.05, 0.3, 1.0])
+    if kind in ("reopen", "kill"):
+        values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
+        values["away_s"] = chance.choice([0.0, 0.01, 2.0])
+    if kind == "litter":
+        values["chunks"] = chance.randrange(setting.capacity_chunks)
+    if kind == "no_threads":
+        values["for_s"] = chance.choice([0.001, 0.1])
+    return Operation(kind, process, after_s, (), None, values)

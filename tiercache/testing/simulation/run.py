@@ -1,0 +1,411 @@
+"""One seed from its beginning to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from tiercache.config import Config
+from tiercache.core.layout import Layout
+from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.files import Disk, FileCalls
+from tiercache.testing.simulation.node import Node
+from tiercache.testing.simulation.oracle import Truth, Violation
+from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation, Setting, operations_of, setting_of
+from tiercache.testing.simulation.process import Process
+from tiercache.testing.simulation.remote import Server
+from tiercache.testing.simulation.system import ROOT, System
+from tiercache.testing.simulation.weather import Weather
+from tiercache.testing.simulation.world import World
+
+_URL = "simulated://server"
+_AT_ONCE = 8
+"""Callers of one process at a time."""
+_WORKS_AGAIN_S = 180.0
+"""How long after the last fault everything has to work again: a breaker's longest pause and what it asks after it, twice."""
+_PROBES = 200
+"""Keys that are put to see whether it does."""
+_RECENT_S = 130.0
+_TRACE_LINES = 4000
+
+
+@dataclass
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    setting: Setting
+    operations: list[Operation]
+    failure: BaseException | None
+    digest: str
+    """Equal for equal runs."""
+    steps: int
+    virtual_s: float
+    counts: Counter[str] = field(default_factory=Counter)
+    """Operations by what became of them, and faults that were met."""
+    trace: list[str] = field(default_factory=list)
+    """The last lines of what happened."""
+
+    @property
+    def chunks(self) -> int:
+        """Operations, counted for each chunk."""
+        return sum(max(1, len(operation.keys)) for operation in self.operations)
+
+
+def run_seed(
+    seed: int, operations: Sequence[Operation] | None = None, *, setting: Setting | None = None, count: int = 300
+) -> Outcome:
+    """Run a seed, with its own operations or with others."""
+    setting = setting or setting_of(seed)
+    operations = operations_of(seed, setting, count) if operations is None else list(operations)
+    with _quiet():
+        return _Run(seed, setting, operations).outcome()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
+    disabled = logging.root.manager.disable
+    collected = gc.isenabled()
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if collected:
+            gc.enable()
+
+
+class _Run:
+    def __init__(self, seed: int, setting: Setting, operations: list[Operation]) -> None:
+        self.seed = seed
+        self.setting = setting
+        self.operations = operations
+        self.world = World(seed)
+        self._key_count = setting.keys + setting.processes * _PROBES
+        self.truth = Truth(self._key_count, generations=setting.processes == 1)
+        self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
+        self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
+        self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
+        self.disks: dict[str, Disk] = {}
+        self._place_disks()
+        self.calls = FileCalls(list(self.disks.values()), self._before)
+        self.server = (
+            Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
+            if "remote" in setting.tiers
+            else None
+        )
+        self.system = System(self.world, self.calls, self._stumble)
+        self.nodes: dict[int, Node] = {}
+        self.all_nodes: list[Node] = []
+        self.numbers = 1
+        self.counts: Counter[str] = Counter()
+        self.trace: list[str] = []
+        self._hash = xxhash.xxh3_64()
+        self._last_fault_s = self.world.now_s - 1e6
+        self._done = False
+        self._over = False
+
+    def _place_disks(self) -> None:
+        for tier in self.setting.tiers:
+            for name in ("disk2a", "disk2b") if tier == "disk2" else (tier,):
+                if tier != "remote":
+                    self.disks[name] = Disk(
+                        f"{ROOT}/{name}",
+                        self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
+                        self._now,
+                        can_lose_power=self.setting.power,
+                    )
+
+    def _now(self) -> float:
+        return 1_700_000_000.0 + self.world.now_s
+
+    def outcome(self) -> Outcome:
+        failure: BaseException | None = None
+        if self.server is not None:
+            remote.SERVERS[_URL] = self.server
+        try:
+            with self.system.installed():
+                director = Process(self.world, 1)
+                director.run("director", self._direct)
+                try:
+                    self.world.run(lambda: self._done or self._failed() is not None)
+                    failure = self._failed()
+                except Exception as error:
+                    failure = self._failed() or error
+                finally:
+                    self._over = True
+                    self.world.end()
+        finally:
+            remote.SERVERS.pop(_URL, None)
+        for weather in self.weathers.values():
+            self.counts.update({f"fault {weather.name.rstrip('2')} {kind}": met for kind, met in weather.met.items()})
+        for node in self.all_nodes:
+            self.counts.update(node.counts)
+        return Outcome(
+            self.seed,
+            self.setting,
+            self.operations,
+            failure,
+            self._hash.hexdigest(),
+            self.world.steps,
+            self.world.now_s,
+            self.counts,
+            self.trace[-_TRACE_LINES:],
+        )
+
+    def _failed(self) -> BaseException | None:
+        for node in self.nodes.values():
+            if node.failure is not None:
+                return node.failure
+        return None
+
+    def note(self, line: str) -> None:
+        if self._over:
+            return
+        text = f"{self.world.now_s:.6f} {self.world.steps} {line}"
+        self._hash.update(text.encode())
+        self.trace.append(text)
+
+    # What the system meets
+
+    def _before(self, name: str, disk: Disk, target: object) -> object:
+        if self.world.current is None:
+            return None
+        place = disk.root.rpartition("/")[2]
+        weather = self.weathers["disk2" if place.startswith("disk2") else place]
+        return weather.before(name, disk, target)
+
+    def _stumble(self) -> None:
+        chance = self.world.chance.random()
+        if chance < 0.3:
+            self.world.pause(chance * 1e-4)
+
+    # The director: a process of its own that never dies
+
+    async def _direct(self) -> None:
+        for number in range(self.setting.processes):
+            self._start(number)
+        for operation in self.operations:
+            await asyncio.sleep(operation.after_s)
+            happens = getattr(self, f"_{operation.kind}", None)
+            if happens is not None:
+                self.note(str(operation))
+                self.counts[operation.kind] += 1
+                await happens(operation)
+            else:
+                await self._ask(operation)
+        await self._settle()
+        self._done = True
+
+    async def _ask(self, operation: Operation) -> None:
+        node = self.nodes[operation.process]
+        waited_s = 0.0
+        while node.state == "starting" or node.running >= _AT_ONCE:
+            await asyncio.sleep(0.001 + waited_s)
+            waited_s += 0.001
+            if waited_s > 0.1:
+                return
+        if node.state == "open":
+            assert node.process.loop is not None
+            node.process.loop.call_soon_threadsafe(node.begin, operation)
+            await asyncio.sleep(0)
+
+    def _start(self, number: int) -> None:
+        self.numbers += 1
+        process = Process(self.world, self.numbers, self._entered)
+        process.on_death.append(lambda: self.calls.die(process))
+        node = Node(
+            process, self._config(), self.layout, self.truth, self.keys,
+            lambda line: self.note(f"{number}: {line}"), faults=self._faults,
+        )  # fmt: skip
+        self.nodes[number] = node
+        self.all_nodes.append(node)
+        process.run(f"main {number}", node.main)
+
+    def _entered(self, process: Process) -> None:
+        self.calls.process = process
+
+    def _config(self) -> Config:
+        setting = self.setting
+        values = {"chunk_size": 16, "max_local_cpu_size": setting.slots * CHUNK_BYTES / 2**30, **setting.options}
+        directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
+        if directories:
+            values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
+        plugins = []
+        if "remote" in setting.tiers:
+            plugins.append("simulated")
+            values |= {
+                "remote_storage_plugin.simulated.url": _URL,
+                "remote_storage_plugin.simulated.module_path": "tiercache.testing.simulation.remote",
+                "remote_storage_plugin.simulated.class_name": "SimulatedRemote",
+                "remote_storage_plugin.simulated.timeout_s": 1.0,
+            }
+        if "fs" in setting.tiers:
+            plugins.append("fs")
+            cap = values.get("max_local_disk_size", 24 * FILE_BYTES / 2**30)
+            values |= {
+                "remote_storage_plugin.fs.base_path": f"{self.disks['fs'].root}/kv",
+                "remote_storage_plugin.fs.max_size": cap,
+            }
+        if plugins:
+            values["remote_storage_plugins"] = ",".join(plugins)
+        return Config.load(environ={}, overrides=values)
+
+    def _faults(self) -> bool:
+        now_s = self.world.now_s
+        if now_s - self._last_fault_s < _RECENT_S:
+            return True
+        return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
+
+    def _happened(self) -> None:
+        self._last_fault_s = self.world.now_s
+
+    # What happens
+
+    async def _fault(self, operation: Operation) -> None:
+        if "place" in operation.values:
+            self.weathers[operation.values["place"]].turn(operation.values["fault"], operation.values["rate"])
+
+    async def _clear(self, operation: Operation) -> None:
+        if "place" in operation.values:
+            self.weathers[operation.values["place"]].clear()
+
+    async def _litter(self, operation: Operation) -> None:
+        """Somebody else fills the device, or takes his file away again."""
+        for disk in self.disks.values():
+            disk.occupy(operation.values["chunks"] * FILE_BYTES)
+        self._happened()
+
+    async def _empty(self, operation: Operation) -> None:
+        """rm -rf DIR/* beside running caches."""
+        for disk in self.disks.values():
+            disk.remove_all(f"{disk.root}/kv")
+        self._happened()
+        self.truth.memory_is_lost()
+
+    async def _no_threads(self, operation: Operation) -> None:
+        process = self.nodes[operation.process].process
+        process.no_threads = True
+
+        def again() -> None:
+            process.no_threads = False
+
+        self.world.at(self.world.now_s + operation.values["for_s"], again)
+        self._happened()
+
+    async def _kill(self, operation: Operation) -> None:
+        node = self.nodes[operation.process]
+        self._die(node)
+        await asyncio.sleep(operation.values["away_s"])
+        self._start(operation.process)
+
+    def _die(self, node: Node) -> None:
+        node.process.die()
+        self._happened()
+        if self.setting.processes == 1:
+            self.truth.memory_is_lost()
+
+    async def _power(self, operation: Operation) -> None:
+        for node in self.nodes.values():
+            self._die(node)
+        for disk in self.disks.values():
+            disk.cut_power(self.world.chance)
+        self.truth.power_was_cut()
+        for number in range(self.setting.processes):
+            self._start(number)
+
+    async def _reopen(self, operation: Operation) -> None:
+        await self._close(operation.process, operation.values["timeout_s"])
+        await asyncio.sleep(operation.values["away_s"])
+        self._start(operation.process)
+
+    async def _close(self, number: int, timeout_s: float | None) -> None:
+        node = self.nodes[number]
+        await self._started(node)
+        assert node.process.loop is not None
+        if node.state == "open":
+            node.process.loop.call_soon_threadsafe(node.stop, timeout_s)
+        began_s = self.world.now_s
+        while node.state not in ("closed", "failed"):
+            await asyncio.sleep(0.01)
+            if self.world.now_s - began_s > 120:
+                raise Violation(f"process {number} does not end: {node.state}")
+        self._check_ended(node)
+        if self.setting.processes == 1:
+            self.truth.memory_is_lost()
+
+    async def _started(self, node: Node) -> None:
+        for _ in range(20_000):
+            if node.state != "starting":
+                return
+            await asyncio.sleep(0.01)
+        raise Violation("a cache neither starts nor fails to")
+
+    def _check_ended(self, node: Node) -> None:
+        """What a closed cache leaves behind, where nothing hangs: nothing."""
+        if self._faults():
+            node.process.die()
+            return
+        loop = node.process.loop
+        assert loop is not None
+        strands = [s.name for s in self.world.strands if s.process is node.process and s is not loop.strand]
+        problems = {
+            "threads": strands,
+            "descriptors": self.calls.descriptors_of(node.process),
+            "errors of nobody": loop.errors,
+        }
+        left = {name: found for name, found in problems.items() if found}
+        if left:
+            raise Violation(f"a closed cache left behind: {left}")
+
+    async def _settle(self) -> None:
+        """All faults end. Everything works again, and nothing is left under way."""
+        for weather in self.weathers.values():
+            weather.clear()
+        for disk in self.disks.values():
+            disk.occupy(0)
+        if self.server is not None:
+            self.server.evicts = True  # a server that stays full takes nothing
+        for node in self.nodes.values():
+            node.process.no_threads = False
+        for number, node in self.nodes.items():
+            await self._started(node)
+            if node.state == "failed":
+                self._start(number)
+                await asyncio.sleep(5.0)
+        for number, node in self.nodes.items():
+            if node.state != "open":
+                raise Violation(f"process {number} is {node.state} though nothing fails")
+            await self._within(node, number)
+        await asyncio.sleep(_RECENT_S)
+        for number in self.nodes:
+            await self._close(number, 5.0)
+
+    async def _within(self, node: Node, number: int) -> None:
+        """`works_again`, in the node's own loop."""
+        loop = node.process.loop
+        assert loop is not None
+        ended = asyncio.Event()
+        here = asyncio.get_running_loop()
+
+        async def check() -> None:
+            try:
+                await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
+            except BaseException as error:
+                node.failure = node.failure or error
+            here.call_soon_threadsafe(ended.set)
+
+        loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))
+        await ended.wait()

@@ -1,0 +1,129 @@
+"""What a simulated device or server is like at the moment: how slow, and what goes wrong how often."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import Counter
+
+from tiercache.testing.simulation.files import Disk, Torn
+from tiercache.testing.simulation.world import Strand, World
+
+KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
+KINDS_OF_SERVERS = ("refused", "partial", "flip", "lost-answer", "lie", "slow", "hung")
+
+_CALM_S = 40e-6
+_SLOW_S = 0.03
+_WRITES = frozenset({"pwrite", "pwritev", "write"})
+_READS = frozenset({"pread", "preadv", "read"})
+_MAY_FAIL = (
+    _WRITES | _READS | {"open", "fdatasync", "fsync", "fallocate", "rename", "rename_new", "link", "unlink", "scandir"}
+)
+
+
+class Weather:
+    """`rates` says how often each kind of fault strikes; "slow" and "hung" are states. All of it belongs to the world's
+    one thread."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.rates: dict[str, float] = {}
+        self.slow = False
+        self.hung = False
+        self.met: Counter[str] = Counter()
+        self.last_fault_s = world.now_s
+        self._held: list[Strand] = []
+        self._asking: list[asyncio.Future[None]] = []
+
+    @property
+    def calm(self) -> bool:
+        return not (self.rates or self.slow or self.hung)
+
+    def turn(self, kind: str, rate: float) -> None:
+        """Faults of one kind from now on."""
+        self.last_fault_s = self.world.now_s
+        if kind == "slow":
+            self.slow = True
+        elif kind == "hung":
+            self.hung = True
+        else:
+            self.rates[kind] = rate
+
+    def clear(self) -> None:
+        """No faults any more; what hung goes on."""
+        if not self.calm:
+            self.last_fault_s = self.world.now_s
+        self.rates.clear()
+        self.slow = self.hung = False
+        held, self._held = self._held, []
+        for strand in held:
+            self.world.wake(strand)
+        asking, self._asking = self._asking, []
+        for answer in asking:
+            loop = answer.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_set, answer)
+
+    def strikes(self, kind: str) -> bool:
+        rate = self.rates.get(kind)
+        if rate is None or self.world.chance.random() >= rate:
+            return False
+        self.met[kind] += 1
+        self.last_fault_s = self.world.now_s
+        return True
+
+    def below(self, end: int) -> int:
+        return int(self.world.chance.random() * end)
+
+    # For threads
+
+    def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
+        """At the beginning of each call to a disk: as `FileCalls` wants it."""
+        world = self.world
+        chance = world.chance.random()
+        if self.hung:
+            self.met["hung"] += 1
+            while self.hung:
+                strand = world.current
+                assert strand is not None
+                self._held.append(strand)
+                world.wait()
+        elif self.slow:
+            self.met["slow"] += 1
+            world.pause(chance * _SLOW_S)
+        elif chance < 0.2:
+            world.pause(chance * 5 * _CALM_S)
+        if not self.rates:
+            return None
+        if name in _MAY_FAIL and self.strikes("eio"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name in _WRITES and self.strikes("torn"):
+            return Torn(self.below(8192))
+        if name in _WRITES and self.strikes("full"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if (name in _WRITES or name in _READS) and self.strikes("short"):
+            return 4096 * self.below(3)
+        return None
+
+    # For coroutines
+
+    async def moment(self) -> None:
+        """What a request takes."""
+        while self.hung:
+            self.met["hung"] += 1
+            answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._asking.append(answer)
+            await answer
+        chance = self.world.chance.random()
+        if self.slow:
+            self.met["slow"] += 1
+            await asyncio.sleep(chance * _SLOW_S)
+        elif chance < 0.7:
+            await asyncio.sleep(chance * _CALM_S)
+
+
+def _set(answer: asyncio.Future[None]) -> None:
+    if not answer.done():
+        answer.set_result(None)

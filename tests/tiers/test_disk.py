@@ -353,7 +353,9 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 4 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting needs privileges that this user lacks")
     yield place
@@ -454,7 +456,6 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         assert volume.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     volume.close()
-
 
 
 async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:

@@ -42,7 +42,12 @@ class Reckoning:
     """How the count stood before the first directory was scanned, and what was not there yet."""
 
     marked: Count
-    outstanding_bytes: int
+    own_bytes: int
+    others_bytes: int
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return self.own_bytes + self.others_bytes
 
 
 class Surveyor:

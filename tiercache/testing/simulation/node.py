@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ class Node:
         self.cache = TierCache(config, layout)
         self.counts: Counter[str] = Counter()
         self.running = 0
+        self.reaches_all = True
+        """Whether its tiers are all there are; else what it forgets may lie in another one."""
         self.failure: BaseException | None = None
         self._config = config
         self._note = note
@@ -104,6 +106,27 @@ class Node:
         self._leases.clear()
         self._handles.clear()
         self.state = "closed"
+
+    async def on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have it done in the process's own loop, from another's. Raises what it raises."""
+        loop = self.process.loop
+        assert loop is not None
+        here = asyncio.get_running_loop()
+        if here is loop:
+            await work()
+            return
+        outcome: asyncio.Future[None] = here.create_future()
+
+        async def do() -> None:
+            try:
+                await work()
+            except BaseException as error:
+                here.call_soon_threadsafe(outcome.set_exception, error)
+            else:
+                here.call_soon_threadsafe(outcome.set_result, None)
+
+        loop.call_soon_threadsafe(lambda: self._tasks.add(loop.create_task(do())))
+        await outcome
 
     def stop(self, timeout_s: float | None) -> None:
         self._close_s = timeout_s
@@ -274,7 +297,8 @@ class Node:
         generations = [self.truth.newest[key] for key in operation.keys]
         await self.cache.forget(self._names(operation), deadline_s=self._deadline_s(operation))
         for key, generation in zip(operation.keys, generations, strict=True):
-            self.truth.forget_ended(key, generation)
+            if self.reaches_all:
+                self.truth.forget_ended(key, generation)
         return "done"
 
     async def _flush(self, operation: Operation) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import warnings
@@ -16,10 +17,20 @@ import xxhash
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Truth, Violation
-from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation, Setting, operations_of, setting_of
+from tiercache.testing.simulation.places import Place
+from tiercache.testing.simulation.plan import (
+    CHUNK_BYTES,
+    FILE_BYTES,
+    Operation,
+    Setting,
+    cap_bytes,
+    operations_of,
+    setting_of,
+)
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
@@ -33,6 +44,11 @@ _WORKS_AGAIN_S = 180.0
 """How long after the last fault everything has to work again: a breaker's longest pause and what it asks after it, twice."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
+_FILLERS = 260
+"""Keys that are put to fill directories, and more than fit."""
+_BESIDE_BYTES = 32 * 4096
+"""On each device, for what is not a chunk."""
+_CALLS_A_LOOK = 32
 _RECENT_S = 130.0
 _TRACE_LINES = 4000
 
@@ -93,13 +109,19 @@ class _Run:
         self.setting = setting
         self.operations = operations
         self.world = World(seed)
-        self._key_count = setting.keys + setting.processes * _PROBES
+        self._key_count = setting.keys + setting.processes * _PROBES + _FILLERS
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
         self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
         self.disks: dict[str, Disk] = {}
         self._place_disks()
+        self.places = {
+            name: Place(disk, self._cap_bytes // (2 if name.startswith("disk2") else 1))
+            for name, disk in self.disks.items()
+        }
+        self._problem: BaseException | None = None
+        self._calls = 0
         self.calls = FileCalls(list(self.disks.values()), self._before)
         self.server = (
             Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
@@ -123,13 +145,13 @@ class _Run:
                 if tier != "remote":
                     self.disks[name] = Disk(
                         f"{ROOT}/{name}",
-                        self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
-                        self._now,
+                        self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
+                        self._wall_s,
                         can_lose_power=self.setting.power,
                     )
 
-    def _now(self) -> float:
-        return 1_700_000_000.0 + self.world.now_s
+    def _wall_s(self) -> float:
+        return 1_700_000_000.0 + self.world.now_s + self.world.clock_error_s
 
     def outcome(self) -> Outcome:
         failure: BaseException | None = None
@@ -169,7 +191,7 @@ class _Run:
         for node in self.nodes.values():
             if node.failure is not None:
                 return node.failure
-        return None
+        return self._problem
 
     def note(self, line: str) -> None:
         if self._over:
@@ -181,11 +203,28 @@ class _Run:
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
-        if self.world.current is None:
+        strand = self.world.current
+        if strand is None:
             return None
+        loop = strand.process.loop
+        if loop is not None and strand is loop.strand:
+            self._problem = self._problem or Violation(f"{name} {target}: a file is touched on the event loop")
+        self._calls += 1
+        if not self._calls % _CALLS_A_LOOK:
+            self._look_at(disk)
         place = disk.root.rpartition("/")[2]
         weather = self.weathers["disk2" if place.startswith("disk2") else place]
         return weather.before(name, disk, target)
+
+    def _look_at(self, disk: Disk) -> None:
+        now_s = self.world.now_s
+        fault_s = max(self._last_fault_s, *(weather.last_fault_s for weather in self.weathers.values()))
+        if not all(weather.calm for weather in self.weathers.values()):
+            fault_s = now_s
+        try:
+            self.places[disk.root.rpartition("/")[2]].check(now_s, fault_s)
+        except Violation as error:
+            self._problem = self._problem or error
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -222,12 +261,12 @@ class _Run:
             node.process.loop.call_soon_threadsafe(node.begin, operation)
             await asyncio.sleep(0)
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, config: Config | None = None) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death.append(lambda: self.calls.die(process))
         node = Node(
-            process, self._config(), self.layout, self.truth, self.keys,
+            process, config or self._config(), self.layout, self.truth, self.keys,
             lambda line: self.note(f"{number}: {line}"), faults=self._faults,
         )  # fmt: skip
         self.nodes[number] = node
@@ -237,14 +276,23 @@ class _Run:
     def _entered(self, process: Process) -> None:
         self.calls.process = process
 
-    def _config(self) -> Config:
+    @property
+    def _cap_bytes(self) -> int:
+        """Of each tier on files."""
+        return int(self.setting.options.get("max_local_disk_size", cap_bytes(24, 1) / 2**30) * 2**30)
+
+    def _config(self, *, share: float = 1.0, servers: bool = True, directories: int = 2) -> Config:
+        """`share`: of the cap. `directories`: how many of those of one tier are used, each with the same cap as ever."""
         setting = self.setting
         values = {"chunk_size": 16, "max_local_cpu_size": setting.slots * CHUNK_BYTES / 2**30, **setting.options}
-        directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
-        if directories:
-            values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
+        cap = self._cap_bytes * share / 2**30
+        places = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
+        if places:
+            used = places[:directories]
+            values["max_local_disk_size"] = cap * len(used) / len(places)
+            values |= {"local_disk": ",".join(used), "local_disk_path_sharding": "by_chunk"}
         plugins = []
-        if "remote" in setting.tiers:
+        if "remote" in setting.tiers and servers:
             plugins.append("simulated")
             values |= {
                 "remote_storage_plugin.simulated.url": _URL,
@@ -254,7 +302,6 @@ class _Run:
             }
         if "fs" in setting.tiers:
             plugins.append("fs")
-            cap = values.get("max_local_disk_size", 24 * FILE_BYTES / 2**30)
             values |= {
                 "remote_storage_plugin.fs.base_path": f"{self.disks['fs'].root}/kv",
                 "remote_storage_plugin.fs.max_size": cap,
@@ -295,6 +342,40 @@ class _Run:
         self._happened()
         self.truth.memory_is_lost()
 
+    async def _wipe(self, operation: Operation) -> None:
+        """Somebody deletes our bookkeeping beside running caches."""
+        for disk in self.disks.values():
+            name = operation.values["name"]
+            with contextlib.suppress(OSError):
+                directory = disk.find_directory(f"{disk.root}/kv/.tiercache")
+                if name == "ledger":
+                    disk.remove(directory, name, directory.names[name])
+                else:
+                    disk.remove_all(f"{disk.root}/kv/.tiercache/{name}".rstrip("/"))
+        self._happened()
+
+    async def _prune(self, operation: Operation) -> None:
+        """Somebody deletes chunks beside running caches."""
+        for name, disk in self.disks.items():
+            for key in self.places[name].look().chunks:
+                if self.world.chance.random() < operation.values["share"]:
+                    directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
+                    disk.remove(directory, key.hex(), directory.names[key.hex()])
+        self._happened()
+
+    async def _spoil(self, operation: Operation) -> None:
+        """Files can be read no more."""
+        for name in self.disks:
+            spoilt = self.weathers["disk2" if name.startswith("disk2") else name].spoilt
+            for file in self.places[name].look().chunks.values():
+                if self.world.chance.random() < operation.values["share"]:
+                    spoilt.add(file.number)
+        self._happened()
+
+    async def _clock(self, operation: Operation) -> None:
+        """A wall clock is set."""
+        self.world.clock_error_s += operation.values["by_s"]
+
     async def _no_threads(self, operation: Operation) -> None:
         process = self.nodes[operation.process].process
         process.no_threads = True
@@ -322,6 +403,8 @@ class _Run:
             self._die(node)
         for disk in self.disks.values():
             disk.cut_power(self.world.chance)
+        for place in self.places.values():
+            place.is_certain = False
         self.truth.power_was_cut()
         for number in range(self.setting.processes):
             self._start(number)
@@ -329,7 +412,9 @@ class _Run:
     async def _reopen(self, operation: Operation) -> None:
         await self._close(operation.process, operation.values["timeout_s"])
         await asyncio.sleep(operation.values["away_s"])
-        self._start(operation.process)
+        directories = operation.values.get("directories", 2)
+        self._start(operation.process, self._config(directories=directories))
+        self.nodes[operation.process].reaches_all = directories > 1
 
     async def _close(self, number: int, timeout_s: float | None) -> None:
         node = self.nodes[number]
@@ -388,24 +473,45 @@ class _Run:
         for number, node in self.nodes.items():
             if node.state != "open":
                 raise Violation(f"process {number} is {node.state} though nothing fails")
-            await self._within(node, number)
+            first = self.setting.keys + number * _PROBES
+            await node.on_loop(functools.partial(node.works_again, _WORKS_AGAIN_S, first))
+        if self.places:
+            await self._owed_by_files()
         await asyncio.sleep(_RECENT_S)
+        faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
+        for node in self.nodes.values():
+            check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)
         for number in self.nodes:
             await self._close(number, 5.0)
+        if self.places:
+            await self._reopened()
 
-    async def _within(self, node: Node, number: int) -> None:
-        """`works_again`, in the node's own loop."""
-        loop = node.process.loop
-        assert loop is not None
-        ended = asyncio.Event()
-        here = asyncio.get_running_loop()
+    @property
+    def _of_files(self) -> list[Place]:
+        return list(self.places.values())
 
-        async def check() -> None:
-            try:
-                await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
-            except BaseException as error:
-                node.failure = node.failure or error
-            here.call_soon_threadsafe(ended.set)
+    async def _owed_by_files(self) -> None:
+        nodes = list(self.nodes.values())
+        first = self.setting.keys + self.setting.processes * _PROBES
+        await check_promises(nodes[0], nodes[1:], self._of_files, first)
+        cap_bytes = max(place.cap_bytes for place in self._of_files) * len(self.places)
+        await check_fills(nodes[-1], self._of_files, range(first + 1, first + 2 + cap_bytes // FILE_BYTES))
 
-        loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))
-        await ended.wait()
+    async def _reopened(self) -> None:
+        """A last process finds what the others have left."""
+        lowered = self.seed % 4 == 3
+        if lowered:
+            for place in self._of_files:
+                place.cap_bytes //= 2
+                place.kept_from_s = float("inf")
+        self._start(0, self._config(share=0.5 if lowered else 1.0, servers=False))
+        node = self.nodes[0]
+        await self._started(node)
+        if node.state != "open":
+            raise Violation("a last process does not start")
+        names = {name: number for number, name in enumerate(self.keys)}
+        spoilt = set().union(*(weather.spoilt for weather in self.weathers.values()))
+        await node.on_loop(functools.partial(check_reopened, node, self._of_files, names, spoilt))
+        await self._close(0, 5.0)
+        for place in self._of_files:
+            place.check_left(self.keys)

@@ -95,14 +95,14 @@ class System:
                 local=threads.local,
             )
         if value is time:
-            now = self._now
+            now, wall = self._now, self.wall_s
             return _Stand(
                 time,
                 monotonic=now,
                 perf_counter=now,
                 monotonic_ns=lambda: int(now() * 1e9),
-                time=lambda: _EPOCH_S + now(),
-                time_ns=lambda: int((_EPOCH_S + now()) * 1e9),
+                time=wall,
+                time_ns=lambda: int(wall() * 1e9),
                 sleep=self._sleep,
             )
         if value is random:
@@ -117,6 +117,10 @@ class System:
 
     def _now(self) -> float:
         return self.world.now_s
+
+    def wall_s(self) -> float:
+        """What clocks on the wall say, which may be wrong."""
+        return _EPOCH_S + self.world.now_s + self.world.clock_error_s
 
     def _sleep(self, seconds: float) -> None:
         self._process()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.config import Config
+from tiercache.core.breaker import BreakerState
 from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
@@ -50,6 +51,7 @@ class Node:
         note: Note,
         *,
         faults: Callable[[], bool],
+        start_may_fail: Callable[[], bool],
     ) -> None:
         self.process = process
         self.truth = truth
@@ -65,6 +67,9 @@ class Node:
         self._note = note
         self._faults = faults
         """Whether something has gone wrong outside of late, so that an error is no surprise."""
+        self._start_may_fail = start_may_fail
+        self._opened: dict[str, tuple[int, float]] = {}
+        """How often breakers of writes were seen to open, and when that was last seen to be less."""
         self._stop = asyncio.Event()
         self._close_s: float | None = None
         self._ended = asyncio.Event()
@@ -83,7 +88,7 @@ class Node:
         except ConfigError as error:
             self._note(f"start failed: {error}")
             self.state = "failed"
-            if not self._faults():
+            if not self._start_may_fail():
                 raise Violation(f"the cache does not start, though nothing fails: {error}") from error
             return
         finally:
@@ -184,8 +189,24 @@ class Node:
         if self.state == "open":
             try:
                 check_memory(self.cache)
+                self._check_pauses()
             except Violation as error:
                 self._fail(error)
+
+    def _check_pauses(self) -> None:
+        """A pause is doubled by a probe that failed, and that one waited for the pause before: it is never longer than the
+        time since the breaker opened, and a second."""
+        now_s = asyncio.get_running_loop().time()
+        for writer in self.cache._fan_out.writers:
+            breaker = writer.breaker
+            opened_count, before_s = self._opened.get(writer.tier.name, (-1, now_s))
+            if breaker.opened_count != opened_count or breaker.state is BreakerState.CLOSED:
+                if opened_count < 0 or breaker.state is BreakerState.CLOSED:
+                    before_s = now_s
+                self._opened[writer.tier.name] = breaker.opened_count, before_s
+            open_s = breaker._opened_s - before_s
+            if opened_count >= 0 and breaker.state is BreakerState.OPEN and breaker._pause_s > open_s + 1.001:
+                raise Violation(f"writes of {writer.tier.name}: a pause of {breaker._pause_s} s after {open_s:.3f} s")
 
     def check_idle(self) -> None:
         check_idle(self.cache, self._leases)

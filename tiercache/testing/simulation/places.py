@@ -98,6 +98,15 @@ class Place:
             elif name != "evictor":
                 found.others.append(f".tiercache/{name}")
 
+    @property
+    def is_set_up(self) -> bool:
+        """Whether a cache was open here, and its bookkeeping is there: then a full device is no reason not to start."""
+        root = self.disk.top.names.get("kv")
+        if not isinstance(root, Directory) or "tiercache.json" not in root.names:
+            return False
+        private = root.names.get(".tiercache")
+        return isinstance(private, Directory) and "tmp" in private.names and self.look().counted_bytes is not None
+
     def check(self, now_s: float, last_fault_s: float) -> None:
         """At every moment: nothing lies there that is not counted, and no more than the cap allows for. Who died or failed
         at `last_fault_s` may have made a directory and not counted it."""

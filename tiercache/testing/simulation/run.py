@@ -40,8 +40,9 @@ from tiercache.testing.simulation.world import World
 _URL = "simulated://server"
 _AT_ONCE = 8
 """Callers of one process at a time."""
-_WORKS_AGAIN_S = 180.0
-"""How long after the last fault everything has to work again: a breaker's longest pause and what it asks after it, twice."""
+_WORKS_AGAIN_S = 70.0
+"""How long after the last fault everything has to work again: a breaker's longest pause, which is 60 s, two for a scan that a
+write waits for, and what a round of questions may take."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
 _FILLERS = 260
@@ -136,6 +137,7 @@ class _Run:
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
+        self._last_failure_s = self._last_fault_s
         self._done = False
         self._over = False
 
@@ -267,7 +269,7 @@ class _Run:
         process.on_death.append(lambda: self.calls.die(process))
         node = Node(
             process, config or self._config(), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults,
+            lambda line: self.note(f"{number}: {line}"), faults=self._faults, start_may_fail=self._start_may_fail,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
@@ -316,8 +318,18 @@ class _Run:
             return True
         return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
 
-    def _happened(self) -> None:
+    def _start_may_fail(self) -> bool:
+        """A device that is merely full is no reason, nor are those who died or what they left."""
+        now_s = self.world.now_s
+        if any(w.fails or now_s - w.last_failure_s < _RECENT_S for w in self.weathers.values()):
+            return True
+        return now_s - self._last_failure_s < _RECENT_S or not all(place.is_set_up for place in self.places.values())
+
+    def _happened(self, *, fails: bool = False) -> None:
+        """`fails`: a cache may fail to start for it."""
         self._last_fault_s = self.world.now_s
+        if fails:
+            self._last_failure_s = self.world.now_s
 
     # What happens
 
@@ -339,7 +351,7 @@ class _Run:
         """rm -rf DIR/* beside running caches."""
         for disk in self.disks.values():
             disk.remove_all(f"{disk.root}/kv")
-        self._happened()
+        self._happened(fails=True)
         self.truth.memory_is_lost()
 
     async def _wipe(self, operation: Operation) -> None:
@@ -352,7 +364,7 @@ class _Run:
                     disk.remove(directory, name, directory.names[name])
                 else:
                     disk.remove_all(f"{disk.root}/kv/.tiercache/{name}".rstrip("/"))
-        self._happened()
+        self._happened(fails=True)
 
     async def _prune(self, operation: Operation) -> None:
         """Somebody deletes chunks beside running caches."""
@@ -384,7 +396,7 @@ class _Run:
             process.no_threads = False
 
         self.world.at(self.world.now_s + operation.values["for_s"], again)
-        self._happened()
+        self._happened(fails=True)
 
     async def _kill(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
@@ -405,6 +417,7 @@ class _Run:
             disk.cut_power(self.world.chance)
         for place in self.places.values():
             place.is_certain = False
+        self._happened(fails=True)
         self.truth.power_was_cut()
         for number in range(self.setting.processes):
             self._start(number)

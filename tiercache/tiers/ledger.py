@@ -346,7 +346,7 @@ class Ledger:
         self._store_crediting(self._count.changed(credited_bytes=spare_bytes + self._freed_bytes), spare_bytes)
 
     def _store_crediting(self, count: Count, spare_bytes: int = 0) -> None:
-        """Store a count from which what was freed, and so much of what is spare, is taken off: never twice. A call that
+        """Store a count from which what was freed and so much of what is spare is taken off: never twice. A call that
         fails may have written all the same (a network file system lost the answer); what is not known stays counted."""
         freed_bytes, self._freed_bytes = self._freed_bytes, 0
         self._spare_bytes -= spare_bytes

@@ -148,9 +148,11 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
             )
 
 
-async def check_reopened(node: Node, places: Sequence[Place], truth_keys: dict[bytes, int], spoilt: set[int]) -> None:
+async def check_reopened(
+    node: Node, places: Sequence[Place], truth_keys: dict[bytes, int], spoilt: set[tuple[str, int]]
+) -> None:
     """A cache that was opened anew knows all that lies there, and it alone; good chunks are read and bad ones are put aside.
-    `spoilt`: files that cannot be read, by their numbers."""
+    `spoilt`: files that cannot be read, as `Weather.spoilt`."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + _SCANNED_S
     while not all(shelf.scanned for shelf in shelves(node.cache)):
@@ -168,7 +170,7 @@ async def check_reopened(node: Node, places: Sequence[Place], truth_keys: dict[b
             place = place_of(shelf, places)
             for raw, file in sorted(place.look().chunks.items()):
                 key = truth_keys[raw]
-                good = file.number not in spoilt and is_good(raw, file)
+                good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
                 if len(tier._shelves) == 1 and node.cache.tiers[0].name == name:
                     await _read(node, key, there=True) if good else await _read_bad(node, key, place)
     check_shelves(node, places, faultless=False, alone=True)

@@ -41,8 +41,8 @@ _URL = "simulated://server"
 _AT_ONCE = 8
 """Callers of one process at a time."""
 _WORKS_AGAIN_S = 70.0
-"""How long after the last fault everything has to work again: a breaker's longest pause, which is 60 s, two for a scan that a
-write waits for, and what a round of questions may take."""
+"""How long after the last fault everything has to work again: a breaker's longest pause (60 s), a scan that a write waits for
+(2 s), and what a round of questions takes."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
 _FILLERS = 260
@@ -377,11 +377,11 @@ class _Run:
 
     async def _spoil(self, operation: Operation) -> None:
         """Files can be read no more."""
-        for name in self.disks:
+        for name, disk in self.disks.items():
             spoilt = self.weathers["disk2" if name.startswith("disk2") else name].spoilt
             for file in self.places[name].look().chunks.values():
                 if self.world.chance.random() < operation.values["share"]:
-                    spoilt.add(file.number)
+                    spoilt.add((disk.root, file.number))
         self._happened()
 
     async def _clock(self, operation: Operation) -> None:

@@ -40,8 +40,8 @@ class Weather:
         self.last_fault_s = world.now_s
         self.last_failure_s = world.now_s - 1e6
         """The last fault that was not just a full device."""
-        self.spoilt: set[int] = set()
-        """Files that cannot be read, by their numbers."""
+        self.spoilt: set[tuple[str, int]] = set()
+        """Files that cannot be read: roots of their disks, and their numbers."""
         self._held: list[Strand] = []
         self._asking: list[asyncio.Future[None]] = []
 
@@ -135,7 +135,7 @@ class Weather:
 
     def _is_spoilt(self, disk: Disk, target: object) -> bool:
         try:
-            return disk.find(str(target)).number in self.spoilt
+            return (disk.root, disk.find(str(target)).number) in self.spoilt
         except OSError:
             return False
 

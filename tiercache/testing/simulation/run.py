@@ -41,8 +41,8 @@ _URL = "simulated://server"
 _AT_ONCE = 8
 """Callers of one process at a time."""
 _WORKS_AGAIN_S = 70.0
-"""How long after the last fault everything has to work again: a breaker's longest pause (60 s), a scan that a write waits for
-(2 s), and what a round of questions takes."""
+"""How long after the last fault everything has to work again: a breaker's longest pause (60 s), two for a scan that a write
+waits for, and what a round of questions takes."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
 _FILLERS = 260
@@ -360,9 +360,9 @@ class _Run:
             name = operation.values["name"]
             with contextlib.suppress(OSError):
                 directory = disk.find_directory(f"{disk.root}/kv/.tiercache")
-                if name == "ledger":
+                if name in directory.names and name == "ledger":
                     disk.remove(directory, name, directory.names[name])
-                else:
+                elif name != "ledger":
                     disk.remove_all(f"{disk.root}/kv/.tiercache/{name}".rstrip("/"))
         self._happened(fails=True)
 

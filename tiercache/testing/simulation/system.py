@@ -30,6 +30,7 @@ from tiercache.testing.simulation.world import World
 ROOT = "/simulated"
 """All simulated disks are mounted below it."""
 _EPOCH_S = 1_700_000_000.0
+_PAGE_BYTES = 4096
 _FILE_CALLS = (
     *("access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat"),
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
@@ -78,6 +79,8 @@ class System:
             ):
                 module = sys.modules[module_name]
                 changed.enter_context(_changed(module, function, answer))
+            # An arena is rounded up to huge pages: a handful of slots would be 512.
+            changed.enter_context(_changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:

@@ -302,6 +302,7 @@ class Volume:
         if occupied_bytes is None:
             found = self.exists([key])
             if not found:
+                self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
                 return False
             occupied_bytes = found[0]
         return self.delete(key, occupied_bytes)

@@ -16,7 +16,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -54,7 +54,11 @@ class Stand:
 class System:
     """What the simulated processes find. `calls.process` and the world's current strand say who asks."""
 
-    def __init__(self, world: World, calls: FileCalls, stumble: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, calls: FileCalls, stumble: Callable[[], None], also: Collection[str] = ()
+    ) -> None:
+        """`also`: packages and modules besides tiercache's that run in the simulation; they are imported by now."""
+        self.also = also
         self.world = world
         self.calls = calls
         self.threads = Threads(world, stumble)
@@ -64,7 +68,7 @@ class System:
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
         with contextlib.ExitStack() as stack:
-            for module in [module for name, module in sys.modules.items() if _is_ours(name)]:
+            for module in [module for name, module in sys.modules.items() if self._is_ours(name)]:
                 for name, value in list(vars(module).items()):
                     replacement = self._instead_of(value)
                     if replacement is not None:
@@ -82,6 +86,11 @@ class System:
             # An arena is rounded up to huge pages: a handful of slots would be 512.
             stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             yield
+
+    def _is_ours(self, name: str) -> bool:
+        if any(name == also or name.startswith(f"{also}.") for also in self.also):
+            return True
+        return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
     def _instead_of(self, value: Any) -> Any:
         threads = self.threads
@@ -201,10 +210,6 @@ def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
         ctypes.set_errno(error.errno or 0)
         return -1
     return 0
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
 
 @contextmanager

@@ -156,7 +156,9 @@ class Node:
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
             late = operation.kind == "forget" and operation.values.get("deadline_s", 1.0) < _REMOVED_S
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
-            if not (operation.kind == "forget" or no_thread or of_device) or not (late or self._faults()):
+            lost = isinstance(error, DeviceError) and error.lost  # for good
+            expected = operation.kind == "forget" or no_thread or of_device
+            if not expected or not (late or lost or self._faults()):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:

@@ -100,7 +100,6 @@ class Process:
         self.pid = pid
         self.started_s = now_s()
         self.heard_s = now_s()
-        self.is_open = False
         self.expected_to_end = False
         self.ended = asyncio.Event()
         self.hear: Callable[[Process, Report], None] = lambda process, report: None

@@ -36,6 +36,7 @@ KINDS = (
     "process hangs",
     "leak",
     "left behind",
+    "campaign broke",
 )
 """All that can be found; a table of noughts says what was looked for."""
 

@@ -69,6 +69,9 @@ def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) 
 
 def left_behind(directory: Path) -> list[str]:
     """Shared memory and mounts of a campaign in `directory`."""
-    entries = SHM_DIRECTORY.iterdir() if SHM_DIRECTORY.is_dir() else ()
-    found = [f"shared memory: {entry}" for entry in entries if directory.name in entry.name]
+    found = [f"shared memory: {entry}" for entry in shared_memory_of(directory)]
     return found + [f"mount: {mount.point}" for mount in mounts() if Path(mount.point).is_relative_to(directory)]
+
+
+def shared_memory_of(directory: Path) -> list[Path]:
+    return [entry for entry in SHM_DIRECTORY.glob("*") if directory.name in entry.name]

@@ -68,7 +68,18 @@ class RedisPlace(Place):
 
     def _start(self) -> None:
         """Until it answers. Raises RuntimeError when it does not."""
-        command = ["redis-server", "--port", str(self._port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
+        # It goes when the thread goes that has started it, which lives as long as the campaign.
+        dying_with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        command = [
+            *dying_with_us,
+            "redis-server",
+            "--port",
+            str(self._port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.directory),
+        ]
         command += ["--save", "", "--daemonize", "no"]
         with (self.directory / "redis.log").open("ab") as log:
             self._server = subprocess.Popen(

@@ -36,8 +36,8 @@ TEMPERS = {
     "disk": Temper(0.15),
     "fs": Temper(0.25),
     "full": Temper(0.4, strike_every_s=1.5, kinds=("fill",), longest_s=1.5),
-    "redis": Temper(0.5, strike_every_s=3.0, kinds=("freeze", "kill"), longest_s=3.0),
-    "hf3fs": Temper(1.0, strike_every_s=3.0, kinds=("freeze", "hang", "kill"), longest_s=3.0),
+    "redis": Temper(0.5, strike_every_s=3.0, kinds=("freeze", "die"), longest_s=3.0),
+    "hf3fs": Temper(1.0, strike_every_s=3.0, kinds=("freeze", "hang", "die"), longest_s=3.0),
 }
 
 
@@ -46,7 +46,7 @@ class Fault:
     at_s: float
     """Since the round's beginning."""
     kind: str
-    """kill: a worker; audit: all stand still and are counted; else what happens to the place itself, until heal."""
+    """kill: a worker, with -9; audit: all stand still and are counted; else what happens to the place itself, until heal."""
     choice: float = 0.0
     """0 .. 1: which of the workers."""
 

@@ -28,6 +28,8 @@ _PRIVATE_BYTES = 512 << 10
 """Of a tier's own files, when nobody but the resident lives."""
 _CAP_SLACK_BYTES = 16 * 4096
 """A directory is counted when it has been made: one for each write that is under way may be there beyond the cap."""
+_OTHERS_READ_S = 3.0
+"""A get may be answered by a read that had begun for somebody else, so much earlier at most."""
 _NAMED = 5
 
 
@@ -168,7 +170,7 @@ class Referee:
     def _judge(self, process: Process, missed: messages.Missed) -> None:
         """Once everything that was said before has been heard."""
         self._crew.hear_all()
-        since_s = missed.since_s - (self.place.stale_s if missed.by == "lookup" else 0.0)
+        since_s = missed.since_s - (self.place.stale_s if missed.by == "lookup" else _OTHERS_READ_S)
         if not self.place.keeps or self._struck or since_s < self._healed_s + RECOVERY_S:
             return
         if self._promises.was_due(missed.number, since_s):

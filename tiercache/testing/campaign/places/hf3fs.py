@@ -32,7 +32,7 @@ class Hf3fsPlace(Place):
         """By killing it: whoever waits for a call on the mount is let go."""
         emulator, self._emulator = self._emulator, None
         if emulator is not None:
-            if self._struck != "kill":
+            if self._struck != "die":
                 emulator.kill()
             emulator.stop()
 

@@ -116,7 +116,8 @@ class Refresher:
         times_ns = await self._ask(volume, directory_times_ns, volume)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            self.shelf.removed_while_listing = removed = set()
+            removed: set[ChunkKey] = set()
+            self.shelf.removed_while_listing = removed
             try:
                 await self._list(volume, index, directory, removed)
             finally:

@@ -13,7 +13,7 @@ from tiercache.testing.hf3fs import Hf3fsEmulator, why_no_fuse
 class Hf3fsPlace(Place):
     keeps = True
     is_calm = False
-    descriptors_kept = 128
+    descriptors_kept = 2 * 128  # the file, and what is registered of it
     cap_bytes = ROOMY_CAP_BYTES
 
     def __init__(self, name: str, directory: Path) -> None:

@@ -221,6 +221,11 @@ class Referee:
             return
         self._report.verified += len(due)
         there = set(found.numbers)
+        if late := [number for number in due if number not in there]:
+            # What came after a deadline was a miss, and is no loss. What is lost stays lost.
+            self._report.looked_twice += len(late)
+            again = await self._crew.ask(visitor, Find(late), Found)
+            there.update(again.numbers if again is not None else ())
         for number in [number for number in due if number not in there][:_NAMED]:
             self._found("lost", f"{visitor.name}, a new process, did not find {self._chunk(number)}, which was flushed")
         for number in [number for number in gone if number in there][:_NAMED]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -207,7 +208,11 @@ class Referee:
                 longest_s = self._report.recoveries_s.get(self.place.name, 0.0)
                 self._report.recoveries_s[self.place.name] = max(longest_s, now_s() - from_s)
                 return True
+            if not process.is_alive:
+                self._found("process broke", f"{process.name} ended by itself")
+                return False
             await asyncio.sleep(0.2)
+        process.send(signal.SIGUSR1)
         self._found(
             "not working again", f"{process.name} stored nothing within {RECOVERY_S:.0f} s after the last fault"
         )

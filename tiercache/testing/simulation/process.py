@@ -44,6 +44,7 @@ class Process:
 
         self.loop = SimulatedLoop(self.world)
         strand = self.world.start(self, name, run)
+        strand.loop = self.loop
         self.loop.strand = strand
         return strand
 
@@ -66,11 +67,6 @@ class Process:
                     task.get_coro().close()
             events._set_running_loop(None)
 
-    def enter(self, strand: Strand) -> None:
-        """A strand of this process runs from now on."""
-        if self.loop is not None and self.loop.strand is strand:
-            events._set_running_loop(self.loop)
+    def entered(self) -> None:
+        """Strands of this process run from now on."""
         self._on_enter(self)
-
-    def leave(self) -> None:
-        events._set_running_loop(None)

@@ -99,6 +99,7 @@ class _Run:
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
         self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
         self.disks: dict[str, Disk] = {}
+        self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
         self.calls = FileCalls(list(self.disks.values()), self._before)
         self.server = (
@@ -114,19 +115,19 @@ class _Run:
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
-        self._done = False
         self._over = False
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
             for name in ("disk2a", "disk2b") if tier == "disk2" else (tier,):
                 if tier != "remote":
-                    self.disks[name] = Disk(
+                    self.disks[name] = disk = Disk(
                         f"{ROOT}/{name}",
                         self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
                         self._now,
                         can_lose_power=self.setting.power,
                     )
+                    self._weather_of[disk] = self.weathers[tier]
 
     def _now(self) -> float:
         return 1_700_000_000.0 + self.world.now_s
@@ -140,7 +141,7 @@ class _Run:
                 director = Process(self.world, 1)
                 director.run("director", self._direct)
                 try:
-                    self.world.run(lambda: self._done or self._failed() is not None)
+                    self.world.run()
                     failure = self._failed()
                 except Exception as error:
                     failure = self._failed() or error
@@ -181,11 +182,7 @@ class _Run:
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
-        if self.world.current is None:
-            return None
-        place = disk.root.rpartition("/")[2]
-        weather = self.weathers["disk2" if place.startswith("disk2") else place]
-        return weather.before(name, disk, target)
+        return None if self.world.current is None else self._weather_of[disk].before(name)
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -207,7 +204,7 @@ class _Run:
             else:
                 await self._ask(operation)
         await self._settle()
-        self._done = True
+        self.world.stop()
 
     async def _ask(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
@@ -404,7 +401,7 @@ class _Run:
             try:
                 await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
             except BaseException as error:
-                node.failure = node.failure or error
+                node._fail(error)
             here.call_soon_threadsafe(ended.set)
 
         loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))

@@ -7,7 +7,7 @@ import errno
 import os
 from collections import Counter
 
-from tiercache.testing.simulation.files import Disk, Torn
+from tiercache.testing.simulation.files import Torn
 from tiercache.testing.simulation.world import Strand, World
 
 KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
@@ -79,8 +79,8 @@ class Weather:
 
     # For threads
 
-    def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
-        """At the beginning of each call to a disk: as `FileCalls` wants it."""
+    def before(self, name: str) -> int | Torn | None:
+        """At the beginning of each call to a disk, with its name: as `FileCalls` wants it."""
         world = self.world
         chance = world.chance.random()
         if self.hung:

@@ -13,9 +13,13 @@ import numpy as np
 from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.layout import Layout
+from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.testing.simulation.device_calls import DeviceCalls
+from tiercache.testing.simulation.fitting_checks import check_fittings
+from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
-from tiercache.testing.simulation.plan import Operation
+from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
 from tiercache.testing.simulation.process import Process
 
 if TYPE_CHECKING:
@@ -50,6 +54,7 @@ class Node:
         note: Note,
         *,
         faults: Callable[[], bool],
+        machine: Machine,
     ) -> None:
         self.process = process
         self.truth = truth
@@ -63,6 +68,8 @@ class Node:
         self._note = note
         self._faults = faults
         """Whether something has gone wrong outside of late, so that an error is no surprise."""
+        self._machine = machine
+        self._device: DeviceCalls | None = None
         self._stop = asyncio.Event()
         self._close_s: float | None = None
         self._ended = asyncio.Event()
@@ -87,6 +94,8 @@ class Node:
         finally:
             if loop.time() - began_s > 200:
                 raise Violation(f"start took {loop.time() - began_s:.1f} s")
+        if (twin := self._machine.twins.get(self.process)) is not None:
+            self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
         await self._stop.wait()
         self.state = "closing"
@@ -103,6 +112,8 @@ class Node:
             lease.release()
         self._leases.clear()
         self._handles.clear()
+        if self._device is not None:
+            self._device.close()
         self.state = "closed"
 
     def stop(self, timeout_s: float | None) -> None:
@@ -140,7 +151,8 @@ class Node:
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
-            if not (operation.kind == "forget" or no_thread) or not self._faults():
+            of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
+            if not (operation.kind == "forget" or no_thread or of_device) or not self._faults():
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -166,6 +178,7 @@ class Node:
 
     def check_idle(self) -> None:
         check_idle(self.cache, self._leases)
+        check_fittings(self.cache)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -179,7 +192,10 @@ class Node:
             return 0.0
         if operation.kind == "flush":
             return float(values["timeout_s"])
-        return float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        limit_s = float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        if values.get("memory", "host") != "host" and self._faults():
+            limit_s += DeviceCalls.longest_s
+        return limit_s
 
     # What callers do. Each says what became of it.
 
@@ -192,6 +208,13 @@ class Node:
         return str(stored)
 
     async def _put_many(self, operation: Operation, *, prefix: bool = False) -> str:
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.put(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation), prefix
+                )
+            )
         payloads = [self.truth.payload(key) for key in operation.keys]
         stored = await self.cache.put_many(
             self._names(operation), payloads, deadline_s=self._deadline_s(operation), prefix=prefix
@@ -241,6 +264,13 @@ class Node:
             return "hit"
 
     async def _get_into(self, operation: Operation) -> str:
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.get(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation)
+                )
+            )
         floors = [self.truth.floor[key] for key in operation.keys]
         buffers = [np.full(self.truth.length(key), 170, np.uint8) for key in operation.keys]
         delivered = await self.cache.get_into(self._names(operation), buffers, deadline_s=self._deadline_s(operation))

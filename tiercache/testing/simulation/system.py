@@ -29,11 +29,11 @@ from tiercache.testing.simulation.gathering import gather
 from tiercache.testing.simulation.process import Killed, Process
 from tiercache.testing.simulation.threads import Threads
 from tiercache.testing.simulation.world import World
-from tiercache.tiers.mounts import Mount
 
 ROOT = "/simulated"
 """All simulated disks are mounted below it."""
 _EPOCH_S = 1_700_000_000.0
+_PAGE_BYTES = 4096
 _FILE_CALLS = (
     *("access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat"),
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
@@ -44,7 +44,7 @@ _OURS = "tiercache."
 _NOT_OURS = "tiercache.testing.simulation"
 
 
-class _Stand:
+class Stand:
     """A module's stand-in: some names of our own, the others its own."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
@@ -68,20 +68,21 @@ class System:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
-        with contextlib.ExitStack() as changed:
+        with contextlib.ExitStack() as stack:
             for module, name, value in _replaceable(len(sys.modules)):
-                changed.enter_context(_changed(module, name, self._instead_of(value)))
+                stack.enter_context(changed(module, name, self._instead_of(value)))
             for name in _FILE_CALLS:
-                changed.enter_context(_changed(os, name, self._file_call(name)))
-            changed.enter_context(_changed(os, "urandom", self._urandom(os.urandom)))
-            changed.enter_context(_changed(os, "getpid", self._getpid(os.getpid)))
+                stack.enter_context(changed(os, name, self._file_call(name)))
+            stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
+            stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
                 ("tiercache.tiers.allocation", "_fallocate", self._fallocate),
                 ("tiercache.tiers.naming", "_renameat2", self._renameat2),
-                ("tiercache.tiers.mounts", "mounts", lambda: [Mount("/", "simulated")]),
             ):
                 module = sys.modules[module_name]
-                changed.enter_context(_changed(module, function, answer))
+                stack.enter_context(changed(module, function, answer))
+            # An arena is rounded up to huge pages: a handful of slots would be 512.
+            stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:
@@ -93,8 +94,8 @@ class System:
         threads = self.threads
         now = self._now
         return {
-            asyncio: _Stand(asyncio, gather=gather),
-            threading: _Stand(
+            asyncio: Stand(asyncio, gather=gather),
+            threading: Stand(
                 threading,
                 Thread=threads.Thread,
                 Lock=threads.Lock,
@@ -104,8 +105,9 @@ class System:
                 Semaphore=threads.Semaphore,
                 BoundedSemaphore=threads.BoundedSemaphore,
                 local=threads.local,
+                get_ident=self._get_ident,
             ),
-            time: _Stand(
+            time: Stand(
                 time,
                 monotonic=now,
                 perf_counter=now,
@@ -115,9 +117,13 @@ class System:
                 sleep=self._sleep,
             ),
             random: self.world.chance,
-            fcntl: _Stand(fcntl, flock=self._flock),
+            fcntl: Stand(fcntl, flock=self._flock),
             queue.SimpleQueue: threads.SimpleQueue,
         }
+
+    def _get_ident(self) -> int:
+        strand = self.world.current
+        return threading.get_ident() if strand is None else strand.number
 
     def _now(self) -> float:
         return self.world.now_s
@@ -221,7 +227,8 @@ def _replaceable(imported: int) -> list[tuple[ModuleType, str, Any]]:
 
 
 @contextmanager
-def _changed(place: Any, name: str, value: Any) -> Iterator[None]:
+def changed(place: Any, name: str, value: Any) -> Iterator[None]:
+    """`place.name` is `value` for so long."""
     before = getattr(place, name)
     setattr(place, name, value)
     try:

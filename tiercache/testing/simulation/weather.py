@@ -7,7 +7,7 @@ import errno
 import os
 from collections import Counter
 
-from tiercache.testing.simulation.files import Torn
+from tiercache.testing.simulation.files import Disk, Torn
 from tiercache.testing.simulation.world import Strand, World
 
 KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
@@ -79,8 +79,8 @@ class Weather:
 
     # For threads
 
-    def before(self, name: str) -> int | Torn | None:
-        """At the beginning of each call to a disk, with its name: as `FileCalls` wants it."""
+    def hold(self) -> None:
+        """The current strand waits for as long as a call takes."""
         world = self.world
         chance = world.chance.random()
         if self.hung:
@@ -95,6 +95,10 @@ class Weather:
             world.pause(chance * _SLOW_S)
         elif chance < 0.2:
             world.pause(chance * 5 * _CALM_S)
+
+    def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
+        """At the beginning of each call to a disk: as `FileCalls` wants it."""
+        self.hold()
         if not self.rates:
             return None
         if name in _MAY_FAIL and self.strikes("eio"):

@@ -29,10 +29,22 @@ class SimulationError(AssertionError):
 class Strand:
     """Something that runs: an event loop's thread, or a worker's. It belongs to a process and ends with it."""
 
-    __slots__ = ("greenlet", "is_ready", "joined", "local", "loop", "name", "process", "scheduled_s", "until_s")
+    __slots__ = (
+        "greenlet",
+        "is_ready",
+        "joined",
+        "local",
+        "loop",
+        "name",
+        "number",
+        "process",
+        "scheduled_s",
+        "until_s",
+    )
 
-    def __init__(self, name: str, process: Process) -> None:
+    def __init__(self, name: str, number: int, process: Process) -> None:
         self.name = name
+        self.number = number
         self.process = process
         self.greenlet: greenlet
         self.loop: SimulatedLoop | None = None
@@ -199,7 +211,7 @@ class World:
 
     def start(self, process: Process, name: str, call: Callable[[], None]) -> Strand:
         """A new strand of a process that begins with `call`."""
-        strand = Strand(name, process)
+        strand = Strand(name, next(self._order), process)
 
         def run() -> None:
             try:

@@ -61,10 +61,13 @@ class Process:
         """Take down what its tasks had on their stacks, after its death."""
         if self.loop is not None:
             events._set_running_loop(self.loop)
-            for task in asyncio.all_tasks(self.loop):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with contextlib.suppress(BaseException):
-                    task.get_coro().close()
+            ended: set[asyncio.Task[Any]] = set()
+            while tasks := asyncio.all_tasks(self.loop) - ended:  # what ends may begin others
+                for task in tasks:
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()
+                ended |= tasks
             events._set_running_loop(None)
 
     def entered(self) -> None:

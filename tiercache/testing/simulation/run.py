@@ -16,6 +16,7 @@ import xxhash
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
@@ -114,6 +115,7 @@ class _Run:
         self.all_nodes: list[Node] = []
         self.numbers = 1
         self.counts: Counter[str] = Counter()
+        self.coverage = Coverage()
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
@@ -155,6 +157,8 @@ class _Run:
             self.counts.update({f"fault {weather.name.rstrip('2')} {kind}": met for kind, met in weather.met.items()})
         for node in self.all_nodes:
             self.counts.update(node.counts)
+            self.coverage.end(node.cache)
+        self.counts.update({f"state {name}": count for name, count in self.coverage.states.items()})
         return Outcome(
             self.seed,
             self.setting,
@@ -179,6 +183,12 @@ class _Run:
         text = f"{self.world.now_s:.6f} {self.world.steps} {line}"
         self._hash.update(text.encode())
         self.trace.append(text)
+
+    def _heard(self, number: int, line: str) -> None:
+        self.note(f"{number}: {line}")
+        node = self.nodes.get(number)
+        if node is not None and node.state == "open" and self._faults():
+            self.coverage.look(node.cache, self.disks.values())
 
     # What the system meets
 
@@ -228,7 +238,7 @@ class _Run:
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
             process, self._config(number), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults, machine=self.machine,
+            lambda line: self._heard(number, line), faults=self._faults, machine=self.machine,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)

@@ -64,6 +64,7 @@ class Referee:
         await self._heal()
         for slot in slots[1:]:
             await (self._kill(slot) if slot % 2 else self._crew.end(slot))
+        self._crew.tend(slots[:1], patient=False)  # where its place was away when it began
         await self._verify()
 
     async def end(self) -> None:

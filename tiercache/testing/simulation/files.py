@@ -122,6 +122,11 @@ class FileCalls:
         self._use("close", fd)
         self._table.close(fd)
 
+    def dup(self, fd: int, /) -> int:
+        """As `dup2`."""
+        opened, _ = self._use("dup", fd)
+        return self._table.add(Opened(opened.disk, opened.inode, opened.path, opened.flags))
+
     def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
         """As if the file had been opened once more: locks and the position are the copy's own."""
         opened, _ = self._use("dup2", fd)

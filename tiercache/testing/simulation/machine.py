@@ -118,7 +118,7 @@ class Machine:
             replacements += [
                 ("tiercache.tiers.hf3fs.tier", "load_library", self.daemon.library),
                 ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
-                ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup2=calls.dup2)),
+                ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
                 ("tiercache.assembly", "hf3fs_settings", self._few_places),
             ]
         with contextlib.ExitStack() as stack:

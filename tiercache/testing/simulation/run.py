@@ -17,6 +17,7 @@ import xxhash
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
@@ -25,6 +26,7 @@ from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
+from tiercache.testing.simulation.weather import Weather
 from tiercache.testing.simulation.world import World
 
 _URL = "simulated://server"
@@ -101,6 +103,7 @@ class _Run:
         self.machine = Machine(self.world, setting, self._now)
         self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
+        self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
         self.calls = FileCalls([*self.disks.values(), self.machine.memory.disk], self._before)
         self.machine.attach(self.calls, self.disks)
@@ -117,21 +120,22 @@ class _Run:
         self.all_nodes: list[Node] = []
         self.numbers = 1
         self.counts: Counter[str] = Counter()
+        self.coverage = Coverage()
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
-        self._done = False
         self._over = False
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
             for name in disks_of(tier):
-                self.disks[name] = Disk(
+                self.disks[name] = disk = Disk(
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
                     self._now,
                     can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
                 )
+                self._weather_of[disk] = self.weathers[place_of(disk)]
 
     def _now(self) -> float:
         return 1_700_000_000.0 + self.world.now_s
@@ -145,7 +149,7 @@ class _Run:
                 director = Process(self.world, 1)
                 director.run("director", self._direct)
                 try:
-                    self.world.run(lambda: self._done or self._failed() is not None)
+                    self.world.run()
                     failure = self._failed()
                 except Exception as error:
                     failure = self._failed() or error
@@ -158,6 +162,8 @@ class _Run:
             self.counts.update({f"fault {weather.name.rstrip('2')} {kind}": met for kind, met in weather.met.items()})
         for node in self.all_nodes:
             self.counts.update(node.counts)
+            self.coverage.end(node.cache)
+        self.counts.update({f"state {name}": count for name, count in self.coverage.states.items()})
         return Outcome(
             self.seed,
             self.setting,
@@ -183,13 +189,18 @@ class _Run:
         self._hash.update(text.encode())
         self.trace.append(text)
 
+    def _heard(self, number: int, line: str) -> None:
+        self.note(f"{number}: {line}")
+        node = self.nodes.get(number)
+        if node is not None and node.state == "open" and self._faults():
+            self.coverage.look(node.cache, self.disks.values())
+
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
-        if self.world.current is None:
+        if self.world.current is None or (weather := self._weather_of.get(disk)) is None:
             return None
-        weather = self.weathers.get(place_of(disk))
-        return None if weather is None else weather.before(name, disk, target)
+        return weather.before(name, disk, target)
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -211,7 +222,7 @@ class _Run:
             else:
                 await self._ask(operation)
         await self._settle()
-        self._done = True
+        self.world.stop()
 
     async def _ask(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
@@ -232,7 +243,7 @@ class _Run:
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
             process, self._config(number), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults, machine=self.machine,
+            lambda line: self._heard(number, line), faults=self._faults, machine=self.machine,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
@@ -422,7 +433,7 @@ class _Run:
             try:
                 await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
             except BaseException as error:
-                node.failure = node.failure or error
+                node._fail(error)
             here.call_soon_threadsafe(ended.set)
 
         loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))

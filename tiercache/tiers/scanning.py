@@ -12,7 +12,7 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.reckoning import is_doubtful
 from tiercache.memory.workers import Workers
-from tiercache.tiers.survey import TOP_LEVELS, Scanned
+from tiercache.tiers.survey import Scanned
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
@@ -36,6 +36,8 @@ class Shelf:
         self.scanning: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
         """Read or written since the scan began: what it found out about them may be older."""
+        self.removed_while_listing: set[ChunkKey] | None = None
+        """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
         """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
@@ -52,6 +54,13 @@ class Shelf:
         if self.scanning is not None:
             self.noted_while_scanning.add(key)
 
+    def removed(self, key: ChunkKey) -> None:
+        """It is gone, whatever somebody has seen before."""
+        self.index.remove(key)
+        self.note(key)
+        if self.removed_while_listing is not None:
+            self.removed_while_listing.add(key)
+
 
 async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
     """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
@@ -67,8 +76,8 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     found = Scanned()
     try:
         reckoning = await workers.submit(volume.begin_reckoning)
-        for start in range(0, len(TOP_LEVELS), workers.threads):
-            tops = TOP_LEVELS[start : start + workers.threads]
+        for start in range(0, len(reckoning.tops), workers.threads):
+            tops = reckoning.tops[start : start + workers.threads]
             for part in await asyncio.gather(*(workers.submit(volume.scan, top) for top in tops)):
                 if first:
                     await _add(shelf, index, part.chunks, ignored)

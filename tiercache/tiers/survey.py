@@ -44,6 +44,8 @@ class Reckoning:
     marked: Count
     own_bytes: int
     others_bytes: int
+    tops: list[str]
+    """The top-level directories of after that, which are to be scanned: what one has that is made later is in the count."""
 
     @property
     def outstanding_bytes(self) -> int:

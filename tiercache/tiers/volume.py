@@ -302,13 +302,28 @@ class Volume:
         return gone
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
-        """As `delete`, of a chunk whose size is perhaps not known (None)."""
-        if occupied_bytes is None:
-            found = self.exists([key])
-            if not found:
+        """As `delete`, of a chunk whose size is perhaps not known (None).
+
+        Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
+        leaves an empty one, and the chunk comes back with the mount.
+        """
+        if self._remove_if_there(key, occupied_bytes):
+            return True
+        if self.is_mounted_anew() and not self.answers():
+            raise TierUnavailable(f"{self.root} is not there")
+        return self._remove_if_there(key, None)  # where it has come back only now
+
+    def _remove_if_there(self, key: ChunkKey, known_bytes: int | None) -> bool:
+        if known_bytes is None:
+            try:
+                status = os.lstat(self.path(key))
+            except _ABSENT:
+                self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
                 return False
-            occupied_bytes = found[0]
-        return self.delete(key, occupied_bytes)
+            if not stat.S_ISREG(status.st_mode):
+                return False
+            known_bytes = occupied_bytes(status)
+        return self.delete(key, known_bytes)
 
     def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
         """Unlink many chunks and credit them together, to everybody at once."""
@@ -370,7 +385,9 @@ class Volume:
         self.require_manifest()
         marked = self.ledger.mark()
         own_bytes = self.ledger.outstanding_bytes
-        return Reckoning(marked, own_bytes, sum(each.outstanding_bytes for each in self._owner.others()))
+        others_bytes = sum(each.outstanding_bytes for each in self._owner.others())
+        there = frozenset(os.listdir(self.root))
+        return Reckoning(marked, own_bytes, others_bytes, [top for top in TOP_LEVELS if top in there])
 
     def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
         """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""

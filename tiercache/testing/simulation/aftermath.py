@@ -24,10 +24,10 @@ part of the count that they do not use."""
 
 
 def file_tiers(cache: TierCache) -> Iterator[tuple[str, DiskTier]]:
-    """The tiers that keep files, by the names of their configuration."""
+    """The disk and fs tiers, by the names of their configuration."""
     for tier in cache.tiers:
         found = tier.mounted if isinstance(tier, FsTier) else tier
-        if isinstance(found, DiskTier):
+        if isinstance(found, DiskTier) and found.name in _TRIMMED_S:
             yield tier.name, found
 
 

@@ -14,9 +14,13 @@ from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.layout import Layout
+from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.testing.simulation.device_calls import DeviceCalls
+from tiercache.testing.simulation.fitting_checks import check_fittings, watch_errors
+from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
-from tiercache.testing.simulation.plan import Operation
+from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
 from tiercache.testing.simulation.process import Process
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ _SLACK_S = 0.005
 """What a wait may take beyond its deadline: the pauses of copying threads."""
 _CANCELLED_S = 0.05
 """How soon a cancelled call ends, when nothing hangs."""
+_REMOVED_S = 0.1
+"""What a removal may take, when nothing hangs."""
 _NEVER_PUT = 100
 """So far from the keys that are put at the end are some that never are."""
 _CLOSE_S = 1.2
@@ -52,6 +58,7 @@ class Node:
         *,
         faults: Callable[[], bool],
         start_may_fail: Callable[[], bool],
+        machine: Machine,
     ) -> None:
         self.process = process
         self.truth = truth
@@ -70,6 +77,8 @@ class Node:
         self._start_may_fail = start_may_fail
         self._opened: dict[str, tuple[int, float]] = {}
         """How often breakers of writes were seen to open, and when that was last seen to be less."""
+        self._machine = machine
+        self._device: DeviceCalls | None = None
         self._stop = asyncio.Event()
         self._close_s: float | None = None
         self._ended = asyncio.Event()
@@ -94,6 +103,9 @@ class Node:
         finally:
             if loop.time() - began_s > 200:
                 raise Violation(f"start took {loop.time() - began_s:.1f} s")
+        watch_errors(self.cache.tiers, self._fail)
+        if (twin := self._machine.twins.get(self.process)) is not None:
+            self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
         await self._stop.wait()
         self.state = "closing"
@@ -110,6 +122,8 @@ class Node:
             lease.release()
         self._leases.clear()
         self._handles.clear()
+        if self._device is not None:
+            self._device.close()
         self.state = "closed"
 
     async def on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -168,7 +182,11 @@ class Node:
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
-            if not (operation.kind == "forget" or no_thread) or not self._faults():
+            late = operation.kind == "forget" and operation.values.get("deadline_s", 1.0) < _REMOVED_S
+            of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
+            lost = isinstance(error, DeviceError) and error.lost  # for good
+            expected = operation.kind == "forget" or no_thread or of_device
+            if not expected or not (late or lost or self._faults()):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -210,9 +228,11 @@ class Node:
 
     def check_idle(self) -> None:
         check_idle(self.cache, self._leases)
+        check_fittings(self.cache)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
+        self.process.world.stop()
 
     def _limit_s(self, operation: Operation) -> float:
         values = operation.values
@@ -222,7 +242,10 @@ class Node:
             return 0.0
         if operation.kind == "flush":
             return float(values["timeout_s"])
-        return float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        limit_s = float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        if values.get("memory", "host") != "host" and self._faults():
+            limit_s += DeviceCalls.longest_s
+        return limit_s
 
     # What callers do. Each says what became of it.
 
@@ -235,6 +258,13 @@ class Node:
         return str(stored)
 
     async def _put_many(self, operation: Operation, *, prefix: bool = False) -> str:
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.put(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation), prefix
+                )
+            )
         payloads = [self.truth.payload(key) for key in operation.keys]
         stored = await self.cache.put_many(
             self._names(operation), payloads, deadline_s=self._deadline_s(operation), prefix=prefix
@@ -284,6 +314,13 @@ class Node:
             return "hit"
 
     async def _get_into(self, operation: Operation) -> str:
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.get(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation)
+                )
+            )
         floors = [self.truth.floor[key] for key in operation.keys]
         buffers = [np.full(self.truth.length(key), 170, np.uint8) for key in operation.keys]
         delivered = await self.cache.get_into(self._names(operation), buffers, deadline_s=self._deadline_s(operation))
@@ -351,6 +388,8 @@ class Node:
             key = first + (key - first + 1) % _NEVER_PUT
             operation = Operation("put", 0, 0.0, (key,))
             await self._put(operation)
+            if self._device is not None:
+                await self._device.works(cache, self.keys, key)
             report = await cache.flush(1.0)
             cache.clear_hot()
             await self._get(operation)

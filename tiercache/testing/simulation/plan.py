@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiercache.core.eviction import ORDERS
-from tiercache.testing.simulation.weather import KINDS_OF_DISKS, KINDS_OF_SERVERS
+from tiercache.testing.simulation.fittings import KINDS_BY_PLACE, SHARED, Fittings, fittings_of, tiers_of
+from tiercache.testing.simulation.weather import KINDS_OF_DISKS
 
 CHUNK_BYTES = 4096
 SLOT_BYTES = CHUNK_BYTES
@@ -30,6 +31,7 @@ class Setting:
     keys: int
     power: bool
     """Whether the power may be cut."""
+    fittings: Fittings = field(default_factory=Fittings)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class Operation:
         shown = {name: value for name, value in asdict(self).items() if value not in (None, (), {}, 0.0)}
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
+
+_WITH_FITTINGS = 0.4
+"""So many seeds have a tier that needs more than a disk."""
 
 _USES = {
     "put": 18,
@@ -79,7 +84,16 @@ def cap_bytes(chunks: int, directories: int) -> int:
     return chunks * FILE_BYTES + directories * (8 * FILE_BYTES + 4 * 4096)
 
 
-def setting_of(seed: int) -> Setting:
+_TO_DEVICE = ("put_many", "put_prefix", "get_into")
+"""What callers do with device memory as well."""
+
+
+def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | None = None) -> Setting:
+    """`own`: module:Class of somebody's tier, which takes part in every seed then, alone or below a disk.
+
+    It is made from RemoteSettings with these options, as `remote_storage_plugin.NAME.module_path` and `class_name` make
+    it; {place} in an option is a directory on a simulated disk.
+    """
     chance = random.Random(f"setting {seed}")
     kinds = chance.choice(
         [
@@ -94,7 +108,12 @@ def setting_of(seed: int) -> Setting:
             ("disk", "fs"),
         ]
     )
-    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs"} else 1
+    more = random.Random(f"fittings {seed}")
+    if more.random() < _WITH_FITTINGS:
+        kinds = tiers_of(more)
+    if own:
+        kinds = more.choice([("own",), ("own",), ("disk", "own")])
+    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs", *SHARED} and not own else 1
     slots = chance.choice([4, 8, 8, 16, 32])
     cap = chance.choice([6, 12, 24, 64])
     options: dict[str, Any] = {
@@ -111,7 +130,7 @@ def setting_of(seed: int) -> Setting:
         "disk_durability": chance.choice(["fdatasync", "none"]),
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
     }
-    if kinds and kinds[0].startswith("disk"):
+    if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
     return Setting(
         processes=processes,
@@ -122,7 +141,13 @@ def setting_of(seed: int) -> Setting:
         server_evicts=chance.random() < 0.7,
         keys=chance.choice([4, 12, 40, 120]),
         power=chance.random() < 0.2,
+        fittings=replace(fittings_of(more, kinds), own=own, own_options=dict(own_options or {})),
     )
+
+
+def places_of(setting: Setting) -> tuple[str, ...]:
+    """Where faults may strike."""
+    return (*setting.tiers, "gpu") if setting.fittings.device_slots else setting.tiers
 
 
 def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
@@ -149,6 +174,8 @@ def _events_of(setting: Setting) -> dict[str, float]:
     kinds = dict(_EVENTS)
     if not setting.power:
         del kinds["power"]
+    if setting.fittings.device_slots or "hf3fs" in setting.tiers:
+        kinds["rest"] = 0.7
     if not on_disk:
         for kind in _ON_DISKS:
             kinds.pop(kind, None)
@@ -172,17 +199,19 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
         values["for_s"] = chance.choice([0.0, 0.001, 0.05, 1.0])
     if kind == "prefetch":
         values |= {"deadline": chance.choice([0.0, 0.01, 1.0]), "ttl": chance.choice([0.01, 0.5, 5.0])}
+    if setting.fittings.device_slots and kind in _TO_DEVICE:
+        values["memory"] = chance.choice(["host", "blocks", "piece"])
     cancel_s = chance.choice([0.0, 1e-5, 1e-4, 1e-3, 0.05]) if chance.random() < 0.12 else None
     return Operation(kind, process, after_s, tuple(keys), cancel_s, values)
 
 
 def _event(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
     values: dict[str, Any] = {}
-    if kind in ("fault", "clear") and setting.tiers:
-        place = chance.choice(setting.tiers)
+    if kind in ("fault", "clear") and places_of(setting):
+        place = chance.choice(places_of(setting))
         values["place"] = place
         if kind == "fault":
-            values["fault"] = chance.choice(KINDS_OF_SERVERS if place == "remote" else KINDS_OF_DISKS)
+            values["fault"] = chance.choice(KINDS_BY_PLACE.get(place, KINDS_OF_DISKS))
             values["rate"] = chance.choice([0.05, 0.3, 1.0])
     if kind in ("reopen", "kill"):
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
@@ -197,6 +226,8 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
         values["by_s"] = chance.choice([-3600.0, -5.0, 5.0, 3600.0])
     if kind == "litter":
         values["chunks"] = chance.randrange(setting.capacity_chunks)
+    if kind == "rest":
+        values["for_s"] = chance.choice([6.0, 40.0, 400.0])
     if kind == "no_threads":
         values["for_s"] = chance.choice([0.001, 0.1])
     return Operation(kind, process, after_s, (), None, values)

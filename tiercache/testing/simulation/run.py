@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import importlib
 import logging
 import warnings
 from collections import Counter
@@ -18,7 +19,9 @@ from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
 from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
+from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
+from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Truth, Violation
 from tiercache.testing.simulation.places import Place
@@ -114,43 +117,50 @@ class _Run:
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
-        self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
+        self.machine = Machine(self.world, setting, self._wall_s)
+        self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
+        self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
         self.places = {
             name: Place(disk, self._cap_bytes // (2 if name.startswith("disk2") else 1))
             for name, disk in self.disks.items()
+            if name.startswith("disk") or name == "fs"
         }
         self._problem: BaseException | None = None
         self._calls = 0
-        self.calls = FileCalls(list(self.disks.values()), self._before)
+        self.calls = FileCalls([*self.disks.values(), self.machine.memory.disk], self._before)
+        self.machine.attach(self.calls, self.disks)
         self.server = (
             Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
             if "remote" in setting.tiers
             else None
         )
-        self.system = System(self.world, self.calls, self._stumble)
+        own = setting.fittings.own.partition(":")[0]
+        if own:
+            importlib.import_module(own)
+        self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
         self.numbers = 1
         self.counts: Counter[str] = Counter()
+        self.coverage = Coverage()
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
         self._last_failure_s = self._last_fault_s
-        self._done = False
         self._over = False
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
-            for name in ("disk2a", "disk2b") if tier == "disk2" else (tier,):
-                if tier != "remote":
-                    self.disks[name] = Disk(
-                        f"{ROOT}/{name}",
-                        self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
-                        self._wall_s,
-                        can_lose_power=self.setting.power,
-                    )
+            for name in disks_of(tier):
+                self.disks[name] = disk = Disk(
+                    f"{ROOT}/{name}",
+                    self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
+                    self._wall_s,
+                    can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
+                )
+                self._weather_of[disk] = self.weathers[place_of(disk)]
 
     def _wall_s(self) -> float:
         return 1_700_000_000.0 + self.world.now_s + self.world.clock_error_s
@@ -160,11 +170,11 @@ class _Run:
         if self.server is not None:
             remote.SERVERS[_URL] = self.server
         try:
-            with self.system.installed():
+            with self.system.installed(), self.machine.installed():
                 director = Process(self.world, 1)
                 director.run("director", self._direct)
                 try:
-                    self.world.run(lambda: self._done or self._failed() is not None)
+                    self.world.run()
                     failure = self._failed()
                 except Exception as error:
                     failure = self._failed() or error
@@ -177,6 +187,8 @@ class _Run:
             self.counts.update({f"fault {weather.name.rstrip('2')} {kind}": met for kind, met in weather.met.items()})
         for node in self.all_nodes:
             self.counts.update(node.counts)
+            self.coverage.end(node.cache)
+        self.counts.update({f"state {name}": count for name, count in self.coverage.states.items()})
         return Outcome(
             self.seed,
             self.setting,
@@ -202,31 +214,41 @@ class _Run:
         self._hash.update(text.encode())
         self.trace.append(text)
 
+    def _heard(self, number: int, line: str) -> None:
+        self.note(f"{number}: {line}")
+        node = self.nodes.get(number)
+        if node is not None and node.state == "open" and self._faults():
+            self.coverage.look(node.cache, self.disks.values())
+
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
         strand = self.world.current
-        if strand is None:
+        if strand is None or (weather := self._weather_of.get(disk)) is None:
             return None
-        loop = strand.process.loop
-        if loop is not None and strand is loop.strand:
-            self._problem = self._problem or Violation(f"{name} {target}: a file is touched on the event loop")
-        self._calls += 1
-        if not self._calls % _CALLS_A_LOOK:
-            self._look_at(disk)
-        place = disk.root.rpartition("/")[2]
-        weather = self.weathers["disk2" if place.startswith("disk2") else place]
+        place = self.places.get(disk.root.rpartition("/")[2])
+        if place is not None:
+            loop = strand.process.loop
+            if loop is not None and strand is loop.strand:
+                self._found(Violation(f"{name} {target}: a file is touched on the event loop"))
+            self._calls += 1
+            if not self._calls % _CALLS_A_LOOK:
+                self._look_at(place)
         return weather.before(name, disk, target)
 
-    def _look_at(self, disk: Disk) -> None:
+    def _look_at(self, place: Place) -> None:
         now_s = self.world.now_s
         fault_s = max(self._last_fault_s, *(weather.last_fault_s for weather in self.weathers.values()))
         if not all(weather.calm for weather in self.weathers.values()):
             fault_s = now_s
         try:
-            self.places[disk.root.rpartition("/")[2]].check(now_s, fault_s)
+            place.check(now_s, fault_s)
         except Violation as error:
-            self._problem = self._problem or error
+            self._found(error)
+
+    def _found(self, problem: Violation) -> None:
+        self._problem = self._problem or problem
+        self.world.stop()
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -248,7 +270,7 @@ class _Run:
             else:
                 await self._ask(operation)
         await self._settle()
-        self._done = True
+        self.world.stop()
 
     async def _ask(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
@@ -266,10 +288,11 @@ class _Run:
     def _start(self, number: int, config: Config | None = None) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
-        process.on_death.append(lambda: self.calls.die(process))
+        process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
-            process, config or self._config(), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults, start_may_fail=self._start_may_fail,
+            process, config or self._config(number), self.layout, self.truth, self.keys,
+            lambda line: self._heard(number, line), faults=self._faults, start_may_fail=self._start_may_fail,
+            machine=self.machine,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
@@ -283,17 +306,18 @@ class _Run:
         """Of each tier on files."""
         return int(self.setting.options.get("max_local_disk_size", cap_bytes(24, 1) / 2**30) * 2**30)
 
-    def _config(self, *, share: float = 1.0, servers: bool = True, directories: int = 2) -> Config:
+    def _config(self, number: int, *, share: float = 1.0, servers: bool = True, directories: int = 2) -> Config:
         """`share`: of the cap. `directories`: how many of those of one tier are used, each with the same cap as ever."""
         setting = self.setting
         values = {"chunk_size": 16, "max_local_cpu_size": setting.slots * CHUNK_BYTES / 2**30, **setting.options}
+        values |= self.machine.config(self.disks, number)
         cap = self._cap_bytes * share / 2**30
         places = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
         if places:
             used = places[:directories]
             values["max_local_disk_size"] = cap * len(used) / len(places)
             values |= {"local_disk": ",".join(used), "local_disk_path_sharding": "by_chunk"}
-        plugins = []
+        plugins = values.pop("remote_storage_plugins", "").split()
         if "remote" in setting.tiers and servers:
             plugins.append("simulated")
             values |= {
@@ -321,6 +345,8 @@ class _Run:
     def _start_may_fail(self) -> bool:
         """A device that is merely full is no reason, nor are those who died or what they left."""
         now_s = self.world.now_s
+        if len(self.places) < len(self.disks):
+            return self._faults()
         if any(w.fails or now_s - w.last_failure_s < _RECENT_S for w in self.weathers.values()):
             return True
         return now_s - self._last_failure_s < _RECENT_S or not all(place.is_set_up for place in self.places.values())
@@ -356,8 +382,8 @@ class _Run:
 
     async def _wipe(self, operation: Operation) -> None:
         """Somebody deletes our bookkeeping beside running caches."""
-        for disk in self.disks.values():
-            name = operation.values["name"]
+        for place in self._of_files:
+            disk, name = place.disk, operation.values["name"]
             with contextlib.suppress(OSError):
                 directory = disk.find_directory(f"{disk.root}/kv/.tiercache")
                 if name in directory.names and name == "ledger":
@@ -368,8 +394,9 @@ class _Run:
 
     async def _prune(self, operation: Operation) -> None:
         """Somebody deletes chunks beside running caches."""
-        for name, disk in self.disks.items():
-            for key in self.places[name].look().chunks:
+        for place in self._of_files:
+            disk = place.disk
+            for key in place.look().chunks:
                 if self.world.chance.random() < operation.values["share"]:
                     directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
                     disk.remove(directory, key.hex(), directory.names[key.hex()])
@@ -377,16 +404,20 @@ class _Run:
 
     async def _spoil(self, operation: Operation) -> None:
         """Files can be read no more."""
-        for name, disk in self.disks.items():
-            spoilt = self.weathers["disk2" if name.startswith("disk2") else name].spoilt
-            for file in self.places[name].look().chunks.values():
+        for place in self._of_files:
+            spoilt = self._weather_of[place.disk].spoilt
+            for file in place.look().chunks.values():
                 if self.world.chance.random() < operation.values["share"]:
-                    spoilt.add((disk.root, file.number))
+                    spoilt.add((place.disk.root, file.number))
         self._happened()
 
     async def _clock(self, operation: Operation) -> None:
         """A wall clock is set."""
         self.world.clock_error_s += operation.values["by_s"]
+
+    async def _rest(self, operation: Operation) -> None:
+        """Nobody comes for longer than what hangs is waited for."""
+        await asyncio.sleep(operation.values["for_s"])
 
     async def _no_threads(self, operation: Operation) -> None:
         process = self.nodes[operation.process].process
@@ -414,7 +445,9 @@ class _Run:
         for node in self.nodes.values():
             self._die(node)
         for disk in self.disks.values():
-            disk.cut_power(self.world.chance)
+            if disk.can_lose_power:
+                disk.cut_power(self.world.chance)
+        self.machine.cut_power()
         for place in self.places.values():
             place.is_certain = False
         self._happened(fails=True)
@@ -426,7 +459,7 @@ class _Run:
         await self._close(operation.process, operation.values["timeout_s"])
         await asyncio.sleep(operation.values["away_s"])
         directories = operation.values.get("directories", 2)
-        self._start(operation.process, self._config(directories=directories))
+        self._start(operation.process, self._config(operation.process, directories=directories))
         self.nodes[operation.process].reaches_all = directories > 1
 
     async def _close(self, number: int, timeout_s: float | None) -> None:
@@ -463,6 +496,7 @@ class _Run:
             "threads": strands,
             "descriptors": self.calls.descriptors_of(node.process),
             "errors of nobody": loop.errors,
+            **self.machine.left_by(node.process),
         }
         left = {name: found for name, found in problems.items() if found}
         if left:
@@ -478,9 +512,15 @@ class _Run:
             self.server.evicts = True  # a server that stays full takes nothing
         for node in self.nodes.values():
             node.process.no_threads = False
-        for number, node in self.nodes.items():
+        for number, node in list(self.nodes.items()):
             await self._started(node)
-            if node.state == "failed":
+            if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
+                await self._close(number, 1.0)
+                node.process.die()
+                self._start(number)
+                await asyncio.sleep(5.0)
+            elif node.state == "failed":
+                node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
         for number, node in self.nodes.items():
@@ -517,7 +557,7 @@ class _Run:
             for place in self._of_files:
                 place.cap_bytes //= 2
                 place.kept_from_s = float("inf")
-        self._start(0, self._config(share=0.5 if lowered else 1.0, servers=False))
+        self._start(0, self._config(0, share=0.5 if lowered else 1.0, servers=False))
         node = self.nodes[0]
         await self._started(node)
         if node.state != "open":

@@ -7,22 +7,25 @@ to the real system.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import queue
 import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from tiercache.testing.simulation.descriptors import FIRST_DESCRIPTOR
 from tiercache.testing.simulation.files import FileCalls
+from tiercache.testing.simulation.gathering import gather
 from tiercache.testing.simulation.process import Killed, Process
 from tiercache.testing.simulation.threads import Threads
 from tiercache.testing.simulation.world import World
@@ -30,21 +33,23 @@ from tiercache.testing.simulation.world import World
 ROOT = "/simulated"
 """All simulated disks are mounted below it."""
 _EPOCH_S = 1_700_000_000.0
+_PAGE_BYTES = 4096
 _FILE_CALLS = (
     *("access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat"),
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
     *("remove", "rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write"),
 )
+_REPLACED = (asyncio, threading, time, random, fcntl, queue.SimpleQueue)
 _OURS = "tiercache."
 _NOT_OURS = "tiercache.testing.simulation"
 
 
-class _Stand:
+class Stand:
     """A module's stand-in: some names of our own, the others its own."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
         self._module = module
-        vars(self).update(names)
+        vars(self).update(vars(module), **names)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -53,37 +58,46 @@ class _Stand:
 class System:
     """What the simulated processes find. `calls.process` and the world's current strand say who asks."""
 
-    def __init__(self, world: World, calls: FileCalls, stumble: Callable[[], None]) -> None:
+    def __init__(self, world: World, calls: FileCalls, stumble: Callable[[], None], also: Collection[str] = ()) -> None:
+        """`also`: packages and modules besides tiercache's that run in the simulation; they are imported by now."""
+        self.also = also
         self.world = world
         self.calls = calls
         self.threads = Threads(world, stumble)
         self._thread = threading.get_ident()
+        self._stands = self._all_stands()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
-        with contextlib.ExitStack() as changed:
-            for module in [module for name, module in sys.modules.items() if _is_ours(name)]:
-                for name, value in list(vars(module).items()):
-                    replacement = self._instead_of(value)
-                    if replacement is not None:
-                        changed.enter_context(_changed(module, name, replacement))
+        with contextlib.ExitStack() as stack:
+            for module, name, value in _replaceable(len(sys.modules), tuple(self.also)):
+                stack.enter_context(changed(module, name, self._instead_of(value)))
             for name in _FILE_CALLS:
-                changed.enter_context(_changed(os, name, self._file_call(name)))
-            changed.enter_context(_changed(os, "urandom", self._urandom(os.urandom)))
-            changed.enter_context(_changed(os, "getpid", self._getpid(os.getpid)))
+                stack.enter_context(changed(os, name, self._file_call(name)))
+            stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
+            stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
                 ("tiercache.tiers.allocation", "_fallocate", self._fallocate),
                 ("tiercache.tiers.naming", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
-                changed.enter_context(_changed(module, function, answer))
+                stack.enter_context(changed(module, function, answer))
+            # An arena is rounded up to huge pages: a handful of slots would be 512.
+            stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:
+        if type(value) is threading.local:
+            return self.threads.local()
+        return self._stands[value]
+
+    def _all_stands(self) -> dict[Any, Any]:
         threads = self.threads
-        if value is threading:
-            return _Stand(
+        now, wall = self._now, self.wall_s
+        return {
+            asyncio: Stand(asyncio, gather=gather),
+            threading: Stand(
                 threading,
                 Thread=threads.Thread,
                 Lock=threads.Lock,
@@ -93,10 +107,9 @@ class System:
                 Semaphore=threads.Semaphore,
                 BoundedSemaphore=threads.BoundedSemaphore,
                 local=threads.local,
-            )
-        if value is time:
-            now, wall = self._now, self.wall_s
-            return _Stand(
+                get_ident=self._get_ident,
+            ),
+            time: Stand(
                 time,
                 monotonic=now,
                 perf_counter=now,
@@ -104,16 +117,15 @@ class System:
                 time=wall,
                 time_ns=lambda: int(wall() * 1e9),
                 sleep=self._sleep,
-            )
-        if value is random:
-            return self.world.chance
-        if value is fcntl:
-            return _Stand(fcntl, flock=self._flock)
-        if value is queue.SimpleQueue:
-            return threads.SimpleQueue
-        if type(value) is threading.local:
-            return threads.local()
-        return None
+            ),
+            random: self.world.chance,
+            fcntl: Stand(fcntl, flock=self._flock),
+            queue.SimpleQueue: threads.SimpleQueue,
+        }
+
+    def _get_ident(self) -> int:
+        strand = self.world.current
+        return threading.get_ident() if strand is None else strand.number
 
     def _now(self) -> float:
         return self.world.now_s
@@ -138,33 +150,28 @@ class System:
     def _file_call(self, name: str) -> Callable[..., Any]:
         real = getattr(os, name)
         answer = getattr(self.calls, name)
-        owns = self._owns
-        process = self._process
+        world = self.world
 
-        def call(target: Any, *arguments: Any, **named: Any) -> Any:
-            if owns(target) or (named and owns(named.get("dir_fd"))):
-                process()
-                return answer(target, *arguments, **named)
-            return real(target, *arguments, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            target: Any = arguments[0] if arguments else None
+            kind = type(target)
+            if kind is int:
+                ours = target >= FIRST_DESCRIPTOR
+            elif kind is str:
+                ours = target.startswith(ROOT)
+            else:
+                ours = _is_simulated(target)
+            if ours or (named and type(at := named.get("dir_fd")) is int and at >= FIRST_DESCRIPTOR):
+                strand = world.current
+                if strand is not None and not strand.process.alive:
+                    raise Killed
+                return answer(*arguments, **named)
+            return real(*arguments, **named)
 
-        def call_of_any(*arguments: Any, **named: Any) -> Any:  # of those that may be called without a path
-            return call(*arguments, **named) if arguments else real(**named)
-
-        return call_of_any if name in ("listdir", "scandir") else call
-
-    def _owns(self, target: Any) -> bool:
-        if type(target) is int:
-            return target >= FIRST_DESCRIPTOR
-        if type(target) is str:
-            return target.startswith(ROOT)
-        if isinstance(target, bytes):
-            return os.fsdecode(target).startswith(ROOT)
-        if isinstance(target, os.PathLike):
-            return str(target).startswith(ROOT)
-        return False
+        return call
 
     def _flock(self, descriptor: Any, operation: int) -> None:
-        if self._owns(descriptor):
+        if _is_simulated(descriptor):
             self._process()
             self.calls.flock(descriptor, operation)
         else:
@@ -194,6 +201,15 @@ class System:
         return getpid
 
 
+def _is_simulated(target: Any) -> bool:
+    """A descriptor or a path, of whatever type."""
+    if isinstance(target, int):
+        return target >= FIRST_DESCRIPTOR
+    if isinstance(target, (str, bytes, os.PathLike)):
+        return os.fsdecode(target).startswith(ROOT)
+    return False
+
+
 def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
     """0, or -1 with errno."""
     try:
@@ -204,12 +220,27 @@ def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
     return 0
 
 
-def _is_ours(name: str) -> bool:
+@functools.lru_cache(maxsize=1)
+def _replaceable(imported: int, also: tuple[str, ...]) -> list[tuple[ModuleType, str, Any]]:
+    """The names in our modules, of which there are so many with all others, that get something else."""
+    return [
+        (module, name, value)
+        for module_name, module in sys.modules.items()
+        if _is_ours(module_name, also)
+        for name, value in vars(module).items()
+        if type(value) is threading.local or any(value is each for each in _REPLACED)
+    ]
+
+
+def _is_ours(name: str, also: tuple[str, ...]) -> bool:
+    if any(name == each or name.startswith(f"{each}.") for each in also):
+        return True
     return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
 
 @contextmanager
-def _changed(place: Any, name: str, value: Any) -> Iterator[None]:
+def changed(place: Any, name: str, value: Any) -> Iterator[None]:
+    """`place.name` is `value` for so long."""
     before = getattr(place, name)
     setattr(place, name, value)
     try:

@@ -353,9 +353,7 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 4 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
-    )
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("mounting needs privileges that this user lacks")
     yield place
@@ -456,6 +454,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         assert volume.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     volume.close()
+
 
 
 def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_longer(tmp_path: Path) -> None:

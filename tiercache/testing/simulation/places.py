@@ -57,6 +57,8 @@ class Place:
         """False after a power cut, until all has been counted anew: the ledger's bytes are as old as they may be."""
         self.kept_from_s = 0.0
         """When the cap is kept again that was lowered."""
+        self._doubtful: set[int] = set()
+        """Directories, by their numbers, that were made while something failed, and perhaps not counted."""
         self._seen_s: dict[int, float] = {}
         """When a directory was first looked at, by its number."""
 
@@ -109,14 +111,18 @@ class Place:
 
     def check(self, now_s: float, last_fault_s: float) -> None:
         """At every moment: nothing lies there that is not counted, and no more than the cap allows for. Who died or failed
-        at `last_fault_s` may have made a directory and not counted it."""
+        at `last_fault_s` may have made a directory and not counted it, which the next scan makes up for."""
         if not self.is_certain:
             return
         found = self.look()
         if found.counted_bytes is None:
             return
-        since_s = min(now_s - _COUNTED_AFTER_S, last_fault_s)
-        young = sum(self._seen_s.setdefault(each.number, now_s) >= since_s for each in found.directories)
+        young = 0
+        for number in [directory.number for directory in found.directories]:
+            age_s = now_s - self._seen_s.setdefault(number, now_s)
+            if age_s < _COUNTED_AFTER_S and last_fault_s >= now_s - age_s - _COUNTED_AFTER_S:
+                self._doubtful.add(number)
+            young += age_s < _COUNTED_AFTER_S or number in self._doubtful
         uncounted = found.occupied_bytes - found.counted_bytes
         if uncounted > 0 and uncounted > young * _DIRECTORY_BYTES:
             raise Violation(

@@ -127,7 +127,7 @@ class Node:
         self.state = "closed"
 
     async def on_loop(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have it done in the process's own loop, from another's. Raises what it raises."""
+        """Have it done in the process's own loop, from another's. What it raises ends the run."""
         loop = self.process.loop
         assert loop is not None
         here = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class Node:
             try:
                 await work()
             except BaseException as error:
-                here.call_soon_threadsafe(outcome.set_exception, error)
+                self._fail(error)
             else:
                 here.call_soon_threadsafe(outcome.set_result, None)
 

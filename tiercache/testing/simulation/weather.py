@@ -33,7 +33,7 @@ class Weather:
         self.slow = False
         self.hung = False
         self.met: Counter[str] = Counter()
-        self.last_fault_s = world.now_s
+        self.last_fault_s = float("-inf")
         self._held: list[Strand] = []
         self._asking: list[asyncio.Future[None]] = []
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from tiercache.tables import INDENT, Line, say
 from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed
-from tiercache.testing.simulation.seeds import Failure, Report, failure_of, prepare, run_seeds, setting_for
+from tiercache.testing.simulation.seeds import Failure, Report, failure_of, run_seeds, setting_for
 
 _TOLD_EVERY_S = 5.0
 _LAST_LINES = 40
@@ -41,7 +41,6 @@ def torture_command(asked: Torture) -> int:
     console = Console(highlight=False, markup=False)
     if asked.seed is not None:
         return _show_one(asked.seed, asked, console)
-    prepare()
     seeds = 1000 if asked.seeds is None and asked.minutes is None else asked.seeds
     jobs = asked.jobs or len(os.sched_getaffinity(0))
     report = run_seeds(asked.first, seeds, asked.minutes, jobs, asked.tier, _told(console, asked))
@@ -164,6 +163,6 @@ def _again(seed: int, tier: str) -> str:
 
 
 def _as_dict(report: Report, failure: Failure | None) -> dict[str, object]:
-    found: dict[str, object] = asdict(report)
+    found: dict[str, object] = {**vars(report), "counts": dict(sorted(report.counts.items()))}
     found["failure"] = None if failure is None else json.loads(json.dumps(asdict(failure), default=str))
     return found

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import re
 import signal
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -141,12 +139,6 @@ def kind_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {_NUMBER.sub('#', lines[0] if lines else '')[:_KIND_LENGTH]}"
 
 
-def prepare() -> None:
-    """In a process that is to run many: what is there now is never garbage."""
-    gc.collect()
-    gc.freeze()
-
-
 def run_batch(seeds: Sequence[int], tier: str = "") -> Batch:
     batch = Batch()
     for seed in seeds:
@@ -161,10 +153,6 @@ def run_batch(seeds: Sequence[int], tier: str = "") -> Batch:
         if outcome.failure is not None:
             batch.failed.append(seed)
             break
-    with warnings.catch_warnings():
-        # Coroutines of dead processes that had not begun.
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        gc.collect()
     return batch
 
 
@@ -197,7 +185,6 @@ def _together(more: Callable[[], Sequence[int] | None], tier: str, jobs: int) ->
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
-    prepare()
 
 
 @contextlib.contextmanager

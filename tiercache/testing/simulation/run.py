@@ -433,7 +433,8 @@ class _Run:
             if node.state != "open":
                 raise Violation(f"process {number} is {node.state} though nothing fails")
             await self._within(node, number)
-        await asyncio.sleep(_RECENT_S)
+        while self._faults():
+            await asyncio.sleep(1.0)
         for number in self.nodes:
             await self._close(number, 5.0)
 

@@ -68,3 +68,23 @@ def test_no_line_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
+
+
+def test_a_tier_of_somebodys_own_takes_part() -> None:
+    done = tiercache("torture", "--seed", 1, "--tier", "tests.simulation.own_tiers:Dictionary")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    assert "own" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("tests.simulation.own_tiers", "expected module:Class"),
+        ("tests.simulation.own_tiers:Absent", "has no Absent"),
+        ("tests.simulation.absent:Tier", "No module named"),
+    ],
+)
+def test_a_tier_that_is_not_there(tier: str, said: str) -> None:
+    wrong = tiercache("torture", "--seed", 1, "--tier", tier)
+    assert wrong.returncode == 2
+    assert said in wrong.stderr

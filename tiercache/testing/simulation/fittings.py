@@ -1,4 +1,4 @@
-"""What a simulated machine has besides a disk: an accelerator, a mount of Weka's or of 3FS, and a tier of somebody else's."""
+"""What a simulated machine has besides a disk: an accelerator, a mount of Weka's or of 3FS, a tier of somebody else's."""
 
 from __future__ import annotations
 

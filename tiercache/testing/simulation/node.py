@@ -16,7 +16,7 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.testing.simulation.device_calls import DeviceCalls
-from tiercache.testing.simulation.fitting_checks import check_fittings
+from tiercache.testing.simulation.fitting_checks import check_fittings, watch_errors
 from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
 from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
@@ -29,6 +29,8 @@ _SLACK_S = 0.005
 """What a wait may take beyond its deadline: the pauses of copying threads."""
 _CANCELLED_S = 0.05
 """How soon a cancelled call ends, when nothing hangs."""
+_REMOVED_S = 0.1
+"""What a removal may take, when nothing hangs."""
 _NEVER_PUT = 100
 """So far from the keys that are put at the end are some that never are."""
 _CLOSE_S = 1.2
@@ -94,6 +96,7 @@ class Node:
         finally:
             if loop.time() - began_s > 200:
                 raise Violation(f"start took {loop.time() - began_s:.1f} s")
+        watch_errors(self.cache.tiers, self._fail)
         if (twin := self._machine.twins.get(self.process)) is not None:
             self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
@@ -151,8 +154,11 @@ class Node:
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
+            late = operation.kind == "forget" and operation.values.get("deadline_s", 1.0) < _REMOVED_S
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
-            if not (operation.kind == "forget" or no_thread or of_device) or not self._faults():
+            lost = isinstance(error, DeviceError) and error.lost  # for good
+            expected = operation.kind == "forget" or no_thread or of_device
+            if not expected or not (late or lost or self._faults()):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -337,6 +343,8 @@ class Node:
             key = first + (key - first + 1) % _NEVER_PUT
             operation = Operation("put", 0, 0.0, (key,))
             await self._put(operation)
+            if self._device is not None:
+                await self._device.works(cache, self.keys, key)
             report = await cache.flush(1.0)
             cache.clear_hot()
             await self._get(operation)

@@ -102,8 +102,8 @@ def _check_slots(cpu: CpuTier) -> None:
     elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
     if elsewhere < 0 or sum(cpu.budget.held) != held + elsewhere:
         raise Violation(
-            f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them held; "
-            f"so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
+            f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them "
+            f"held; so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
         )
     if min(cpu.budget.held) < 0 or any(count < 0 for count in cpu.budget.reading.values()):
         raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")

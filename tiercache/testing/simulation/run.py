@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import traceback
 import warnings
@@ -127,13 +128,17 @@ class _Run:
         self.disks: dict[str, Disk] = {}
         self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
-        self.calls = FileCalls([*self.disks.values(), *self.machine.extra_disks], self._before)
+        self.calls = FileCalls([*self.disks.values(), self.machine.memory.disk], self._before)
+        self.machine.attach(self.calls, self.disks)
         self.server = (
             Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
             if "remote" in setting.tiers
             else None
         )
-        self.system = System(self.world, self.calls, self._stumble)
+        own = setting.fittings.own.partition(":")[0]
+        if own:
+            importlib.import_module(own)
+        self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
         self.numbers = 1
@@ -152,7 +157,7 @@ class _Run:
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
                     self._now,
-                    can_lose_power=self.setting.power,
+                    can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
                 )
                 self._weather_of[disk] = self.weathers[place_of(disk)]
 
@@ -278,7 +283,7 @@ class _Run:
         directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
         if directories:
             values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
-        plugins = []
+        plugins = values.pop("remote_storage_plugins", "").split()
         if "remote" in setting.tiers:
             plugins.append("simulated")
             values |= {
@@ -330,6 +335,10 @@ class _Run:
         self._happened()
         self.truth.memory_is_lost()
 
+    async def _rest(self, operation: Operation) -> None:
+        """Nobody comes for longer than what hangs is waited for."""
+        await asyncio.sleep(operation.values["for_s"])
+
     async def _no_threads(self, operation: Operation) -> None:
         process = self.nodes[operation.process].process
         process.no_threads = True
@@ -357,7 +366,9 @@ class _Run:
         for node in self.nodes.values():
             self._die(node)
         for disk in self.disks.values():
-            disk.cut_power(self.world.chance)
+            if disk.can_lose_power:
+                disk.cut_power(self.world.chance)
+        self.machine.cut_power()
         self.truth.power_was_cut()
         for number in range(self.setting.processes):
             self._start(number)
@@ -420,20 +431,21 @@ class _Run:
             node.process.no_threads = False
         for number, node in list(self.nodes.items()):
             await self._started(node)
-            if node.state == "open" and self.machine.is_broken_for(node.process):
+            if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
                 await self._close(number, 1.0)
                 self.somebody_died = True
                 node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
             elif node.state == "failed":
+                node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
         for number, node in self.nodes.items():
             if node.state != "open":
                 raise Violation(f"process {number} is {node.state} though nothing fails")
             await self._within(node, number)
-        while self._faults():
+        while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
             await asyncio.sleep(1.0)
         for number in self.nodes:
             await self._close(number, 5.0)

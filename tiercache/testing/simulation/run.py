@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -69,25 +70,47 @@ def run_seed(
     """Run a seed, with its own operations or with others."""
     setting = setting or setting_of(seed)
     operations = operations_of(seed, setting, count) if operations is None else list(operations)
-    with _quiet():
-        return _Run(seed, setting, operations).outcome()
+    with _quiet() as warned:
+        run = _Run(seed, setting, operations)
+        outcome = run.outcome()
+        nobody_died = not run.somebody_died
+        if outcome.failure is not None:
+            _let_go_of_frames(outcome.failure)
+        del run
+        gc.collect()
+    if warned and nobody_died and outcome.failure is None:
+        said = "; ".join(dict.fromkeys(str(each.message) for each in warned))
+        outcome.failure = Violation(f"nobody died, and when all was gone Python said: {said}")
+    return outcome
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """No logs, no collection of garbage at a random moment, and warnings only for us: the dead leave leases and coroutines.
+
+    What was there before is no garbage, and is not looked at.
+    """
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()
+    gc.freeze()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield warned
     finally:
+        gc.unfreeze()
         logging.disable(disabled)
         if collected:
             gc.enable()
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """What they keep is to go with the run."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Run:
@@ -125,6 +148,7 @@ class _Run:
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
         self._over = False
+        self.somebody_died = False
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
@@ -332,6 +356,7 @@ class _Run:
         self._start(operation.process)
 
     def _die(self, node: Node) -> None:
+        self.somebody_died = True
         node.process.die()
         self._happened()
         if self.setting.processes == 1:
@@ -378,6 +403,7 @@ class _Run:
     def _check_ended(self, node: Node) -> None:
         """What a closed cache leaves behind, where nothing hangs: nothing."""
         if self._faults():
+            self.somebody_died = True
             node.process.die()
             return
         loop = node.process.loop
@@ -407,6 +433,7 @@ class _Run:
             await self._started(node)
             if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
                 await self._close(number, 1.0)
+                self.somebody_died = True
                 node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
@@ -418,7 +445,8 @@ class _Run:
             if node.state != "open":
                 raise Violation(f"process {number} is {node.state} though nothing fails")
             await self._within(node, number)
-        await asyncio.sleep(_RECENT_S)
+        while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
+            await asyncio.sleep(1.0)
         for number in self.nodes:
             await self._close(number, 5.0)
 

@@ -67,15 +67,14 @@ def test_a_prefix_is_whole_while_half_of_the_cache_waits_to_be_written(policy: s
     weather.slow = True
     disk = Disk(f"{ROOT}/disk", 2 << 30, lambda: 1.7e9 + world.now_s)
     calls = FileCalls([disk], lambda *call: weather.before(*call) if world.current else None)
-    ended = []
 
     async def main() -> None:
         await serve(policy, seed)
-        ended.append(True)
+        world.stop()
 
     with System(world, calls, lambda: world.pause(world.chance.random() * 3e-5)).installed():
         Process(world, 2, lambda process: setattr(calls, "process", process)).run("main", main)
         try:
-            world.run(lambda: bool(ended))
+            world.run()
         finally:
             world.end()

@@ -72,7 +72,16 @@ _USES = {
     "clear_hot": 2,
     "statistics": 1,
 }
-_EVENTS = {"reopen": 1, "kill": 1, "fault": 5, "clear": 3, "empty": 0.3, "litter": 0.5, "no_threads": 0.2, "power": 0.5}
+_EVENTS = {
+    "reopen": 1, "kill": 1, "fault": 5, "clear": 3, "litter": 0.5, "no_threads": 0.2, "power": 0.5,
+    "empty": 0.3, "wipe": 0.3, "prune": 0.5, "spoil": 0.5, "clock": 0.3,
+}  # fmt: skip
+_ON_DISKS = ("empty", "wipe", "prune", "spoil", "clock", "litter", "power")
+
+
+def cap_bytes(chunks: int, directories: int) -> int:
+    """For so many chunks, beside what is in quarantine and the directories that count."""
+    return chunks * FILE_BYTES + directories * (8 * FILE_BYTES + 4 * 4096)
 
 
 _TO_DEVICE = ("put_many", "put_prefix", "get_into")
@@ -122,7 +131,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
     }
     if set(kinds) & {"disk", "disk2", *SHARED}:
-        options["max_local_disk_size"] = (cap * FILE_BYTES + 8 * 4096) / 2**30
+        options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
     return Setting(
         processes=processes,
         slots=slots,
@@ -168,7 +177,7 @@ def _events_of(setting: Setting) -> dict[str, float]:
     if setting.fittings.device_slots or "hf3fs" in setting.tiers:
         kinds["rest"] = 0.7
     if not on_disk:
-        for kind in ("empty", "litter", "power"):
+        for kind in _ON_DISKS:
             kinds.pop(kind, None)
     return kinds
 
@@ -207,6 +216,14 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
     if kind in ("reopen", "kill"):
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
         values["away_s"] = chance.choice([0.0, 0.01, 2.0])
+    if kind == "reopen" and "disk2" in setting.tiers and setting.processes == 1:
+        values["directories"] = chance.choice([1, 2])
+    if kind in ("prune", "spoil"):
+        values["share"] = chance.choice([0.1, 0.5, 1.0])
+    if kind == "wipe":
+        values["name"] = chance.choice(["ledger", "tmp", ""])
+    if kind == "clock":
+        values["by_s"] = chance.choice([-3600.0, -5.0, 5.0, 3600.0])
     if kind == "litter":
         values["chunks"] = chance.randrange(setting.capacity_chunks)
     if kind == "rest":

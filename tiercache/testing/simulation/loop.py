@@ -41,6 +41,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         self._running = False
         self._closed = False
         self._stopping = False
+        self.after_each: Callable[[], None] = _nothing
+        """Called after each callback."""
         self._shuffle: random.Random | None = world.chance if world.seed % _SHUFFLED == _SHUFFLED - 1 else None
 
     def time(self) -> float:
@@ -83,6 +85,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
             handle = ready.popleft()
             if not handle._cancelled:
                 handle._run()
+                self.after_each()
             if world.others_are_ready:
                 world.pause()
 
@@ -175,6 +178,10 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("Event loop is closed")
+
+
+def _nothing() -> None:
+    """Who watches a loop takes its place."""
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -67,7 +67,17 @@ _USES = {
     "clear_hot": 2,
     "statistics": 1,
 }
-_EVENTS = {"reopen": 1, "kill": 1, "fault": 5, "clear": 3, "empty": 0.3, "litter": 0.5, "no_threads": 0.2, "power": 0.5}
+_EVENTS = {
+    "reopen": 1,
+    "kill": 1,
+    "fault": 5,
+    "clear": 3,
+    "empty": 0.3,
+    "litter": 0.5,
+    "no_threads": 0.2,
+    "power": 0.5,
+    "rest": 1.5,
+}
 
 
 def setting_of(seed: int) -> Setting:
@@ -148,8 +158,10 @@ def _events_of(setting: Setting) -> dict[str, float]:
 
 def _use(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
     values: dict[str, Any] = {}
-    if kind in ("put", "get", "hold"):
+    if kind in ("put", "get"):
         keys: Sequence[int] = [chance.randrange(setting.keys)]
+    elif kind == "hold":
+        keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 1, 4, setting.slots]))]
     elif kind in ("lookup", "get_into", "put_prefix", "warm", "prefetch"):
         first = chance.randrange(setting.keys)
         keys = range(first, min(setting.keys, first + chance.choice([2, 4, 8, 2 * setting.slots])))
@@ -164,6 +176,8 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
     if kind == "prefetch":
         values |= {"deadline": chance.choice([0.0, 0.01, 1.0]), "ttl": chance.choice([0.01, 0.5, 5.0])}
     cancel_s = chance.choice([0.0, 1e-5, 1e-4, 1e-3, 0.05]) if chance.random() < 0.12 else None
+    if cancel_s is not None and chance.random() < 0.3:
+        values["cleanup"] = chance.randrange(setting.keys)
     return Operation(kind, process, after_s, tuple(keys), cancel_s, values)
 
 
@@ -178,6 +192,11 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
     if kind in ("reopen", "kill"):
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
         values["away_s"] = chance.choice([0.0, 0.01, 2.0])
+        values["no_threads_s"] = chance.choice([0.0, 0.0, 0.0, 0.02, 1.0])
+    if kind == "reopen" and chance.random() < 0.4:
+        values["cancel_s"] = chance.choice([0.0, 1e-4, 0.01, 0.5])
+    if kind == "rest":
+        values["for_s"] = chance.choice([1.5, 12.0, 45.0])
     if kind == "litter":
         values["chunks"] = chance.randrange(setting.capacity_chunks)
     if kind == "no_threads":

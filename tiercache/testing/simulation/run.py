@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tiercache.config import Config
+from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
 from tiercache.testing.simulation.files import Disk, FileCalls
@@ -97,7 +98,8 @@ class _Run:
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
-        self.weathers = {tier: Weather(self.world, tier) for tier in setting.tiers}
+        self._numbers = {name: key for key, name in enumerate(self.keys)}
+        self.weathers = {tier: Weather(self.world, tier, slow_is_fault=tier != "remote") for tier in setting.tiers}
         self.disks: dict[str, Disk] = {}
         self._place_disks()
         self.calls = FileCalls(list(self.disks.values()), self._before)
@@ -114,8 +116,12 @@ class _Run:
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
+        self._violation: Violation | None = None
         self._done = False
         self._over = False
+
+        if self.server is not None:
+            self.server.on_delete = self._delete
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
@@ -166,6 +172,8 @@ class _Run:
         )
 
     def _failed(self) -> BaseException | None:
+        if self._violation is not None:
+            return self._violation
         for node in self.nodes.values():
             if node.failure is not None:
                 return node.failure
@@ -191,6 +199,14 @@ class _Run:
         chance = self.world.chance.random()
         if chance < 0.3:
             self.world.pause(chance * 1e-4)
+
+    def _delete(self, name: bytes, value: bytes, bad_answers: int) -> None:
+        """A value of the remote server goes. One that was put since its key was forgotten last goes only where two reads,
+        one after the other, got something else."""
+        key = self._numbers[name]
+        if bad_answers < 2 and self.truth.generations and self.truth.is_newest(key, value[PACKED_BYTES:]):
+            problem = f"key {key}: a good value is removed from the server, after {bad_answers} bad answers"
+            self._violation = self._violation or Violation(problem)
 
     # The director: a process of its own that never dies
 
@@ -222,16 +238,19 @@ class _Run:
             node.process.loop.call_soon_threadsafe(node.begin, operation)
             await asyncio.sleep(0)
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, no_threads_s: float = 0.0) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death.append(lambda: self.calls.die(process))
         node = Node(
             process, self._config(), self.layout, self.truth, self.keys,
             lambda line: self.note(f"{number}: {line}"), faults=self._faults,
+            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
+        if no_threads_s:
+            self._no_threads_of(process, no_threads_s)
         process.run(f"main {number}", node.main)
 
     def _entered(self, process: Process) -> None:
@@ -296,20 +315,26 @@ class _Run:
         self.truth.memory_is_lost()
 
     async def _no_threads(self, operation: Operation) -> None:
-        process = self.nodes[operation.process].process
+        self._no_threads_of(self.nodes[operation.process].process, operation.values["for_s"])
+
+    def _no_threads_of(self, process: Process, for_s: float) -> None:
         process.no_threads = True
 
         def again() -> None:
             process.no_threads = False
 
-        self.world.at(self.world.now_s + operation.values["for_s"], again)
+        self.world.at(self.world.now_s + for_s, again)
         self._happened()
 
     async def _kill(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
         self._die(node)
         await asyncio.sleep(operation.values["away_s"])
-        self._start(operation.process)
+        self._start(operation.process, operation.values["no_threads_s"])
+
+    async def _rest(self, operation: Operation) -> None:
+        """Nobody comes for a while."""
+        await asyncio.sleep(operation.values["for_s"])
 
     def _die(self, node: Node) -> None:
         node.process.die()
@@ -327,16 +352,17 @@ class _Run:
             self._start(number)
 
     async def _reopen(self, operation: Operation) -> None:
-        await self._close(operation.process, operation.values["timeout_s"])
-        await asyncio.sleep(operation.values["away_s"])
-        self._start(operation.process)
+        values = operation.values
+        await self._close(operation.process, values["timeout_s"], values.get("cancel_s"))
+        await asyncio.sleep(values["away_s"])
+        self._start(operation.process, values["no_threads_s"])
 
-    async def _close(self, number: int, timeout_s: float | None) -> None:
+    async def _close(self, number: int, timeout_s: float | None, cancel_s: float | None = None) -> None:
         node = self.nodes[number]
         await self._started(node)
         assert node.process.loop is not None
         if node.state == "open":
-            node.process.loop.call_soon_threadsafe(node.stop, timeout_s)
+            node.process.loop.call_soon_threadsafe(node.stop, timeout_s, cancel_s)
         began_s = self.world.now_s
         while node.state not in ("closed", "failed"):
             await asyncio.sleep(0.01)

@@ -11,7 +11,7 @@ from tiercache.testing.simulation.files import Disk, Torn
 from tiercache.testing.simulation.world import Strand, World
 
 KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
-KINDS_OF_SERVERS = ("refused", "partial", "flip", "lost-answer", "lie", "slow", "hung")
+KINDS_OF_SERVERS = ("refused", "partial", "flip", "torn", "lost-answer", "lie", "slow", "hung")
 
 _CALM_S = 40e-6
 _SLOW_S = 0.03
@@ -26,24 +26,27 @@ class Weather:
     """`rates` says how often each kind of fault strikes; "slow" and "hung" are states. All of it belongs to the world's
     one thread."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, *, slow_is_fault: bool = True) -> None:
         self.world = world
+        self._slow_is_fault = slow_is_fault
+        """Whether who is slow may be given up: where a call is many requests, those add up."""
         self.name = name
         self.rates: dict[str, float] = {}
         self.slow = False
         self.hung = False
         self.met: Counter[str] = Counter()
-        self.last_fault_s = world.now_s
+        self.last_fault_s = float("-inf")
         self._held: list[Strand] = []
         self._asking: list[asyncio.Future[None]] = []
 
     @property
     def calm(self) -> bool:
-        return not (self.rates or self.slow or self.hung)
+        return not (self.rates or self.hung or (self.slow and self._slow_is_fault))
 
     def turn(self, kind: str, rate: float) -> None:
         """Faults of one kind from now on."""
-        self.last_fault_s = self.world.now_s
+        if kind != "slow" or self._slow_is_fault:
+            self.last_fault_s = self.world.now_s
         if kind == "slow":
             self.slow = True
         elif kind == "hung":

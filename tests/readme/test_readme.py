@@ -77,11 +77,12 @@ def extra(command: str, shell: Shell, place: Path) -> None:
 
 
 def serve(command: str, shell: Shell, place: Path) -> None:
-    """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py."""
+    """With the model that `make demo` uses, in its bfloat16, a smaller cache, and a port of its own; asked by
+    examples/query_twice.py."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     link_model(place)
     port = free_port()
-    (place / "text.txt").write_text((REPOSITORY / "LICENSE").read_text()[:6000])
+    (place / "text.txt").write_text((REPOSITORY / "LICENSE").read_text()[:3000])
     named = command.replace("MODEL ", "demo/model ").replace("examples/configs/local_disk.yaml", "small.yaml")
     assert named.count("small.yaml") == named.count("demo/model ") == 1
     script = f"""

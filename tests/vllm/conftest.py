@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.vllm import engines
 from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, STEP_TOKENS, drive
 
 
 @pytest.fixture(scope="session")
-def model() -> str:
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """vLLM, once for all engines: `drive` works from here on."""
+    engines.imported = engines.ImportedVllm(tmp_path_factory.mktemp("engines"))
+    yield
+    engines.imported.close()
+    engines.imported = None
+
+
+@pytest.fixture(scope="session")
+def model(imported: None) -> str:
     from tiercache.demo.model import prepare_model
 
     return str(prepare_model(REPOSITORY / "demo" / "model"))

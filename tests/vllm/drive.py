@@ -1,24 +1,44 @@
-"""Run one real vLLM engine through a list of steps, in a process of its own. Used by engines.py.
+"""Run real vLLM engines through lists of steps, each in a process of its own. Used by engines.py.
 
-Reads {"engine": {...}, "steps": [[name, ...], ...]} from standard input; writes one JSON list of answers as its last line.
+This process imports vLLM and forks for every line that it reads, {"engine": {...}, "steps": [[name, ...], ...],
+"environment": {...}, "stdout": path, "stderr": path}: the import is two thirds of what it takes to start an engine. It
+writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list of answers as the last
+line of its output.
 """
 
 import asyncio
+import ctypes
+import gc
+import importlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    HF_HUB_OFFLINE="1",
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.renderers.hf",
+    "tiercache.integrations.vllm",
 )
+"""What an engine would import while it starts. It must start no thread: a fork would have only its locks."""
 
 CONNECTOR = {
     "kv_connector": "TierCacheConnector",
@@ -36,6 +56,8 @@ def cache_thread() -> Any:
 
 
 class Driver:
+    """In float32: without a CPU that multiplies bfloat16, an answer in it takes four times as long."""
+
     def __init__(self, engine: dict[str, Any]) -> None:
         from vllm import LLM
 
@@ -43,7 +65,7 @@ class Driver:
         extra = settings.pop("tiercache", None)
         if extra is not None:
             settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-        self.llm = LLM(**({"max_model_len": 4096, "seed": 0, "enforce_eager": True} | settings))
+        self.llm = LLM(**({"max_model_len": 4096, "seed": 0, "enforce_eager": True, "dtype": "float32"} | settings))
 
     def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -220,15 +242,55 @@ class Driver:
         return True
 
 
-def main() -> None:
-    task = json.loads(sys.stdin.read())
-    driver = Driver(task["engine"])
+def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
+    driver = Driver(engine)
     answers = []
-    for name, *arguments in task["steps"]:
+    for name, *arguments in steps:
         step: Callable[..., Any] = getattr(driver, name)
         answers.append(step(*arguments))
     driver.close()
     print("\n" + json.dumps(answers), flush=True)
+
+
+def become(environment: dict[str, str], stdout: str, stderr: str) -> None:
+    """What a new process with these would be."""
+    os.environ.clear()
+    os.environ.update(environment | SETTINGS)
+    sys.path[1:1] = [one for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+    opened = os.open(os.devnull, os.O_RDONLY), *(os.open(path, os.O_WRONLY | os.O_CREAT) for path in (stdout, stderr))
+    for number, descriptor in enumerate(opened):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    end_with_parent()
+    replies = os.dup(1)
+    os.set_inheritable(replies, False)
+    os.dup2(2, 1)  # what libraries say
+    os.environ.update(SETTINGS)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1
+    gc.collect()
+    gc.freeze()
+    while line := sys.stdin.readline():
+        task = json.loads(line)
+        if (child := os.fork()) == 0:
+            os.close(replies)
+            end_with_parent()
+            become(task["environment"], task["stdout"], task["stderr"])
+            return drive(task["engine"], task["steps"])
+        os.write(replies, f"{child}\n".encode())
+        _, status = os.waitpid(child, 0)
+        os.write(replies, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,22 +17,63 @@ STEP_TOKENS = 512
 """Tokens a step, the same for all engines: how a prefill is split changes its result in the fifth digit."""
 
 
+class ImportedVllm:
+    """A process that has imported vLLM and forks for each engine. One for the session: the fixture `imported`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._runs = 0
+        with (directory / "imported.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("drive.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def run(self, task: dict[str, Any], limit_s: float) -> tuple[int, str, str]:
+        """Exit status, standard output and error. Raises TimeoutError with their ends, and the process is no more."""
+        assert self._process.stdin is not None
+        self._runs += 1
+        stdout, stderr = (self._directory / f"{self._runs}.{name}" for name in ("stdout", "stderr"))
+        self._process.stdin.write(json.dumps(task | {"stdout": str(stdout), "stderr": str(stderr)}) + "\n")
+        self._process.stdin.flush()
+        child = self._reply(limit_s)
+        try:
+            status = self._reply(limit_s)
+        except TimeoutError as error:
+            os.kill(child, signal.SIGKILL)
+            self._reply(limit_s)
+            raise TimeoutError(f"{error}: {stdout.read_text()[-3000:]}{stderr.read_text()[-6000:]}") from error
+        return status, stdout.read_text(), stderr.read_text()
+
+    def _reply(self, limit_s: float) -> int:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], limit_s)[0]:
+            raise TimeoutError(f"not within {limit_s:.0f} s")
+        line = self._process.stdout.readline()
+        assert line, (self._directory / "imported.log").read_text()[-6000:]
+        return int(line)
+
+    def close(self) -> None:
+        with self._process:  # closes its input, which tells it to end, and waits
+            pass
+
+
+imported: ImportedVllm | None = None
+
+
 def drive(
     engine: dict[str, Any], steps: list[list[Any]], environment: dict[str, str] | None = None
 ) -> tuple[list[Any], str]:
-    """The answers of each step, and everything that the engine logged."""
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("drive.py"))],
-        input=json.dumps({"engine": engine, "steps": steps}),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env={**os.environ, **(environment or {})},
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-    answers: list[Any] = json.loads(run.stdout.strip().splitlines()[-1])
-    return answers, run.stdout + run.stderr
+    """The answers of each step, and everything that the engine logged. Needs the fixture `imported`, which `model` uses."""
+    assert imported is not None
+    task = {"engine": engine, "steps": steps, "environment": {**os.environ, **(environment or {})}}
+    status, stdout, stderr = imported.run(task, limit_s=400)
+    assert status == 0, stdout[-3000:] + stderr[-6000:]
+    answers: list[Any] = json.loads(stdout.strip().splitlines()[-1])
+    return answers, stdout + stderr
 
 
 def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:

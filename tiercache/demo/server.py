@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -76,7 +77,7 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
-        *("--max-model-len", "8192", "--max-num-seqs", "4"),
+        *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
@@ -95,6 +96,12 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
         yield server
     finally:
         _stop(process)
+
+
+def quickest_dtype(cpu: Path = Path("/proc/cpuinfo")) -> str:
+    """The model's own bfloat16 where the CPU multiplies it; elsewhere a prefill takes four times as long as in float32."""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", cpu.read_text(), re.MULTILINE)
+    return "bfloat16" if flags and {"avx512_bf16", "amx_bf16", "bf16"} & set(flags[1].split()) else "float32"
 
 
 def _environment(config: Path) -> dict[str, str]:

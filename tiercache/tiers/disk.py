@@ -287,7 +287,12 @@ class DiskTier(Tier):
         for shelf in self._shelves:
             places.append((shelf.volume, shelf.index.remove(key)))
             shelf.note(key)
-        return await self._metadata.submit(_remove, places, key)
+        try:
+            return await self._metadata.submit(_remove, places, key)
+        finally:
+            # Who looked at the directory meanwhile may have seen it still.
+            for shelf in self._shelves:
+                shelf.removed(key)
 
     def statistics(self) -> TierStatistics:
         counters = TierStatistics(**vars(self._statistics))

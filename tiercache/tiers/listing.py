@@ -116,20 +116,31 @@ class Refresher:
         times_ns = await self._ask(volume, directory_times_ns, volume)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            before = index.group(directory)
-            listed = await self._ask(volume, list_keys, volume, directory)
-            self.listings += 1
+            removed: set[ChunkKey] = set()
+            self.shelf.removed_while_listing = removed
+            try:
+                await self._list(volume, index, directory, removed)
+            finally:
+                self.shelf.removed_while_listing = None
             if index is not self.shelf.index:
                 return
-            gone = index.drop(before, listed)
-            if gone:
-                self._on_gone(gone)
-            unknown = [key for key in index.unknown(directory, listed) if key not in self._ignored]
-            for found in _steps(unknown):
-                for key, occupied_bytes in await self._ask(volume, sizes, volume, found):
-                    if key not in index:
-                        index.add(key, occupied_bytes)
             self._freshness.listed(directory, began_s)
+
+    async def _list(self, volume: Volume, index: SharedIndex, directory: int, removed: Container[ChunkKey]) -> None:
+        """Bring the index up to what lies in a subdirectory. What is `removed` meanwhile may have been seen before."""
+        before = index.group(directory)
+        listed = await self._ask(volume, list_keys, volume, directory)
+        self.listings += 1
+        if index is not self.shelf.index:
+            return
+        gone = index.drop(before, listed)
+        if gone:
+            self._on_gone(gone)
+        unknown = [key for key in index.unknown(directory, listed) if key not in self._ignored]
+        for found in _steps(unknown):
+            for key, occupied_bytes in await self._ask(volume, sizes, volume, found):
+                if key not in index and key not in removed:
+                    index.add(key, occupied_bytes)
 
     async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:
         return await answered(self._workers.submit(call, *arguments), str(volume.root))

@@ -36,6 +36,8 @@ class Shelf:
         self.scanning: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
         """Read or written since the scan began: what it found out about them may be older."""
+        self.removed_while_listing: set[ChunkKey] | None = None
+        """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
         """Of the count, what was not chunks in the index when it was last found right: directories, quarantine, others'
@@ -52,6 +54,13 @@ class Shelf:
     def note(self, key: ChunkKey) -> None:
         if self.scanning is not None:
             self.noted_while_scanning.add(key)
+
+    def removed(self, key: ChunkKey) -> None:
+        """It is gone, whatever somebody has seen before."""
+        self.index.remove(key)
+        self.note(key)
+        if self.removed_while_listing is not None:
+            self.removed_while_listing.add(key)
 
 
 async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:

@@ -298,13 +298,27 @@ class Volume:
         return gone
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
-        """As `delete`, of a chunk whose size is perhaps not known (None)."""
-        if occupied_bytes is None:
-            found = self.exists([key])
-            if not found:
+        """As `delete`, of a chunk whose size is perhaps not known (None).
+
+        Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
+        leaves an empty one, and the chunk comes back with the mount.
+        """
+        if self._remove_if_there(key, occupied_bytes):
+            return True
+        if self.is_mounted_anew() and not self.answers():
+            raise TierUnavailable(f"{self.root} is not there")
+        return self._remove_if_there(key, None)  # where it has come back only now
+
+    def _remove_if_there(self, key: ChunkKey, known_bytes: int | None) -> bool:
+        if known_bytes is None:
+            try:
+                status = os.lstat(self.path(key))
+            except _ABSENT:
                 return False
-            occupied_bytes = found[0]
-        return self.delete(key, occupied_bytes)
+            if not stat.S_ISREG(status.st_mode):
+                return False
+            known_bytes = occupied_bytes(status)
+        return self.delete(key, known_bytes)
 
     def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
         """Unlink many chunks and credit them together, to everybody at once."""

@@ -15,8 +15,9 @@ from tests.remote.redis.tiers import FINGERPRINT, make_tier
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.base import NotOurs
-from tiercache.tiers.remote.redis import RedisTier
-from tiercache.tiers.remote.redis.layout import head_name
+from tiercache.tiers.remote.redis import RedisTier, chunks
+from tiercache.tiers.remote.redis.channel import Channel
+from tiercache.tiers.remote.redis.layout import Segment, head_name
 
 SEGMENT_BYTES = 64 << 10
 LENGTH = 5 * SEGMENT_BYTES + 1000
@@ -186,6 +187,45 @@ async def test_a_writer_that_dies_half_way_leaves_segments_that_expire(tier: Red
         names = segments(client)
         assert len(names) == 6 and all(0 < client.ttl(name) <= 60 + 6 * 5 for name in names)
     assert await tier.write(KEY, PAYLOAD, LENGTH), "another writer is not disturbed by them"
+
+
+@pytest.mark.parametrize("segments_left", [True, False])
+async def test_a_chunk_whose_writer_died_before_its_end_is_finished_by_the_next_one(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch, segments_left: bool
+) -> None:
+    def die(*_: object) -> None:
+        raise TierUnavailable("killed between the last two steps")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "keep", die)
+        with pytest.raises(TierUnavailable):
+            await tier.write(KEY, PAYLOAD, LENGTH)
+    with server.client() as client:
+        assert all(client.ttl(name) > 0 for name in segments(client))
+        if not segments_left:
+            client.delete(*segments(client))
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        assert {client.ttl(name) for name in [HEAD, *segments(client)]} == {-1}
+        assert len(segments(client)) == 6
+    into = page_aligned(LENGTH)
+    assert await tier.read(KEY, into) == LENGTH
+    assert np.array_equal(into, PAYLOAD)
+
+
+async def test_two_writers_that_finish_the_same_chunk_do_not_take_it_for_evicted(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = chunks.keep
+    with server.client() as client:
+
+        def late(channel: Channel, left: list[Segment], ttl_ms: int | None) -> None:
+            for name in segments(client):
+                client.persist(name)
+            keep(channel, left, ttl_ms)
+
+        monkeypatch.setattr(chunks, "keep", late)
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        assert {client.ttl(name) for name in [HEAD, *segments(client)]} == {-1}
 
 
 async def test_chunks_expire_when_told_to(server: Server) -> None:

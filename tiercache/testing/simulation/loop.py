@@ -36,6 +36,7 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         """What asyncio reports as nobody's: exceptions never retrieved, callbacks that raised."""
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._readers: dict[int, tuple[Callable[..., object], tuple[Any, ...]]] = {}
         self._order = 0
         self._waits = False
         self._running = False
@@ -146,6 +147,22 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
 
         self.world.start(self.strand.process, "executor", run)
         return future
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        self._check_open()
+        self._readers[fd] = callback, args
+
+    def remove_reader(self, fd: int) -> bool:
+        return self._readers.pop(fd, None) is not None
+
+    def readable(self, fd: int) -> None:
+        """Something has come for whoever reads from it. From any strand."""
+        self.call_soon_threadsafe(self._read, fd)
+
+    def _read(self, fd: int) -> None:
+        if fd in self._readers:
+            callback, args = self._readers[fd]
+            callback(*args)
 
     def get_debug(self) -> bool:
         return False

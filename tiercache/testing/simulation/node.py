@@ -13,9 +13,13 @@ import numpy as np
 from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.layout import Layout
+from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.testing.simulation.device_calls import DeviceCalls
+from tiercache.testing.simulation.fitting_checks import check_fittings
+from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
-from tiercache.testing.simulation.plan import Operation
+from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.watch import Watch, breakers_of
 from tiercache.tiers.remote.base import RemoteTier
@@ -91,6 +95,8 @@ class Node:
         server: Server | None,
         tiers: Sequence[str],
         alone: bool,
+        prefix: int,
+        machine: Machine,
     ) -> None:
         self.process = process
         self.truth = truth
@@ -106,8 +112,11 @@ class Node:
         self._faults = faults
         """Whether something has gone wrong outside of late, so that an error is no surprise."""
         self._server = server
+        self._prefix = prefix
         self._alone = alone
         """Whether no other process uses the same files."""
+        self._machine = machine
+        self._device: DeviceCalls | None = None
         self._stop = asyncio.Event()
         self._close_s: float | None = None
         self._cancel_close_s: float | None = None
@@ -142,6 +151,8 @@ class Node:
             return
         finally:
             late.cancel()
+        if (twin := self._machine.twins.get(self.process)) is not None:
+            self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
         assert self.process.loop is not None
         self.process.loop.after_each = Watch(self.cache, self._fail).after_each
@@ -154,6 +165,8 @@ class Node:
             lease.release()
         self._leases.clear()
         self._handles.clear()
+        if self._device is not None:
+            self._device.close()
         self.state = "closed"
 
     async def _close(self) -> None:
@@ -206,8 +219,10 @@ class Node:
         try:
             said: str = await getattr(self, f"_{operation.kind}")(operation)
         except asyncio.CancelledError:
+            self._recent.clear()
             late_s = loop.time() - began_s - (operation.cancel_s or 0.0)
-            if task not in self._cancelled or late_s > _CANCELLED_S:
+            hangs = operation.values.get("memory", "host") != "host" and self._faults()  # its device uses the memory
+            if task not in self._cancelled or (late_s > _CANCELLED_S and not hangs):
                 raise Violation(f"cancelled, and ended {late_s:.3f} s after that") from None
             if "cleanup" in operation.values:
                 values = {"deadline_s": _CLEANUP_S}
@@ -237,7 +252,8 @@ class Node:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
             in_vain = operation.kind == "forget" and loop.time() - began_s >= self._limit_s(operation) - 1e-6
-            if not (in_vain or ((operation.kind == "forget" or no_thread) and self._faults())):
+            of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
+            if not (in_vain or ((operation.kind == "forget" or no_thread or of_device) and self._faults())):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -265,6 +281,7 @@ class Node:
 
     def check_idle(self) -> None:
         check_idle(self.cache, self._leases)
+        check_fittings(self.cache)
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
@@ -277,7 +294,10 @@ class Node:
             return 0.0
         if operation.kind == "flush":
             return float(values["timeout_s"])
-        return float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        limit_s = float(values.get("deadline_s", self._config.blocking_timeout_secs)) + float(values.get("for_s", 0.0))
+        if values.get("memory", "host") != "host" and self._faults():
+            limit_s += DeviceCalls.longest_s
+        return limit_s
 
     # What callers do. Each says what became of it.
 
@@ -294,6 +314,13 @@ class Node:
 
     async def _put_many(self, operation: Operation) -> str:
         prefix = operation.kind == "put_prefix"
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.put(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation), prefix
+                )
+            )
         payloads = [self.truth.payload(key) for key in operation.keys]
         began = self._began(operation)
         stored = await self.cache.put_many(
@@ -359,6 +386,13 @@ class Node:
         return f"{len(held)}"
 
     async def _get_into(self, operation: Operation) -> str:
+        where = operation.values.get("memory", "host")
+        if self._device is not None and where != "host":
+            return str(
+                await self._device.get(
+                    self.cache, self._names(operation), operation.keys, where, self._deadline_s(operation)
+                )
+            )
         floors = [self.truth.floor[key] for key in operation.keys]
         buffers = [np.full(self.truth.length(key), 170, np.uint8) for key in operation.keys]
         began = self._began(operation)
@@ -508,20 +542,24 @@ class Node:
     def _check_head(self, began: _Began) -> None:
         """Of a prefix that was just stored what is hot is its head: a tail alone is of no use."""
         cpu = self.cache.cpu
+        if self.cache.tiers:
+            return  # while chunks are being written, what can go goes
         hot = [cpu.contains(self.keys[key]) for key in began.keys]
-        if began.callers == self._begun and cpu.keep and self.state == "open" and any(hot) and not hot[0]:
+        whole = began.keys[0] % self._prefix == 0
+        if whole and began.callers == self._begun and cpu.keep and self.state == "open" and any(hot) and not hot[0]:
             raise Violation(f"the head of a prefix that was just stored is not hot: {hot}")
 
     def _used(self, began: _Began, groups: list[tuple[int, ...]] | None) -> None:
         """What was used last is hot, up to four fifths of the arena, whatever the policy thinks of it."""
         cpu = self.cache.cpu
-        if groups is None or began.callers != self._begun or not cpu.keep or self.state != "open":
+        disturbed = began.callers != self._begun or self._device is not None
+        if groups is None or disturbed or not cpu.keep or self.state != "open":
             self._recent.clear()
             return
         self._recent += groups
         left = int(_SPARED * cpu._order._most)
         for group in reversed(self._recent):
-            left -= len(group)
+            left -= max(group) % self._prefix + 1  # what it follows stays with it
             if left < 0:
                 return
             gone = [key for key in group if not cpu.contains(self.keys[key])]

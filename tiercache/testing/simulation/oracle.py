@@ -9,6 +9,7 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
+from tiercache.tiers.cpu import CpuTier
 
 _NAME = struct.Struct("<II")
 _LENGTHS = (4096, 4096, 4088, 2504, 8)
@@ -90,20 +91,29 @@ class Truth:
 
 def check_memory(cache: TierCache) -> None:
     """Slots free, hot, held and being filled are all slots; budgets count just those."""
-    cpu = cache.cpu
+    _check_slots(cache.cpu)
+    if cache._device_path is not None:
+        _check_slots(cache._device_path.staging)
+    _check_queues(cache)
+
+
+def _check_slots(cpu: CpuTier) -> None:
     entries = cpu._entries.values()
     held = sum(entry.held_for is not None for entry in entries)
     evictable = len(cpu._entries) - held
     if evictable != cpu._evictable:
-        raise Violation(f"slots: {evictable} can be evicted, the tier counts {cpu._evictable}")
+        raise Violation(f"{cpu.name}: slots: {evictable} can be evicted, the tier counts {cpu._evictable}")
     elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
     if elsewhere < 0 or sum(cpu.budget.held) != held + elsewhere:
         raise Violation(
-            f"slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them held; "
-            f"so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
+            f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them "
+            f"held; so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
         )
     if min(cpu.budget.held) < 0 or any(count < 0 for count in cpu.budget.reading.values()):
-        raise Violation(f"budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")
+        raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")
+
+
+def _check_queues(cache: TierCache) -> None:
     for writer in cache._fan_out.writers:
         queue = writer._queue
         bytes_in_it = sum(size for _, size in (*queue._items.values(), *queue._aside.values()))

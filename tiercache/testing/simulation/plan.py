@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tiercache.core.eviction import ORDERS
-from tiercache.testing.simulation.weather import KINDS_OF_DISKS, KINDS_OF_SERVERS
+from tiercache.testing.simulation.fittings import KINDS_BY_PLACE, SHARED, Fittings, fittings_of, tiers_of
+from tiercache.testing.simulation.weather import KINDS_OF_DISKS
 
 CHUNK_BYTES = 4096
 SLOT_BYTES = CHUNK_BYTES
@@ -30,6 +31,9 @@ class Setting:
     keys: int
     power: bool
     """Whether the power may be cut."""
+    prefix: int = 8
+    """So many keys, one after the other from a multiple of it on, follow one another; the first of those follows nothing."""
+    fittings: Fittings = field(default_factory=Fittings)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class Operation:
         shown = {name: value for name, value in asdict(self).items() if value not in (None, (), {}, 0.0)}
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
+
+_WITH_FITTINGS = 0.4
+"""So many seeds have a tier that needs more than a disk."""
 
 _USES = {
     "put": 18,
@@ -80,6 +87,10 @@ _EVENTS = {
 }
 
 
+_TO_DEVICE = ("put_many", "put_prefix", "get_into")
+"""What callers do with device memory as well."""
+
+
 def setting_of(seed: int) -> Setting:
     chance = random.Random(f"setting {seed}")
     kinds = chance.choice(
@@ -95,7 +106,10 @@ def setting_of(seed: int) -> Setting:
             ("disk", "fs"),
         ]
     )
-    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs"} else 1
+    more = random.Random(f"fittings {seed}")
+    if more.random() < _WITH_FITTINGS:
+        kinds = tiers_of(more)
+    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs", *SHARED} else 1
     slots = chance.choice([4, 8, 8, 16, 32])
     cap = chance.choice([6, 12, 24, 64])
     options: dict[str, Any] = {
@@ -112,7 +126,7 @@ def setting_of(seed: int) -> Setting:
         "disk_durability": chance.choice(["fdatasync", "none"]),
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
     }
-    if kinds and kinds[0].startswith("disk"):
+    if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = (cap * FILE_BYTES + 8 * 4096) / 2**30
     return Setting(
         processes=processes,
@@ -123,7 +137,14 @@ def setting_of(seed: int) -> Setting:
         server_evicts=chance.random() < 0.7,
         keys=chance.choice([4, 12, 40, 120]),
         power=chance.random() < 0.2,
+        prefix=chance.choice([4, 10, 2 * slots]),
+        fittings=fittings_of(more, kinds),
     )
+
+
+def places_of(setting: Setting) -> tuple[str, ...]:
+    """Where faults may strike."""
+    return (*setting.tiers, "gpu") if setting.fittings.device_slots else setting.tiers
 
 
 def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
@@ -164,7 +185,10 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
         keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 1, 4, setting.slots]))]
     elif kind in ("lookup", "get_into", "put_prefix", "warm", "prefetch"):
         first = chance.randrange(setting.keys)
-        keys = range(first, min(setting.keys, first + chance.choice([2, 4, 8, 2 * setting.slots])))
+        if chance.random() < 0.7:
+            first -= first % setting.prefix
+        end = min(setting.keys, first - first % setting.prefix + setting.prefix)
+        keys = range(first, min(end, first + chance.choice([2, 4, 8, 2 * setting.slots])))
     else:
         keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 2, 4, 8]))]
     if kind in ("put", "put_many", "put_prefix", "get", "get_into", "warm", "forget", "hold") and chance.random() < 0.6:
@@ -175,6 +199,8 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
         values["for_s"] = chance.choice([0.0, 0.001, 0.05, 1.0])
     if kind == "prefetch":
         values |= {"deadline": chance.choice([0.0, 0.01, 1.0]), "ttl": chance.choice([0.01, 0.5, 5.0])}
+    if setting.fittings.device_slots and kind in _TO_DEVICE:
+        values["memory"] = chance.choice(["host", "blocks", "piece"])
     cancel_s = chance.choice([0.0, 1e-5, 1e-4, 1e-3, 0.05]) if chance.random() < 0.12 else None
     if cancel_s is not None and chance.random() < 0.3:
         values["cleanup"] = chance.randrange(setting.keys)
@@ -183,11 +209,11 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
 
 def _event(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
     values: dict[str, Any] = {}
-    if kind in ("fault", "clear") and setting.tiers:
-        place = chance.choice(setting.tiers)
+    if kind in ("fault", "clear") and places_of(setting):
+        place = chance.choice(places_of(setting))
         values["place"] = place
         if kind == "fault":
-            values["fault"] = chance.choice(KINDS_OF_SERVERS if place == "remote" else KINDS_OF_DISKS)
+            values["fault"] = chance.choice(KINDS_BY_PLACE.get(place, KINDS_OF_DISKS))
             values["rate"] = chance.choice([0.05, 0.3, 1.0])
     if kind in ("reopen", "kill"):
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])

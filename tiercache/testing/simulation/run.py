@@ -18,13 +18,13 @@ from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
 from tiercache.testing.simulation.files import Disk, FileCalls
+from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Truth, Violation
 from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation, Setting, operations_of, setting_of
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
-from tiercache.testing.simulation.weather import Weather
 from tiercache.testing.simulation.world import World
 
 _URL = "simulated://server"
@@ -99,10 +99,11 @@ class _Run:
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
         self._numbers = {name: key for key, name in enumerate(self.keys)}
-        self.weathers = {tier: Weather(self.world, tier, slow_is_fault=tier != "remote") for tier in setting.tiers}
+        self.machine = Machine(self.world, setting, self._now)
+        self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
         self._place_disks()
-        self.calls = FileCalls(list(self.disks.values()), self._before)
+        self.calls = FileCalls([*self.disks.values(), *self.machine.extra_disks], self._before)
         self.server = (
             Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
             if "remote" in setting.tiers
@@ -125,14 +126,13 @@ class _Run:
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
-            for name in ("disk2a", "disk2b") if tier == "disk2" else (tier,):
-                if tier != "remote":
-                    self.disks[name] = Disk(
-                        f"{ROOT}/{name}",
-                        self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
-                        self._now,
-                        can_lose_power=self.setting.power,
-                    )
+            for name in disks_of(tier):
+                self.disks[name] = Disk(
+                    f"{ROOT}/{name}",
+                    self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
+                    self._now,
+                    can_lose_power=self.setting.power,
+                )
 
     def _now(self) -> float:
         return 1_700_000_000.0 + self.world.now_s
@@ -142,7 +142,7 @@ class _Run:
         if self.server is not None:
             remote.SERVERS[_URL] = self.server
         try:
-            with self.system.installed():
+            with self.system.installed(), self.machine.installed():
                 director = Process(self.world, 1)
                 director.run("director", self._direct)
                 try:
@@ -191,9 +191,8 @@ class _Run:
     def _before(self, name: str, disk: Disk, target: object) -> object:
         if self.world.current is None:
             return None
-        place = disk.root.rpartition("/")[2]
-        weather = self.weathers["disk2" if place.startswith("disk2") else place]
-        return weather.before(name, disk, target)
+        weather = self.weathers.get(place_of(disk))
+        return None if weather is None else weather.before(name, disk, target)
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -241,11 +240,11 @@ class _Run:
     def _start(self, number: int, no_threads_s: float = 0.0) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
-        process.on_death.append(lambda: self.calls.die(process))
+        process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
-            process, self._config(), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults,
-            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1,
+            process, self._config(number), self.layout, self.truth, self.keys,
+            lambda line: self.note(f"{number}: {line}"), faults=self._faults, machine=self.machine,
+            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
@@ -256,9 +255,10 @@ class _Run:
     def _entered(self, process: Process) -> None:
         self.calls.process = process
 
-    def _config(self) -> Config:
+    def _config(self, number: int) -> Config:
         setting = self.setting
         values = {"chunk_size": 16, "max_local_cpu_size": setting.slots * CHUNK_BYTES / 2**30, **setting.options}
+        values |= self.machine.config(self.disks, number)
         directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
         if directories:
             values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
@@ -391,6 +391,7 @@ class _Run:
             "threads": strands,
             "descriptors": self.calls.descriptors_of(node.process),
             "errors of nobody": loop.errors,
+            **self.machine.left_by(node.process),
         }
         left = {name: found for name, found in problems.items() if found}
         if left:
@@ -406,9 +407,14 @@ class _Run:
             self.server.evicts = True  # a server that stays full takes nothing
         for node in self.nodes.values():
             node.process.no_threads = False
-        for number, node in self.nodes.items():
+        for number, node in list(self.nodes.items()):
             await self._started(node)
-            if node.state == "failed":
+            if node.state == "open" and self.machine.is_broken_for(node.process):
+                await self._close(number, 1.0)
+                node.process.die()
+                self._start(number)
+                await asyncio.sleep(5.0)
+            elif node.state == "failed":
                 self._start(number)
                 await asyncio.sleep(5.0)
         for number, node in self.nodes.items():

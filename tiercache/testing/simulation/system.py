@@ -30,6 +30,7 @@ from tiercache.testing.simulation.world import World
 ROOT = "/simulated"
 """All simulated disks are mounted below it."""
 _EPOCH_S = 1_700_000_000.0
+_PAGE_BYTES = 4096
 _FILE_CALLS = (
     *("access", "chmod", "close", "fchmod", "fdatasync", "fstat", "fsync", "ftruncate", "link", "listdir", "lstat"),
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
@@ -39,7 +40,7 @@ _OURS = "tiercache."
 _NOT_OURS = "tiercache.testing.simulation"
 
 
-class _Stand:
+class Stand:
     """A module's stand-in: some names of our own, the others its own."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
@@ -62,28 +63,30 @@ class System:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
-        with contextlib.ExitStack() as changed:
+        with contextlib.ExitStack() as stack:
             for module in [module for name, module in sys.modules.items() if _is_ours(name)]:
                 for name, value in list(vars(module).items()):
                     replacement = self._instead_of(value)
                     if replacement is not None:
-                        changed.enter_context(_changed(module, name, replacement))
+                        stack.enter_context(changed(module, name, replacement))
             for name in _FILE_CALLS:
-                changed.enter_context(_changed(os, name, self._file_call(name)))
-            changed.enter_context(_changed(os, "urandom", self._urandom(os.urandom)))
-            changed.enter_context(_changed(os, "getpid", self._getpid(os.getpid)))
+                stack.enter_context(changed(os, name, self._file_call(name)))
+            stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
+            stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
                 ("tiercache.tiers.allocation", "_fallocate", self._fallocate),
                 ("tiercache.tiers.naming", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
-                changed.enter_context(_changed(module, function, answer))
+                stack.enter_context(changed(module, function, answer))
+            # An arena is rounded up to huge pages: a handful of slots would be 512.
+            stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:
         threads = self.threads
         if value is threading:
-            return _Stand(
+            return Stand(
                 threading,
                 Thread=threads.Thread,
                 Lock=threads.Lock,
@@ -96,7 +99,7 @@ class System:
             )
         if value is time:
             now = self._now
-            return _Stand(
+            return Stand(
                 time,
                 monotonic=now,
                 perf_counter=now,
@@ -108,7 +111,7 @@ class System:
         if value is random:
             return self.world.chance
         if value is fcntl:
-            return _Stand(fcntl, flock=self._flock)
+            return Stand(fcntl, flock=self._flock)
         if value is queue.SimpleQueue:
             return threads.SimpleQueue
         if type(value) is threading.local:
@@ -205,7 +208,8 @@ def _is_ours(name: str) -> bool:
 
 
 @contextmanager
-def _changed(place: Any, name: str, value: Any) -> Iterator[None]:
+def changed(place: Any, name: str, value: Any) -> Iterator[None]:
+    """`place.name` is `value` for so long."""
     before = getattr(place, name)
     setattr(place, name, value)
     try:

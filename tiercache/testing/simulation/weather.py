@@ -82,8 +82,8 @@ class Weather:
 
     # For threads
 
-    def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
-        """At the beginning of each call to a disk: as `FileCalls` wants it."""
+    def hold(self) -> None:
+        """The current strand waits for as long as a call takes."""
         world = self.world
         chance = world.chance.random()
         if self.hung:
@@ -98,6 +98,10 @@ class Weather:
             world.pause(chance * _SLOW_S)
         elif chance < 0.2:
             world.pause(chance * 5 * _CALM_S)
+
+    def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
+        """At the beginning of each call to a disk: as `FileCalls` wants it."""
+        self.hold()
         if not self.rates:
             return None
         if name in _MAY_FAIL and self.strikes("eio"):

@@ -90,12 +90,12 @@ class Chunks:
         """
         header = self._tier.packed_header(key, payload)
         # A value is as soon sent as asked for; what takes longer is looked for first.
-        state: State = "none" if payload.nbytes <= self._segment_bytes else self._state(key)[0]
+        state: State = "none" if payload.nbytes <= self._segment_bytes else self._whole_state(key)
         for _ in range(4):
             if state == "none":
                 if self._store(head_name(self._prefix, key), header, payload.data):
                     return True
-                state = self._state(key)[0]
+                state = self._whole_state(key)
             elif state == "broken":
                 self.remove(key)
                 state = "none"
@@ -119,7 +119,6 @@ class Chunks:
         manifest = new_manifest(len(payload), self._segment_bytes)
         segments = segments_of(name, manifest, payload)
         unpublished_ms = round((_UNPUBLISHED_S + len(segments) * self._timeout_s) * 1000)
-        final_ms = None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS
         published = False
         try:
             self._together(name, list(segments), lambda channel, left: send(channel, left, unpublished_ms))
@@ -127,7 +126,7 @@ class Chunks:
                 name, lambda channel: set_head(channel, name, header + manifest, _NO_BYTES, self._ttl_ms)
             )
             if published:
-                self._together(name, list(segments), lambda channel, left: keep(channel, left, final_ms))
+                self._together(name, list(segments), self._keep)
         except Missing:
             head, _ = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
             stands = published and head == header + manifest
@@ -141,6 +140,22 @@ class Chunks:
         if not published:
             self._try_to_unlink(name, [segment.name for segment in segments])
         return published
+
+    def _keep(self, channel: Channel, segments: list[Segment]) -> None:
+        keep(channel, segments, None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS)
+
+    def _whole_state(self, key: ChunkKey) -> State:
+        """As `_state`, with a look at the segments: who published the chunk may have died before they were to stay. Then
+        they are to stay from now on; a chunk whose segments have gone is broken."""
+        state, beginning, length = self._looked(key)
+        if state == "ours" and lies_elsewhere(beginning, length):
+            name = head_name(self._prefix, key)
+            names = segment_names(name, beginning, self._tier.settings.chunk_bytes)
+            try:
+                self._together(name, [Segment(each, _NO_BYTES) for each in names], self._keep)
+            except Missing:
+                return "broken"
+        return state
 
     def _state(self, key: ChunkKey) -> tuple[State, bytes]:
         state, beginning, _ = self._looked(key)

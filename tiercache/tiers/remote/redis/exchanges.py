@@ -127,6 +127,7 @@ def send(channel: Channel, segments: list[Segment], ttl_ms: int) -> None:
 
 def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
     """Give `segments` another expiry, or none. Raises Missing when one is gone."""
+    doubtful: list[Segment] = []
 
     def request(segment: Segment) -> None:
         if ttl_ms is None:
@@ -136,9 +137,18 @@ def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
 
     def receive(segment: Segment) -> None:
         if channel.reply() != 1:
+            doubtful.append(segment)
+
+    def request_existence(segment: Segment) -> None:
+        channel.request(command(b"EXISTS", segment.name))
+
+    def receive_existence(segment: Segment) -> None:
+        if channel.reply() != 1:
             raise Missing
 
     _in_window(channel, segments, len(segments), request, receive)
+    # PERSIST says the same of what is gone and of what has no expiry any more: who stores the same chunk finishes for us.
+    _in_window(channel, doubtful, len(doubtful), request_existence, receive_existence)
 
 
 def unlink(channel: Channel, segments: list[Segment]) -> bool:

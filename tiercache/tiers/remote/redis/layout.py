@@ -8,7 +8,8 @@ a cluster.
 A write is published by its head, which is set only where there is none: the first writer of a chunk wins, and a reader
 finds the segments of one writer or none. Segments expire until the head is there and get their final expiry (or none) after
 it: a writer that is killed half-way leaves nothing for longer than a minute and its time-outs. One that is killed between
-the last two steps leaves a chunk that goes when its segments expire, which is a miss like any eviction.
+the last two steps leaves a chunk that goes when its segments expire, which is a miss like any eviction; whoever stores the
+chunk until then gives them their final expiry, and afterwards stores it anew.
 """
 
 from __future__ import annotations

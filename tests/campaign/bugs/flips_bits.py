@@ -1,0 +1,21 @@
+"""A disk tier that damages what it reads, after it was verified."""
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.testing.campaign.worker import run
+from tiercache.tiers.disk import DiskTier
+
+__all__ = ["run"]
+
+_read = DiskTier.read
+
+
+async def read(self: DiskTier, key: ChunkKey, into: np.ndarray) -> int | None:
+    length = await _read(self, key, into)
+    if length is not None:
+        into[length // 2] ^= 1
+    return length
+
+
+DiskTier.read = read  # type: ignore[method-assign]

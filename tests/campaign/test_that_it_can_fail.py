@@ -1,0 +1,71 @@
+"""Each defect that a campaign looks for, put into a worker: it is found, and said so that one can begin to look for it."""
+
+from pathlib import Path
+
+import pytest
+
+from tiercache.testing.campaign import crew, referee
+from tiercache.testing.campaign.command import run_campaign
+from tiercache.testing.campaign.processes import NurseryFailed
+from tiercache.testing.campaign.report import Report
+
+SECONDS = 60.0
+"""A campaign ends with the round in which something is found."""
+
+
+def found(directory: Path, bug: str, kind: str, seconds: float = SECONDS) -> tuple[Report, str]:
+    """A campaign of workers with that bug, and its first finding of that kind."""
+    report = run_campaign(directory, seconds / 60, 1, ("disk",), worker=f"tests.campaign.bugs.{bug}")
+    assert report.findings.counts[kind], "\n".join(report.lines())
+    assert report.failed
+    assert report.directory.is_dir(), "what was found is kept"
+    return report, next(line for line in report.findings.sentences if line.startswith(kind))
+
+
+def test_wrong_bytes_are_found_with_process_key_and_bytes(tmp_path: Path) -> None:
+    _, said = found(tmp_path, "flips_bits", "wrong bytes")
+    assert "disk-" in said and "chunk " in said
+    assert "1 of " in said and "expected " in said and "found " in said
+
+
+def test_cap_that_is_exceeded_is_found(tmp_path: Path) -> None:
+    report, said = found(tmp_path, "takes_too_much", "cap exceeded")
+    most, cap = report.occupied["disk"]
+    assert most > 1.2 * cap
+    assert str(cap) in said
+
+
+def test_flushed_chunk_that_is_not_there_is_found(tmp_path: Path) -> None:
+    _, said = found(tmp_path, "loses_chunks", "lost")
+    assert "promised" in said
+
+
+def test_forgotten_chunk_that_is_there_is_found(tmp_path: Path) -> None:
+    _, said = found(tmp_path, "keeps_forgotten", "not forgotten")
+    assert "forgotten" in said
+
+
+def test_leak_of_memory_and_descriptors_is_found(tmp_path: Path) -> None:
+    report, _ = found(tmp_path, "leaks", "leak", 12.0)
+    said = " ".join(report.findings.sentences)
+    assert "descriptors: " in said
+    assert "MiB more than " in said
+
+
+def test_process_that_ends_by_itself_is_found(tmp_path: Path) -> None:
+    _, said = found(tmp_path, "crashes", "process broke")
+    assert "ended by itself" in said
+
+
+def test_process_that_hangs_is_found_and_its_stacks_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "SILENCE_S", 1.5)
+    monkeypatch.setattr(crew, "ANSWER_S", 2.0)
+    monkeypatch.setattr(referee, "RECOVERY_S", 2.0)
+    report, _ = found(tmp_path, "hangs", "process hangs")
+    log = "".join(path.read_text() for path in report.directory.glob("disk*.log"))
+    assert "hangs.py" in log
+
+
+def test_worker_that_cannot_start_ends_the_campaign_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(NurseryFailed, match="No module named 'tests.campaign.bugs.nobody'"):
+        run_campaign(tmp_path, 0.1, 1, ("disk",), worker="tests.campaign.bugs.nobody")

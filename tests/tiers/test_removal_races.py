@@ -1,0 +1,110 @@
+"""What was seen of a chunk before it was removed does not bring it back, and what cannot be looked for is not gone."""
+
+import asyncio
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import weka
+from tests.tiers.test_disk import fill, is_hit, opened
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierUnavailable
+from tiercache.testing import chunk
+from tiercache.tiers import listing
+from tiercache.tiers.volume import Volume
+
+KEY = chunk(1)[0]
+_sizes = listing.sizes
+
+
+async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with weka.opened(tmp_path, refresh_s=5.0) as tier, weka.opened(tmp_path, refresh_s=5.0) as other:
+        await weka.store(other, range(1, 2))
+        seen = threading.Event()
+
+        def sizes_then_removed(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+            found = _sizes(volume, keys)
+            if not seen.is_set():
+                seen.set()
+                assert found
+                asyncio.run_coroutine_threadsafe(tier.remove(KEY), loop).result(10.0)
+            return found
+
+        monkeypatch.setattr(listing, "sizes", sizes_then_removed)
+        await tier.refreshed()
+        assert seen.is_set()
+        await weka.store(tier, range(1, 2))
+        assert await is_hit(other, 1)
+
+
+async def test_chunk_that_was_listed_while_its_removal_had_begun_is_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with weka.opened(tmp_path, refresh_s=5.0) as tier:
+        await weka.store(tier, range(1, 2))
+        listed = threading.Event()
+        delete = Volume.delete
+
+        def delete_late(self: Volume, key: ChunkKey, occupied_bytes: int) -> bool:
+            assert listed.wait(10.0)
+            return delete(self, key, occupied_bytes)
+
+        def sizes_then_removed(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+            found = _sizes(volume, keys)
+            listed.set()
+            asyncio.run_coroutine_threadsafe(asyncio.wait([removal]), loop).result(10.0)
+            return found
+
+        monkeypatch.setattr(Volume, "delete", delete_late)
+        removal = asyncio.create_task(tier.remove(KEY))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(listing, "sizes", sizes_then_removed)
+        await tier.refreshed()
+        assert removal.done() and await removal
+        await weka.store(tier, range(1, 2))
+        assert await is_hit(tier, 1)
+
+
+async def test_chunk_whose_directory_cannot_be_asked_is_not_taken_for_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path) as other:
+        async with opened(tmp_path) as tier:
+            await tier.scanned()
+            await fill(other, range(1, 2))
+            lstat = os.lstat
+
+            def dead(path: str, **more: object) -> os.stat_result:
+                if str(path) == tier.path(KEY):
+                    raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+                return lstat(path, **more)  # type: ignore[arg-type]
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "lstat", dead)
+                with pytest.raises(OSError, match="not connected"):
+                    await tier.remove(KEY)
+            assert await tier.remove(KEY)
+        assert not await is_hit(other, 1)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_chunk_of_a_directory_that_is_away_is_not_taken_for_removed(tmp_path: Path, known: bool) -> None:
+    """As when a mount is not there for a moment: its mount point is an empty directory, or none."""
+    place, away = tmp_path / "place", tmp_path / "away"
+    async with opened(place) as other, opened(place) as tier:
+        await tier.scanned()
+        await fill(other, range(1, 2))
+        assert await tier.probe([KEY]) if known else not tier.contains(KEY)
+        place.rename(away)
+        with pytest.raises(TierUnavailable, match="is not there"):
+            await tier.remove(KEY)
+        away.rename(place)
+        assert await tier.remove(KEY)
+        assert not await is_hit(other, 1)

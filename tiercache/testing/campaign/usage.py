@@ -1,0 +1,77 @@
+"""What a process holds, and whether it has come to hold more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiercache.memory.arena import SHM_DIRECTORY
+from tiercache.tiers.mounts import mounts
+
+SOAK_S = 600.0
+"""A campaign that lasts so long is a soak: whatever is allocated once has been by its first tenth."""
+GROWTH = 0.02
+"""Of the resident memory, between the first and the last tenth of a soak."""
+WARM_UP_BYTES = 24 << 20
+"""What a process may take in a shorter one: modules, threads and tables that are filled for the first time."""
+DESCRIPTORS, THREADS = 8, 16
+"""How many more may come: threads are started when first needed."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    at_s: float
+    """Since the campaign's beginning."""
+    rss_bytes: int
+    descriptors: int
+    threads: int
+
+
+def usage_of(pid: int, at_s: float) -> Usage | None:
+    """None when it is gone."""
+    try:
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return None
+    return Usage(at_s, int(status["VmRSS"].split()[0]) * 1024, descriptors, int(status["Threads"]))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Between the last sample of the first tenth (or the first one of all) and the last sample."""
+
+    first: Usage
+    last: Usage
+    leaks: tuple[str, ...]
+
+
+def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) -> Growth | None:
+    """None with fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    early = [sample for sample in samples if sample.at_s <= seconds / 10]
+    first, last = early[-1] if early else samples[0], samples[-1]
+    allowed_bytes = int(GROWTH * first.rss_bytes) if seconds >= SOAK_S else WARM_UP_BYTES
+    leaks = []
+    if (more := last.rss_bytes - first.rss_bytes) > allowed_bytes:
+        leaks.append(f"memory: {more / 2**20:.1f} MiB more than {first.rss_bytes / 2**20:.1f}")
+    for name, was, now, allowed in (
+        ("descriptors", first.descriptors, last.descriptors, DESCRIPTORS + descriptors_kept),
+        ("threads", first.threads, last.threads, THREADS),
+    ):
+        if now - was > allowed:
+            leaks.append(f"{name}: {was}, then {now}")
+    return Growth(first, last, tuple(leaks))
+
+
+def left_behind(directory: Path) -> list[str]:
+    """Shared memory and mounts of a campaign in `directory`."""
+    found = [f"shared memory: {entry}" for entry in shared_memory_of(directory)]
+    return found + [f"mount: {mount.point}" for mount in mounts() if Path(mount.point).is_relative_to(directory)]
+
+
+def shared_memory_of(directory: Path) -> list[Path]:
+    return [entry for entry in SHM_DIRECTORY.glob("*") if directory.name in entry.name]

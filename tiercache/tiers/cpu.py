@@ -354,7 +354,9 @@ class CpuTier(Tier):
         self._evictable += 1
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        return self._begin_lease(entry, purpose)
+        lease = self._begin_lease(entry, purpose)
+        self._wake()  # it counts for reads now, and no longer for a tier that may have had its share
+        return lease
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""

@@ -283,6 +283,19 @@ class Node:
         check_idle(self.cache, self._leases)
         check_fittings(self.cache)
 
+    def _check_reads(self) -> None:
+        """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
+        if self._device is not None:
+            return
+        counters = self.cache._reader.counters
+        read = sum(tier.statistics().reads for tier in self.cache.tiers)
+        of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
+        if read > of_use + self._overtaken:
+            raise Violation(
+                f"{read} chunks were read from tiers, {of_use} were given to somebody or kept, and {self._overtaken} may "
+                "have been forgotten meanwhile"
+            )
+
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
 
@@ -633,6 +646,7 @@ class Node:
                 if loop.time() > until_s + within_s:
                     raise
         check_memory(cache)
+        self._check_reads()
 
     def _not_yet_well(self) -> dict[str, str]:
         """What of the cache does not work yet, while nobody but this asks it anything."""

@@ -76,6 +76,9 @@ def _quiet() -> Iterator[None]:
     """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()  # what is there before a run is not looked through at the end of each
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
@@ -147,7 +150,7 @@ class _Run:
                 director.run("director", self._direct)
                 try:
                     self.world.run(lambda: self._done or self._failed() is not None)
-                    failure = self._failed()
+                    failure = self._failed() or self._nobodys()
                 except Exception as error:
                     failure = self._failed() or error
                 finally:
@@ -177,6 +180,15 @@ class _Run:
         for node in self.nodes.values():
             if node.failure is not None:
                 return node.failure
+        return None
+
+    def _nobodys(self) -> Violation | None:
+        """Exceptions that nobody has looked at, of processes that were not killed: asyncio finds them with the garbage."""
+        gc.collect()
+        for node in self.all_nodes:
+            for error in node.process.loop.errors if node.process.loop is not None else ():
+                if "destroyed but it is pending" not in error["message"]:  # what hung when its cache was closed
+                    return Violation(f"an error of nobody: {error['message']}: {error.get('exception')!r}")
         return None
 
     def note(self, line: str) -> None:
@@ -381,11 +393,12 @@ class _Run:
 
     def _check_ended(self, node: Node) -> None:
         """What a closed cache leaves behind, where nothing hangs: nothing."""
-        if self._faults():
-            node.process.die()
-            return
         loop = node.process.loop
         assert loop is not None
+        if self._faults():
+            node.process.die()
+            loop.is_dead = False  # what ends as garbage is still an error of nobody
+            return
         strands = [s.name for s in self.world.strands if s.process is node.process and s is not loop.strand]
         problems = {
             "threads": strands,

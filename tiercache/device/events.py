@@ -258,7 +258,12 @@ class _Threads:
         if queue is None:
             queue = SimpleQueue()
             name = f"tiercache-{self._bridge.driver.name}-events-{len(self._queues)}"
-            threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                name = self._bridge.driver.name
+                raise DeviceError(f"{name}: no thread can be started that waits for its events: {error}") from error
             self._queues[lane.stream] = queue
         pending.uses += 1
         queue.put(pending)

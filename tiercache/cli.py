@@ -106,7 +106,8 @@ def bench(
 def replay(
     traces: Annotated[list[Path], typer.Argument(help="Traces: Mooncake's, agentic, or our own JSON Lines; .gz too.")],
     sweep: Annotated[
-        str, typer.Option("--sweep", "--ram", help="Sizes of the hot cache: 2%,10% (of unique blocks), 64GB, 5000, all.")
+        str,
+        typer.Option("--sweep", "--ram", help="Sizes of the hot cache: 2%,10% (of unique blocks), 64GB, 5000, all."),
     ] = "10%",
     flash: Annotated[str, typer.Option(help="Sizes of the flash tier, as for the hot cache; 0: none.")] = "0",
     policy: Annotated[str, typer.Option(help="Eviction from RAM: LRU,SLRU,LFU,FIFO,MRU,S3FIFO,COST.")] = "LRU",
@@ -184,6 +185,27 @@ def serve_control(
     from tiercache.control.command import serve_control_command
 
     raise typer.Exit(serve_control_command(socket, host, port, token_file, no_token))
+
+
+@app.command()
+def torture(
+    seeds: Annotated[int | None, typer.Option(min=1, help="So many seeds; without --minutes: 1000.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="For so long at most.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Only this one, with all that happens in it.")] = None,
+    first: Annotated[int, typer.Option("--from", min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
+    tier: Annotated[str, typer.Option(help="module:Class of a tier of your own, in the place of ours.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Whole caches on simulated clocks, threads and devices, by seed: whether what they promise holds."""
+    try:
+        import greenlet  # noqa: F401
+    except ImportError:
+        print("torture needs greenlet; install it with: pip install 'tiercache[torture]'", file=sys.stderr)
+        raise typer.Exit(2) from None
+    from tiercache.testing.simulation.command import Torture, torture_command
+
+    raise typer.Exit(torture_command(Torture(seeds, minutes, seed, first, jobs, tier, as_json)))
 
 
 def main() -> None:

@@ -18,13 +18,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def test_all_parts_survive_a_short_campaign(short_path: Path) -> None:
-    report = run_campaign(short_path, 20 / 60, 7)
+    report = run_campaign(short_path, 25 / 60, 7)
     said = "\n".join(report.lines())
     assert not report.failed, said
     assert not report.interrupted
-    assert report.kills >= 20, said
-    assert sum(report.operations.values()) > 500, said
-    assert report.promises > 100 and report.verified > 100, said
+    assert report.kills >= 10, said
+    assert sum(report.operations.values()) > 100, said
+    assert report.promises and report.verified, said
     played = {place for part in PARTS for place in PLACES[part]} - report.skipped.keys()
     assert set(report.recoveries_s) == played, said
     assert not report.directory.exists(), "of a campaign that found nothing nothing is kept"

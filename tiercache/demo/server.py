@@ -78,6 +78,7 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
+        "--enforce-eager",  # compiling takes longer than all that the demo asks
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]

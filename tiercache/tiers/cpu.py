@@ -31,7 +31,10 @@ logger = logging.getLogger("tiercache.cpu")
 
 
 class _Entry:
-    __slots__ = ("holds", "hot", "key", "parent", "parked", "payload_bytes", "read_leases", "slot", "write_leases")
+    __slots__ = (
+        *("holds", "hot", "key", "parent", "parked", "payload_bytes", "read_leases", "slot", "used_meanwhile"),
+        "write_leases",
+    )
 
     def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
         self.key = key
@@ -43,6 +46,8 @@ class _Entry:
         self.parked = False
         """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
         self.parent: ChunkKey | None = None
+        self.used_meanwhile = False
+        """Whether it was used while it was out of the order, which does not know it then."""
         self.hot = True
 
     @property
@@ -154,6 +159,8 @@ class CpuTier(Tier):
         self._entries: dict[ChunkKey, _Entry] = {}
         self._order: EvictionOrder[_Entry] = make_order(policy)
         self._evictable = 0
+        self._parked = 0
+        """Entries that are out of the order."""
         self.under_way = UnderWay()
         """What will be a chunk here when it is filled, so that a forget reaches it."""
         self._waiting: list[deque[_Turn]] = [deque() for _ in Purpose]
@@ -215,8 +222,8 @@ class CpuTier(Tier):
         if not writes:
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
-            if not entry.parked and not noted:
-                self._order.touch(key)
+            if not noted:
+                self._note_use(entry)
             if held and self.on_use is not None:
                 self.on_use(key)  # which ends the hold: by now the lease keeps the chunk from whoever waits for a slot
         return lease
@@ -230,12 +237,17 @@ class CpuTier(Tier):
         """Note a use of those of `keys` that are resident."""
         for key in keys:
             entry = self._entries.get(key)
-            if entry is not None and not entry.parked:
-                self._order.touch(key)
+            if entry is not None:
+                self._note_use(entry)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of those of `keys` that are resident, so that the tail of the prefix is colder than its head."""
         self._order.touch_prefix(keys)
+        if self._parked:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None and entry.parked:
+                    entry.used_meanwhile = True
 
     def renew(self, keys: Sequence[ChunkKey]) -> None:
         """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
@@ -375,8 +387,7 @@ class CpuTier(Tier):
         if entry is None:
             return False
         entry.hot = False
-        if not entry.parked:
-            self._order.discard(key)
+        self._leave_order(entry)
         if entry.held_for is None:
             self._evictable -= 1
             self.pool.give_back(entry.slot)
@@ -466,23 +477,44 @@ class CpuTier(Tier):
             self.pool.give_back(entry.slot)
         elif not self.keep:
             del self._entries[entry.key]
-            if not entry.parked:
-                self._order.discard(entry.key)
+            self._leave_order(entry)
             self.pool.give_back(entry.slot)
         else:
             self._evictable += 1
             if entry.parked:
-                entry.parked = False
-                self._order.readmit(entry.key, entry, entry.parent)
+                self._take_back(entry)
         self._wake()
 
     def _end_lease_from_anywhere(self, entry: _Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_lease, entry, purpose)
 
+    def _note_use(self, entry: _Entry) -> None:
+        if entry.parked:
+            entry.used_meanwhile = True
+        else:
+            self._order.touch(entry.key)
+
+    def _leave_order(self, entry: _Entry) -> None:
+        if entry.parked:
+            entry.parked = False
+            self._parked -= 1
+        else:
+            self._order.discard(entry.key)
+
     def _park(self, entry: _Entry) -> None:
         entry.parked = True
         entry.parent = self._order.victims_parent
+        self._parked += 1
+
+    def _take_back(self, entry: _Entry) -> None:
+        """It may be evicted again."""
+        entry.parked = False
+        self._parked -= 1
+        self._order.readmit(entry.key, entry, entry.parent)
+        if entry.used_meanwhile:
+            entry.used_meanwhile = False
+            self._order.touch(entry.key)
 
     def _evict(self) -> Slot:
         while True:

@@ -155,9 +155,10 @@ def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:
 def directory_times_ns(volume: Volume) -> list[int]:
     """Modification time of each of the 256 subdirectories; 0 where there is none. For a worker thread."""
     times_ns = []
+    root = str(volume.root)
     for top in TOP_LEVELS:
         try:
-            times_ns.append(os.stat(volume.root / top).st_mtime_ns)
+            times_ns.append(os.stat(f"{root}/{top}").st_mtime_ns)
         except FileNotFoundError:
             times_ns.append(0)
     return times_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 def mount_of(path: Path, mounted: list[Mount] | None = None) -> Mount:
     """The mount that holds `path`: the longest mount point above it, the last one where two share a point."""
-    place = path.resolve()
+    place = Path(os.path.realpath(path))
     best = Mount("", "unknown file system")
     for mount in mounts() if mounted is None else mounted:
         if place.is_relative_to(mount.point) and len(mount.point) >= len(best.point):

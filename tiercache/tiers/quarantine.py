@@ -54,6 +54,6 @@ class Quarantine:
 
     def _paths(self) -> list[Path]:
         try:
-            return list(self.directory.iterdir())
+            return [self.directory / name for name in os.listdir(self.directory)]
         except (FileNotFoundError, NotADirectoryError):
             return []

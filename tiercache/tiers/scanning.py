@@ -12,7 +12,7 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.reckoning import is_doubtful
 from tiercache.memory.workers import Workers
-from tiercache.tiers.survey import TOP_LEVELS, Scanned
+from tiercache.tiers.survey import Scanned
 from tiercache.tiers.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
@@ -77,8 +77,8 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     found = Scanned()
     try:
         reckoning = await workers.submit(volume.begin_reckoning)
-        for start in range(0, len(TOP_LEVELS), workers.threads):
-            tops = TOP_LEVELS[start : start + workers.threads]
+        for start in range(0, len(reckoning.tops), workers.threads):
+            tops = reckoning.tops[start : start + workers.threads]
             for part in await asyncio.gather(*(workers.submit(volume.scan, top) for top in tops)):
                 if first:
                     await _add(shelf, index, part.chunks, ignored)
@@ -118,9 +118,7 @@ def _compare(found: Scanned, known: list[ChunkKey]) -> tuple[list[FoundChunk], l
     return new, list(before)
 
 
-async def _add(
-    shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]
-) -> None:
+async def _add(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]) -> None:
     for start in range(0, len(chunks), _STEP):
         for _, key, occupied_bytes in chunks[start : start + _STEP]:
             if key not in index and key not in ignored and key not in shelf.noted_while_scanning:

@@ -43,6 +43,8 @@ class Reckoning:
 
     marked: Count
     outstanding_bytes: int
+    tops: list[str]
+    """The top-level directories of after that, which are to be scanned: what one has that is made later is in the count."""
 
 
 class Surveyor:

@@ -380,7 +380,9 @@ class Volume:
         self.require_manifest()
         marked = self.ledger.mark()
         outstanding_bytes = self.ledger.outstanding_bytes
-        return Reckoning(marked, outstanding_bytes + sum(each.outstanding_bytes for each in self._owner.others()))
+        outstanding_bytes += sum(each.outstanding_bytes for each in self._owner.others())
+        there = frozenset(os.listdir(self.root))
+        return Reckoning(marked, outstanding_bytes, [top for top in TOP_LEVELS if top in there])
 
     def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
         """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""

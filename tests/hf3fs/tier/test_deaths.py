@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +17,10 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
+from tiercache.testing.hf3fs.client import descriptors
 from tiercache.tiers import disk
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, tier
+from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.hf3fs.ring import RingSettings
 
 LONGEST_LAG_S = 1.0
@@ -237,3 +240,24 @@ async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_u
 
 def mortal_stopped(emulator: Hf3fsEmulator) -> bool:
     return Path(f"/proc/{emulator.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@needs_fuse
+def test_numbers_that_an_earlier_tier_left_registered_are_no_obstacle(mortal: Hf3fsEmulator) -> None:
+    """As when it was closed while the mount was dead. The library's own duplicate gets such a number, too."""
+    left = [os.open(mortal.mount / name, os.O_RDWR | os.O_CREAT) for name in "abc"]
+    for descriptor in left:
+        descriptors.register_fd(descriptor)
+    for descriptor in left:
+        os.close(descriptor)
+    files = RegisteredFiles(descriptors)
+    file = files.create(str(mortal.mount / "d"))
+    assert file.descriptor == left[0]
+    assert descriptors.registered(file.descriptor)
+    files.release(file)
+    assert not any(descriptors.registered(descriptor) for descriptor in left[:2])
+    rest = os.open(mortal.mount / "d", os.O_RDWR)
+    os.dup2(rest, left[2])
+    descriptors.deregister_fd(left[2])
+    os.close(left[2])
+    os.close(rest)

@@ -42,6 +42,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._returning = False
         self._full = False
         """Whether the prefix that was used last needed more room than there is, and has lost its end for that."""
+        self._awaited = False
+        """Whether a prefix is being used of which nothing is here yet: the latest that is known has had its turn."""
         self._strays: dict[ChunkKey, None] = {}
         self.victims_parent: ChunkKey | None = None
         """What the last victim followed: `readmit` wants to know, if it could not go."""
@@ -116,6 +118,7 @@ class EvictionOrder(ABC, Generic[V]):
             after = key
         if end is not None:
             ends.append((end, length))
+        self._awaited = not ends
         # What stands behind a gap is of use only when that is filled.
         for part in ends:
             self._recent.used(*part)
@@ -239,11 +242,13 @@ class EvictionOrder(ABC, Generic[V]):
             self._strays[key] = None
             return
         else:
+            self._awaited = False
             self._recent.used(key)
         self._trim()
 
     def _noted(self, key: ChunkKey) -> None:
         """A resident was used alone."""
+        self._awaited = False
         parent = self._family.parents.get(key)
         if parent is not None and parent in self._recent.ends:
             self._grew(key, parent)
@@ -252,6 +257,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._trim()
 
     def _grew(self, key: ChunkKey, parent: ChunkKey) -> None:
+        if not self._returning:
+            self._awaited = False
         self._move_group(parent, key)
         self._recent.grew(key, parent)
 
@@ -292,7 +299,7 @@ class EvictionOrder(ABC, Generic[V]):
             key = self._coldest()
             if key is None:
                 self._path.clear()
-                if len(recent.ends) > 1:
+                if len(recent.ends) > 1 or (self._awaited and recent.ends):
                     for spared in self._judge_all(recent.oldest):
                         self._hasten(spared)
                     continue

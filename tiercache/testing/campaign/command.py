@@ -95,7 +95,7 @@ class _Campaign:
         self._report.interrupted = playing.cancelled()
         if not playing.cancelled():
             playing.result()
-        if self._report.interrupted:
+        if self._report.interrupted or self._report.failed:
             # Of who was killed it is removed by who begins next, and nobody does.
             for entry in shared_memory_of(self._directory):
                 entry.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -63,6 +64,7 @@ class Referee:
         await self._heal()
         for slot in slots[1:]:
             await (self._kill(slot) if slot % 2 else self._crew.end(slot))
+        self._crew.tend(slots[:1], patient=False)  # where its place was away when it began
         await self._verify()
 
     async def end(self) -> None:
@@ -207,7 +209,11 @@ class Referee:
                 longest_s = self._report.recoveries_s.get(self.place.name, 0.0)
                 self._report.recoveries_s[self.place.name] = max(longest_s, now_s() - from_s)
                 return True
+            if not process.is_alive:
+                self._found("process broke", f"{process.name} ended by itself")
+                return False
             await asyncio.sleep(0.2)
+        process.send(signal.SIGUSR1)
         self._found(
             "not working again", f"{process.name} stored nothing within {RECOVERY_S:.0f} s after the last fault"
         )
@@ -221,6 +227,11 @@ class Referee:
             return
         self._report.verified += len(due)
         there = set(found.numbers)
+        if late := [number for number in due if number not in there]:
+            # What came after a deadline was a miss, and is no loss. What is lost stays lost.
+            self._report.looked_twice += len(late)
+            again = await self._crew.ask(visitor, Find(late), Found)
+            there.update(again.numbers if again is not None else ())
         for number in [number for number in due if number not in there][:_NAMED]:
             self._found("lost", f"{visitor.name}, a new process, did not find {self._chunk(number)}, which was flushed")
         for number in [number for number in gone if number in there][:_NAMED]:

@@ -53,6 +53,8 @@ class Report:
     """kill, freeze, hang, fill of something: how many of each."""
     verified: int = 0
     """Chunks that were promised, and asked for in a process that began later."""
+    looked_twice: int = 0
+    """Of those, missed by a deadline or otherwise at the first look."""
     promises: int = 0
     audits: int = 0
     occupied: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -88,7 +90,8 @@ class Report:
             f"{self.kills:>10,}  kill -9 ({self.kills / minutes:.0f} a minute; a cache opens in "
             f"{_median_ms(self.openings_s):.0f} ms)",
             *(f"{count:>10,}  {name}" for name, count in sorted(self.faults.items()) if name != "worker killed"),
-            f"{self.promises:>10,}  chunks flushed, {self.verified:,} times looked for by a process that began later",
+            f"{self.promises:>10,}  chunks flushed, {self.verified:,} times looked for by a process that began later"
+            f" ({self.looked_twice} of them twice)",
             f"{self.audits:>10,}  audits of what the files occupy; the most: {self._most_occupied()}",
             f"            the longest until a place worked again: {_seconds(self.recoveries_s)}",
             f"            the longest operations: {_seconds(dict(_largest(self.longest_s, 4)))}",

@@ -16,7 +16,7 @@ GROWTH = 0.02
 """Of the resident memory, between the first and the last tenth of a soak."""
 WARM_UP_BYTES = 24 << 20
 """What a process may take in a shorter one: modules, threads and tables that are filled for the first time."""
-DESCRIPTORS, THREADS = 8, 16
+DESCRIPTORS, THREADS = 8, 32
 """How many more may come: threads are started when first needed."""
 
 

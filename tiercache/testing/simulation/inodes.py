@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import random
 import stat
@@ -22,8 +23,11 @@ SECTOR_BYTES = 512
 def failure(code: int, *paths: str) -> OSError:
     """The OSError that `os` raises for `code`: FileNotFoundError for ENOENT, and so on."""
     if len(paths) == 2:
-        return OSError(code, os.strerror(code), paths[0], None, paths[1])
-    return OSError(code, os.strerror(code), *paths)
+        return OSError(code, _meaning(code), paths[0], None, paths[1])
+    return OSError(code, _meaning(code), *paths)
+
+
+_meaning = functools.cache(os.strerror)
 
 
 class Inode:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import logging
 import random
 from asyncio import events, futures, tasks
 from collections import deque
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any
+
+from tiercache.testing.simulation.world import MOST_TURNS
 
 if TYPE_CHECKING:
     from tiercache.testing.simulation.world import Strand, World
-
-logger = logging.getLogger("asyncio")
 
 _SHUFFLED = 4
 """One seed in so many runs callbacks in an order by seed."""
@@ -23,6 +22,39 @@ _SHUFFLED = 4
 
 _Base: Any = asyncio.AbstractEventLoop
 """Most of what a loop may be asked is not asked of this one: it raises NotImplementedError."""
+
+
+class _Handle:
+    """What `asyncio.Handle` is to who holds one."""
+
+    __slots__ = ("_arguments", "_callback", "_context", "_is_cancelled")
+
+    def __init__(self, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None) -> None:
+        self._callback: Callable[..., object] | None = callback
+        self._arguments = arguments
+        self._context = copy_context() if context is None else context
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        self._callback = None
+        self._arguments = ()
+
+    def cancelled(self) -> bool:
+        return self._is_cancelled
+
+
+class _Timer(_Handle):
+    __slots__ = ("_when_s",)
+
+    def __init__(
+        self, when_s: float, callback: Callable[..., object], arguments: tuple[Any, ...], context: Context | None
+    ) -> None:
+        super().__init__(callback, arguments, context)
+        self._when_s = when_s
+
+    def when(self) -> float:
+        return self._when_s
 
 
 class SimulatedLoop(_Base):  # type: ignore[misc]
@@ -34,8 +66,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         self.is_dead = False
         self.errors: list[dict[str, Any]] = []
         """What asyncio reports as nobody's: exceptions never retrieved, callbacks that raised."""
-        self._ready: deque[asyncio.Handle] = deque()
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Timer]] = []
         self._readers: dict[int, tuple[Callable[..., object], tuple[Any, ...]]] = {}
         self._order = 0
         self._waits = False
@@ -68,13 +100,13 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
 
     def _run(self) -> None:
         ready = self._ready
+        timers = self._timers
         world = self.world
+        others = world.ready
         while not self._stopping:
-            timers = self._timers
-            while timers and (timers[0][2]._cancelled or timers[0][0] <= world.now_s):
+            while timers and (timers[0][2]._is_cancelled or timers[0][0] <= world.now_s):
                 timer = heapq.heappop(timers)[2]
-                timer._scheduled = False  # type: ignore[attr-defined]
-                if not timer._cancelled:
+                if not timer._is_cancelled:
                     ready.append(timer)
             if not ready:
                 self._waits = True
@@ -84,23 +116,29 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
             if self._shuffle is not None and len(ready) > 1:
                 ready.rotate(-int(self._shuffle.random() * len(ready)))
             handle = ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            callback = handle._callback
+            if callback is not None:
+                world.turns += 1
+                if world.turns > MOST_TURNS:
+                    raise world.spins()
+                try:
+                    handle._context.run(callback, *handle._arguments)
+                except Exception as error:
+                    self.call_exception_handler({"message": f"Exception in callback {callback!r}", "exception": error})
                 self.after_each()
-            if world.others_are_ready:
+            if others:
                 world.pause()
 
     # What asyncio asks of a loop
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
-        self._check_open()
-        handle = asyncio.Handle(callback, args, self, context)
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
+        if self._closed:
+            raise RuntimeError("Event loop is closed")
+        handle = _Handle(callback, args, context)
         self._ready.append(handle)
         return handle
 
-    def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
         handle = self.call_soon(callback, *args, context=context)
         if self._waits:
             self.world.wake(self.strand)
@@ -108,21 +146,15 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> Any:
         return self.call_at(self.world.now_s + delay, callback, *args, context=context)
 
-    def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> Any:
         self._check_open()
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
-        timer._scheduled = True  # type: ignore[attr-defined]
+        timer = _Timer(when, callback, args, context)
         self._order += 1
         heapq.heappush(self._timers, (when, self._order, timer))
         return timer
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It is passed over when its time comes."""
 
     def create_future(self) -> asyncio.Future[Any]:
         return futures.Future(loop=self)

@@ -298,6 +298,7 @@ class Node:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
+        self.process.world.stop()
 
     def _limit_s(self, operation: Operation) -> float:
         values = operation.values

@@ -44,6 +44,7 @@ class Process:
 
         self.loop = SimulatedLoop(self.world)
         strand = self.world.start(self, name, run)
+        strand.loop = self.loop
         self.loop.strand = strand
         return strand
 
@@ -60,17 +61,15 @@ class Process:
         """Take down what its tasks had on their stacks, after its death."""
         if self.loop is not None:
             events._set_running_loop(self.loop)
-            for task in asyncio.all_tasks(self.loop):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with contextlib.suppress(BaseException):
-                    task.get_coro().close()
+            ended: set[asyncio.Task[Any]] = set()
+            while tasks := asyncio.all_tasks(self.loop) - ended:  # what ends may begin others
+                for task in tasks:
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()
+                ended |= tasks
             events._set_running_loop(None)
 
-    def enter(self, strand: Strand) -> None:
-        """A strand of this process runs from now on."""
-        if self.loop is not None and self.loop.strand is strand:
-            events._set_running_loop(self.loop)
+    def entered(self) -> None:
+        """Strands of this process run from now on."""
         self._on_enter(self)
-
-    def leave(self) -> None:
-        events._set_running_loop(None)

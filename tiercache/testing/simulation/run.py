@@ -17,6 +17,7 @@ from tiercache.config import Config
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
@@ -25,6 +26,7 @@ from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
+from tiercache.testing.simulation.weather import Weather
 from tiercache.testing.simulation.world import World
 
 _URL = "simulated://server"
@@ -105,6 +107,7 @@ class _Run:
         self.machine = Machine(self.world, setting, self._now)
         self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
+        self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
         self.calls = FileCalls([*self.disks.values(), *self.machine.extra_disks], self._before)
         self.server = (
@@ -117,11 +120,11 @@ class _Run:
         self.all_nodes: list[Node] = []
         self.numbers = 1
         self.counts: Counter[str] = Counter()
+        self.coverage = Coverage()
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
         self._violation: Violation | None = None
-        self._done = False
         self._over = False
 
         if self.server is not None:
@@ -130,12 +133,13 @@ class _Run:
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
             for name in disks_of(tier):
-                self.disks[name] = Disk(
+                self.disks[name] = disk = Disk(
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
                     self._now,
                     can_lose_power=self.setting.power,
                 )
+                self._weather_of[disk] = self.weathers[place_of(disk)]
 
     def _now(self) -> float:
         return 1_700_000_000.0 + self.world.now_s
@@ -149,7 +153,7 @@ class _Run:
                 director = Process(self.world, 1)
                 director.run("director", self._direct)
                 try:
-                    self.world.run(lambda: self._done or self._failed() is not None)
+                    self.world.run()
                     failure = self._failed() or self._nobodys()
                 except Exception as error:
                     failure = self._failed() or error
@@ -162,6 +166,8 @@ class _Run:
             self.counts.update({f"fault {weather.name.rstrip('2')} {kind}": met for kind, met in weather.met.items()})
         for node in self.all_nodes:
             self.counts.update(node.counts)
+            self.coverage.end(node.cache)
+        self.counts.update({f"state {name}": count for name, count in self.coverage.states.items()})
         return Outcome(
             self.seed,
             self.setting,
@@ -198,13 +204,18 @@ class _Run:
         self._hash.update(text.encode())
         self.trace.append(text)
 
+    def _heard(self, number: int, line: str) -> None:
+        self.note(f"{number}: {line}")
+        node = self.nodes.get(number)
+        if node is not None and node.state == "open" and self._faults():
+            self.coverage.look(node.cache, self.disks.values())
+
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
-        if self.world.current is None:
+        if self.world.current is None or (weather := self._weather_of.get(disk)) is None:
             return None
-        weather = self.weathers.get(place_of(disk))
-        return None if weather is None else weather.before(name, disk, target)
+        return weather.before(name, disk, target)
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -218,6 +229,7 @@ class _Run:
         if bad_answers < 2 and self.truth.generations and self.truth.is_newest(key, value[PACKED_BYTES:]):
             problem = f"key {key}: a good value is removed from the server, after {bad_answers} bad answers"
             self._violation = self._violation or Violation(problem)
+            self.world.stop()
 
     # The director: a process of its own that never dies
 
@@ -234,7 +246,7 @@ class _Run:
             else:
                 await self._ask(operation)
         await self._settle()
-        self._done = True
+        self.world.stop()
 
     async def _ask(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
@@ -255,7 +267,7 @@ class _Run:
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
             process, self._config(number), self.layout, self.truth, self.keys,
-            lambda line: self.note(f"{number}: {line}"), faults=self._faults, machine=self.machine,
+            lambda line: self._heard(number, line), faults=self._faults, machine=self.machine,
             server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
         )  # fmt: skip
         self.nodes[number] = node
@@ -449,7 +461,7 @@ class _Run:
             try:
                 await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
             except BaseException as error:
-                node.failure = node.failure or error
+                node._fail(error)
             here.call_soon_threadsafe(ended.set)
 
         loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))

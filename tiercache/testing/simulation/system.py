@@ -7,9 +7,11 @@ to the real system.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import queue
 import random
@@ -23,6 +25,7 @@ from typing import Any
 
 from tiercache.testing.simulation.descriptors import FIRST_DESCRIPTOR
 from tiercache.testing.simulation.files import FileCalls
+from tiercache.testing.simulation.gathering import gather
 from tiercache.testing.simulation.process import Killed, Process
 from tiercache.testing.simulation.threads import Threads
 from tiercache.testing.simulation.world import World
@@ -36,6 +39,7 @@ _FILE_CALLS = (
     *("mkdir", "makedirs", "open", "posix_fadvise", "pread", "preadv", "pwrite", "pwritev", "read", "readlink"),
     *("remove", "rename", "replace", "rmdir", "scandir", "stat", "statvfs", "symlink", "unlink", "utime", "write"),
 )
+_REPLACED = (asyncio, threading, time, random, fcntl, queue.SimpleQueue)
 _OURS = "tiercache."
 _NOT_OURS = "tiercache.testing.simulation"
 
@@ -45,7 +49,7 @@ class Stand:
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
         self._module = module
-        vars(self).update(names)
+        vars(self).update(vars(module), **names)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -59,16 +63,14 @@ class System:
         self.calls = calls
         self.threads = Threads(world, stumble)
         self._thread = threading.get_ident()
+        self._stands = self._all_stands()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
         with contextlib.ExitStack() as stack:
-            for module in [module for name, module in sys.modules.items() if _is_ours(name)]:
-                for name, value in list(vars(module).items()):
-                    replacement = self._instead_of(value)
-                    if replacement is not None:
-                        stack.enter_context(changed(module, name, replacement))
+            for module, name, value in _replaceable(len(sys.modules)):
+                stack.enter_context(changed(module, name, self._instead_of(value)))
             for name in _FILE_CALLS:
                 stack.enter_context(changed(os, name, self._file_call(name)))
             stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
@@ -84,9 +86,16 @@ class System:
             yield
 
     def _instead_of(self, value: Any) -> Any:
+        if type(value) is threading.local:
+            return self.threads.local()
+        return self._stands[value]
+
+    def _all_stands(self) -> dict[Any, Any]:
         threads = self.threads
-        if value is threading:
-            return Stand(
+        now = self._now
+        return {
+            asyncio: Stand(asyncio, gather=gather),
+            threading: Stand(
                 threading,
                 Thread=threads.Thread,
                 Lock=threads.Lock,
@@ -96,10 +105,9 @@ class System:
                 Semaphore=threads.Semaphore,
                 BoundedSemaphore=threads.BoundedSemaphore,
                 local=threads.local,
-            )
-        if value is time:
-            now = self._now
-            return Stand(
+                get_ident=self._get_ident,
+            ),
+            time: Stand(
                 time,
                 monotonic=now,
                 perf_counter=now,
@@ -107,16 +115,15 @@ class System:
                 time=lambda: _EPOCH_S + now(),
                 time_ns=lambda: int((_EPOCH_S + now()) * 1e9),
                 sleep=self._sleep,
-            )
-        if value is random:
-            return self.world.chance
-        if value is fcntl:
-            return Stand(fcntl, flock=self._flock)
-        if value is queue.SimpleQueue:
-            return threads.SimpleQueue
-        if type(value) is threading.local:
-            return threads.local()
-        return None
+            ),
+            random: self.world.chance,
+            fcntl: Stand(fcntl, flock=self._flock),
+            queue.SimpleQueue: threads.SimpleQueue,
+        }
+
+    def _get_ident(self) -> int:
+        strand = self.world.current
+        return threading.get_ident() if strand is None else strand.number
 
     def _now(self) -> float:
         return self.world.now_s
@@ -137,33 +144,28 @@ class System:
     def _file_call(self, name: str) -> Callable[..., Any]:
         real = getattr(os, name)
         answer = getattr(self.calls, name)
-        owns = self._owns
-        process = self._process
+        world = self.world
 
-        def call(target: Any, *arguments: Any, **named: Any) -> Any:
-            if owns(target) or (named and owns(named.get("dir_fd"))):
-                process()
-                return answer(target, *arguments, **named)
-            return real(target, *arguments, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            target: Any = arguments[0] if arguments else None
+            kind = type(target)
+            if kind is int:
+                ours = target >= FIRST_DESCRIPTOR
+            elif kind is str:
+                ours = target.startswith(ROOT)
+            else:
+                ours = _is_simulated(target)
+            if ours or (named and type(at := named.get("dir_fd")) is int and at >= FIRST_DESCRIPTOR):
+                strand = world.current
+                if strand is not None and not strand.process.alive:
+                    raise Killed
+                return answer(*arguments, **named)
+            return real(*arguments, **named)
 
-        def call_of_any(*arguments: Any, **named: Any) -> Any:  # of those that may be called without a path
-            return call(*arguments, **named) if arguments else real(**named)
-
-        return call_of_any if name in ("listdir", "scandir") else call
-
-    def _owns(self, target: Any) -> bool:
-        if type(target) is int:
-            return target >= FIRST_DESCRIPTOR
-        if type(target) is str:
-            return target.startswith(ROOT)
-        if isinstance(target, bytes):
-            return os.fsdecode(target).startswith(ROOT)
-        if isinstance(target, os.PathLike):
-            return str(target).startswith(ROOT)
-        return False
+        return call
 
     def _flock(self, descriptor: Any, operation: int) -> None:
-        if self._owns(descriptor):
+        if _is_simulated(descriptor):
             self._process()
             self.calls.flock(descriptor, operation)
         else:
@@ -193,6 +195,15 @@ class System:
         return getpid
 
 
+def _is_simulated(target: Any) -> bool:
+    """A descriptor or a path, of whatever type."""
+    if isinstance(target, int):
+        return target >= FIRST_DESCRIPTOR
+    if isinstance(target, (str, bytes, os.PathLike)):
+        return os.fsdecode(target).startswith(ROOT)
+    return False
+
+
 def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
     """0, or -1 with errno."""
     try:
@@ -203,8 +214,16 @@ def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
     return 0
 
 
-def _is_ours(name: str) -> bool:
-    return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
+@functools.lru_cache(maxsize=1)
+def _replaceable(imported: int) -> list[tuple[ModuleType, str, Any]]:
+    """The names in our modules, of which there are so many with all others, that get something else."""
+    return [
+        (module, name, value)
+        for module_name, module in sys.modules.items()
+        if module_name.startswith(_OURS) and not module_name.startswith(_NOT_OURS)
+        for name, value in vars(module).items()
+        if type(value) is threading.local or any(value is each for each in _REPLACED)
+    ]
 
 
 @contextmanager

@@ -302,7 +302,7 @@ class _Thread:
 
     @property
     def ident(self) -> int | None:
-        return None if self._strand is None else id(self._strand)
+        return None if self._strand is None else self._strand.number
 
 
 class _Local:

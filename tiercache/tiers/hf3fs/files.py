@@ -13,6 +13,8 @@ from typing import Any
 from tiercache.tiers.access import open_regular
 
 _OPEN_FILES = 128
+_LEFT_BEHIND = 2 * _OPEN_FILES
+"""Numbers that a tier, closed while its mount was dead, may have left registered."""
 _GET_MAGIC = 0x80046802
 """3FS's ioctl that every file of its mount answers; a plain directory of the emulator says ENOTTY."""
 
@@ -160,14 +162,20 @@ class RegisteredFiles:
         return RegisteredFile(descriptor)
 
     def _register(self, descriptor: int) -> None:
-        try:
-            self._library.register_fd(descriptor)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # The number belongs to a file of a dead mount that somebody closed. On a living one it can be deregistered.
+        for _ in range(_LEFT_BEHIND):
+            try:
+                self._library.register_fd(descriptor)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            # The number, or the next one, which the library's duplicate would get, belongs to a file of a dead mount that
+            # somebody closed. On a living one it can be deregistered.
             self._library.deregister_fd(descriptor)
-            self._library.register_fd(descriptor)
+            spare = os.dup(descriptor)
+            self._library.deregister_fd(spare)
+            _close(spare)
+        self._library.register_fd(descriptor)
 
     def _close(self, descriptor: int) -> None:
         self._library.deregister_fd(descriptor)

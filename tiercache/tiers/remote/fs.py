@@ -271,8 +271,8 @@ def _mounts_of(directories: Sequence[Path], access: Access) -> list[Mount]:
     """Makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
     for directory in directories:
         access.make_root(directory)
-        with contextlib.suppress(StopIteration):
-            next(directory.iterdir())
+        with os.scandir(directory) as entries:
+            next(entries, None)
     return list(dict.fromkeys(mount_of(directory) for directory in directories))
 
 

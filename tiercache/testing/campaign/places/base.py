@@ -50,7 +50,7 @@ class Place(ABC):
         self.directory = directory
 
     descriptors_kept = 0
-    """Of files that a tier keeps open for the next read."""
+    """Of files and connections that a tier keeps for the next use."""
 
     @abstractmethod
     def open(self) -> None:

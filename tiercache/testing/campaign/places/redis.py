@@ -23,6 +23,7 @@ class RedisPlace(Place):
     keeps_forgotten_away = False
     """A server that went on may carry out late what a process had sent that is dead by now."""
     remembers_s = 11.0
+    descriptors_kept = 12
     is_calm = False
 
     def __init__(self, name: str, directory: Path) -> None:

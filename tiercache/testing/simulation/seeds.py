@@ -1,0 +1,226 @@
+"""Many seeds, in as many processes as there are cores; and what is to be said of one that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import re
+import signal
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+
+from tiercache.testing.simulation.plan import Operation, Setting, setting_of
+from tiercache.testing.simulation.run import Outcome, run_seed
+from tiercache.testing.simulation.shrink import shrunk
+from tiercache.testing.simulation.world import SimulationError
+
+_BATCH = 8
+"""Seeds that a process takes at a time."""
+_LONGEST_CPU_S = 120.0
+"""Of one seed: a loop without a wait in it stops the simulated clock, and only a real one ends it."""
+_SHRINK_S = 60.0
+_NUMBER = re.compile(r"\b[0-9a-f]*[0-9][0-9a-f.]*\b")
+_KIND_LENGTH = 48
+
+
+@dataclass
+class Batch:
+    """What some seeds came to."""
+
+    seeds: int = 0
+    operations: int = 0
+    chunks: int = 0
+    cpu_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: list[int] = field(default_factory=list)
+
+    def add(self, other: Batch) -> None:
+        self.seeds += other.seeds
+        self.operations += other.operations
+        self.chunks += other.chunks
+        self.cpu_s += other.cpu_s
+        self.counts.update(other.counts)
+        self.failed += other.failed
+
+
+@dataclass
+class Report(Batch):
+    """Of all seeds that ran. They end with the first batch in which one failed."""
+
+    seconds: float = 0.0
+    jobs: int = 1
+
+
+@dataclass
+class Failure:
+    """A seed that fails, with the shortest part of its operations that was found to fail in the same way."""
+
+    seed: int
+    setting: Setting
+    kind: str
+    error: str
+    operations: list[Operation]
+    of: int
+    """How many operations the seed had."""
+    trace: list[str]
+
+
+def run_seeds(
+    first: int,
+    seeds: int | None,
+    minutes: float | None,
+    jobs: int,
+    tier: str = "",
+    told: Callable[[Report], None] = lambda report: None,
+) -> Report:
+    """Run `seeds` seeds from `first` on, or for so long; whichever ends first. `told` hears of it after each batch."""
+    report = Report(jobs=jobs)
+    began_s = time.monotonic()
+    end_s = None if minutes is None else began_s + minutes * 60
+    batches = _batches(first, seeds)
+
+    def more() -> Sequence[int] | None:
+        if report.failed or (end_s is not None and time.monotonic() >= end_s):
+            return None
+        return next(batches, None)
+
+    for batch in _alone(more, tier) if jobs == 1 else _together(more, tier, jobs):
+        report.add(batch)
+        report.seconds = time.monotonic() - began_s
+        told(report)
+    report.failed.sort()
+    return report
+
+
+def failure_of(seed: int, tier: str = "", shrink: bool = True) -> Failure | None:
+    """Run it again, and look for less that fails. None where it does not fail."""
+    setting = setting_for(seed, tier)
+    with _limited():
+        outcome = run_seed(seed, setting=setting)
+    if outcome.failure is None:
+        return None
+    kind = kind_of(outcome.failure)
+    shortest = outcome
+    until_s = time.monotonic() + _SHRINK_S
+
+    def fails(operations: Sequence[Operation]) -> bool:
+        nonlocal shortest
+        if time.monotonic() > until_s:
+            return False
+        with _limited():
+            again = run_seed(seed, operations, setting=setting)
+        if again.failure is None or kind_of(again.failure) != kind:
+            return False
+        shortest = again
+        return True
+
+    if shrink:
+        shrunk(outcome.operations, fails)
+    return Failure(
+        seed, setting, kind, _said(shortest), shortest.operations, len(outcome.operations), shortest.trace
+    )  # fmt: skip
+
+
+def setting_for(seed: int, tier: str) -> Setting:
+    """The seed's own, or with that tier, module:Class, for its only one."""
+    setting = setting_of(seed)
+    if not tier:
+        return setting
+    return replace(setting, tiers=("own",), fittings=replace(setting.fittings, own=tier))
+
+
+def kind_of(error: BaseException) -> str:
+    """Equal for two failures that look alike: numbers do not count."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {_NUMBER.sub('#', lines[0] if lines else '')[:_KIND_LENGTH]}"
+
+
+def prepare() -> None:
+    """In a process that is to run many: what is there now is never garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def run_batch(seeds: Sequence[int], tier: str = "") -> Batch:
+    batch = Batch()
+    for seed in seeds:
+        began_s = time.process_time()
+        with _limited():
+            outcome = run_seed(seed, setting=setting_for(seed, tier))
+        batch.seeds += 1
+        batch.operations += len(outcome.operations)
+        batch.chunks += outcome.chunks
+        batch.cpu_s += time.process_time() - began_s
+        batch.counts.update(outcome.counts)
+        if outcome.failure is not None:
+            batch.failed.append(seed)
+            break
+    with warnings.catch_warnings():
+        # Coroutines of dead processes that had not begun.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
+    return batch
+
+
+def _batches(first: int, seeds: int | None) -> Iterator[Sequence[int]]:
+    start = first
+    while seeds is None or start < first + seeds:
+        end = start + _BATCH
+        yield range(start, end if seeds is None else min(end, first + seeds))
+        start = end
+
+
+def _alone(more: Callable[[], Sequence[int] | None], tier: str) -> Iterator[Batch]:
+    while (seeds := more()) is not None:
+        yield run_batch(seeds, tier)
+
+
+def _together(more: Callable[[], Sequence[int] | None], tier: str, jobs: int) -> Iterator[Batch]:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
+        running: set[Future[Batch]] = set()
+        while True:
+            while len(running) < jobs and (seeds := more()) is not None:
+                running.add(pool.submit(run_batch, seeds, tier))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in ended:
+                yield each.result()
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
+    prepare()
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """What runs for too long gets an error; in the main thread, the one that can be told."""
+
+    def ends(number: int, frame: object) -> None:
+        raise SimulationError(f"{_LONGEST_CPU_S:.0f} s of CPU time, and no end: something spins without a wait")
+
+    try:
+        before = signal.signal(signal.SIGVTALRM, ends)
+    except ValueError:
+        yield
+        return
+    signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_CPU_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _said(outcome: Outcome) -> str:
+    error = outcome.failure
+    assert error is not None
+    return "".join(traceback.format_exception(error, limit=-6)).rstrip()

@@ -27,9 +27,11 @@ class Server:
         self.capacity = capacity
         self.evicts = evicts
         self.evicted_s: dict[ChunkKey, float] = {}
-        """When each was evicted last."""
+        """When each went last without having been forgotten."""
         self.lost: Counter[ChunkKey] = Counter()
         """How often each went, in whatever way."""
+        self.lied_s = float("-inf")
+        """When it last said that it has what it lacks, or the other way round."""
         self.bad_answers: Counter[ChunkKey] = Counter()
         """How many of the last reads of each, one after the other, got something else than what is there."""
         self.on_delete: Callable[[ChunkKey, bytes, int], None] = lambda key, value, bad_answers: None
@@ -65,6 +67,8 @@ class Server:
         if value is None:
             return False
         self.on_delete(key, value, self.bad_answers[key])
+        if self.bad_answers[key]:
+            self.evicted_s[key] = self.weather.world.now_s  # whoever read it believes that it is bad
         del self.values[key]
         self.lost[key] += 1
         return True
@@ -121,6 +125,7 @@ class SimulatedRemote(RemoteTier):
         await self._request()
         answer = [key in self.server.values for key in keys]
         if self.server.weather.strikes("lie"):
+            self.server.lied_s = self.server.weather.world.now_s
             return [not there for there in answer]
         return answer
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import isfinite
-from operator import index
+from operator import index, itemgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
+_KEY_OF = itemgetter(0)
 
 
 class TierCache:
@@ -76,9 +77,7 @@ class TierCache:
         """Who waits for that."""
         self._close_by: Deadline
         self._lingering = Lingering(self._give_memory_back)
-        self._operations = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._operation = _Operations(self._give_memory_back)
 
     @classmethod
     @asynccontextmanager
@@ -231,7 +230,7 @@ class TierCache:
         await self.cpu.close()
         self._copiers.close()
         self._closed = True
-        if hanging := len(self._lingering.tasks) + self._operations:
+        if hanging := len(self._lingering.tasks) + self._operation.under_way:
             logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
         self._give_memory_back()
         return report
@@ -239,12 +238,12 @@ class TierCache:
     async def _finished(self) -> None:
         """Until no operation is under way (a put has nothing queued before its end, and copies of a device go on without
         their waiters), and everything is written or given up."""
-        await self._idle.wait()
+        await self._operation.ended()
         await self._fan_out.drained()
 
     def _give_memory_back(self) -> None:
         """Once the cache is closed and nothing uses it any more."""
-        if self._closed and not (self._lingering.tasks or self._stuck or self._operations):
+        if self._closed and not (self._lingering.tasks or self._stuck or self._operation.under_way):
             close_device(self._device)
             self.cpu.pool.close()
             self._arena.close()
@@ -304,7 +303,7 @@ class TierCache:
         stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
         if chunks and self._device_path is not None:
             deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
-            with self._operation(), self._caller_event(after) as event:
+            with self._operation, self._caller_event(after) as event:
                 stored += await self._device_path.put(chunks, event, deadline)
         if prefix and chunks:
             self.cpu.follow(keys)
@@ -329,10 +328,12 @@ class TierCache:
         somebody else was storing at the same time).
         """
         self._check_open()
-        check_keys(key for key, _, _ in items)
+        check_keys(map(_KEY_OF, items))
+        most_bytes = self.layout.chunk_bytes
         for _, length, _ in items:
-            self._check_length(length)
-        with self._operation():
+            if not 0 < length <= most_bytes:
+                self._check_length(length)
+        with self._operation:
             stored = await self._host_path.put(items, self._wait_s(deadline_s), prefix=prefix)
         if prefix:
             self.cpu.follow([key for key, _, _ in items])
@@ -355,7 +356,7 @@ class TierCache:
         """
         self._check_open()
         check_key(key)
-        return _Get(self, key, self._wait_s(deadline_s))
+        return _Get(self, key, deadline_s)
 
     async def get_into(
         self,
@@ -381,7 +382,7 @@ class TierCache:
             there = [chunk for chunk in chunks if chunk is not None]
             if len(there) == len(chunks):
                 deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
-                with self._operation(), self._caller_event(after) as event:
+                with self._operation, self._caller_event(after) as event:
                     delivered = await self._device_path.get(keys, there, event, deadline)
                 self._fan_out.used(keys[:delivered], self._host_path.lease_for)
                 return delivered
@@ -511,7 +512,7 @@ class TierCache:
         self._check_open()
         check_keys(keys)
         timeout_s = self._wait_s(deadline_s)
-        with self._operation():
+        with self._operation:
             await self._fan_out.forget(keys, timeout_s, self._forget_from_memory)
 
     def _forget_from_memory(self, key: ChunkKey) -> None:
@@ -535,19 +536,6 @@ class TierCache:
             return None
         pool = self._device.pool
         return DeviceStatistics(pool.count, pool.free, self._device_reader.counters, self._device_reader.breakers())
-
-    @contextmanager
-    def _operation(self) -> Iterator[None]:
-        """Something that `close` waits for."""
-        self._operations += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._operations -= 1
-            if not self._operations:
-                self._idle.set()
-                self._give_memory_back()
 
     @contextmanager
     def _caller_event(self, after: Event | None) -> Iterator[Event]:
@@ -575,22 +563,53 @@ class TierCache:
             raise CacheClosed("the cache is closed")
 
 
+class _Operations:
+    """What `close` waits for. `with` it: one more, until the end of that."""
+
+    __slots__ = ("_idle", "_when_ended", "under_way")
+
+    def __init__(self, when_ended: Callable[[], None]) -> None:
+        self.under_way = 0
+        self._when_ended = when_ended
+        self._idle: asyncio.Event | None = None
+
+    async def ended(self) -> None:
+        """Until none is under way."""
+        if self.under_way:
+            self._idle = self._idle or asyncio.Event()
+            self._idle.clear()
+            await self._idle.wait()
+
+    def __enter__(self) -> None:
+        self.under_way += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.under_way -= 1
+        if not self.under_way:
+            if self._idle is not None:
+                self._idle.set()
+            self._when_ended()
+
+
 class _Get:
     """What `TierCache.get` returns. A class and not a generator: it is on the path that must take microseconds."""
 
-    __slots__ = ("_cache", "_key", "_lease", "_wait_s")
+    __slots__ = ("_cache", "_deadline_s", "_key", "_lease")
 
-    def __init__(self, cache: TierCache, key: ChunkKey, wait_s: float) -> None:
+    def __init__(self, cache: TierCache, key: ChunkKey, deadline_s: float | None) -> None:
         self._cache = cache
         self._key = key
-        self._wait_s = wait_s
+        self._deadline_s = deadline_s
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease | None:
         reader = self._cache._reader
         lease = reader.lease_now(self._key)
         if lease is None:
-            lease = await reader.fetch(self._key, asyncio.get_running_loop().time() + self._wait_s)
+            until_s = asyncio.get_running_loop().time() + self._cache._wait_s(self._deadline_s)
+            lease = await reader.fetch(self._key, until_s)
         self._lease = lease
         return lease
 

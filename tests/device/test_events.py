@@ -401,3 +401,18 @@ class TestIdle:
 
         with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
             runner.run(main())
+
+
+async def test_where_no_thread_can_be_started_the_watch_tells(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with bridged(fake, "thread") as bridge:
+        stream = fake.make_stream()
+        future = bridge.after(stream)
+        fake.happen(stream)
+        await within([future])
+    assert fake.released == 1

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.device.conftest import settle
-from tiercache.device.driver import Driver, Span
+from tiercache.device.driver import DeviceError, Driver, Span
 from tiercache.device.paged import PagedKv, gather_reference, scatter_reference
+from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
 
 BLOCKS, BLOCK_TOKENS, HEADS, HEAD = 24, 16, 4, 32
@@ -88,6 +89,22 @@ def test_scatter_of_the_end_of_a_chunk_leaves_the_rest_alone(
     for layer, old in zip(kv.tensors, before, strict=True):
         others = [block for block in range(BLOCKS) if block != 9]
         assert torch.equal(sameness(layer[:, others]), sameness(old[:, others]))
+
+
+def test_an_upload_that_the_driver_refuses_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object) -> None:
+        raise DeviceError("it refuses")
+
+    driver = TwinDriver(1 << 20)
+    if not driver.has_kernels:
+        pytest.skip("no compiler")
+    tensor = torch.from_numpy(driver.view(driver.allocate(8192))).reshape(2, 4, 4, 1, 256)
+    free_bytes, _ = driver.memory_bytes()
+    monkeypatch.setattr(driver, "record", refused)
+    with pytest.raises(DeviceError, match="it refuses"):
+        PagedKv(driver, [tensor], "NHD", planes_first=True)
+    assert driver.memory_bytes()[0] == free_bytes
+    driver.close()
 
 
 def test_more_blocks_than_one_launch_takes(driver: Driver, tensor: Callable[..., Any], kernel: bool) -> None:

@@ -457,6 +457,19 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
 
 
 
+def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_longer(tmp_path: Path) -> None:
+    volume = Volume(tmp_path, 1 << 30, FINGERPRINT, direct=None, durable=False)
+    volume.open()
+    closed: list[str] = []
+    volume.on_delete = closed.append
+    key, payload = chunk(1)
+    volume.write(key, payload, CHUNK_BYTES, [])
+    Path(volume.path(key)).unlink()
+    assert not volume.remove(key, None)
+    assert set(closed) == {volume.path(key)}
+    volume.close()
+
+
 async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducted_twice(tmp_path: Path) -> None:
     """A look-up makes them known, writes evict them, and only then the scan reaches their directories."""
     async with opened(tmp_path, 20) as tier:

@@ -34,7 +34,8 @@ class UnderWay:
     """All passages that have begun and not ended. As large as what the operations themselves hold, and no larger."""
 
     def __init__(self) -> None:
-        self._by_key: dict[ChunkKey, tuple[Passage, ...]] = {}
+        self._by_key: dict[ChunkKey, Passage | tuple[Passage, ...]] = {}
+        """Nearly every key has one: that is kept as it is."""
 
     def __len__(self) -> int:
         """Keys of which something is under way."""
@@ -45,26 +46,23 @@ class UnderWay:
         passage = Passage(keys)
         by_key = self._by_key
         for key in keys:
-            others = by_key.get(key)
-            by_key[key] = (passage,) if others is None else (*others, passage)
+            others = by_key.setdefault(key, passage)
+            if others is not passage:  # else there were none, or the key is named twice
+                by_key[key] = (others, passage) if isinstance(others, Passage) else (*others, passage)
         return passage
 
     def end(self, passage: Passage) -> None:
         by_key = self._by_key
         for key in passage.keys:
-            passages = by_key.get(key)
-            if passages is None:
-                continue  # named twice
-            if len(passages) == 1:
-                if passages[0] is passage:
-                    del by_key[key]
-            else:
-                left = tuple(other for other in passages if other is not passage)
-                if left:
-                    by_key[key] = left
-                else:
-                    del by_key[key]
+            there = by_key.pop(key, passage)
+            if there is passage:
+                continue  # nothing else; or the key is named twice
+            if isinstance(there, Passage):
+                by_key[key] = there
+            elif left := tuple(other for other in there if other is not passage):
+                by_key[key] = left
 
     def forget(self, key: ChunkKey) -> None:
-        for passage in self._by_key.get(key, ()):
+        there = self._by_key.get(key, ())
+        for passage in (there,) if isinstance(there, Passage) else there:
             passage.forget(key)

@@ -34,10 +34,14 @@ class Device:
         self.driver = driver
         self._owns_driver = owns_driver
         self.pool = DevicePool(driver, pool_bytes or _STAGING_SLOTS * (chunk_bytes + 8192), chunk_bytes)
-        self.gather = driver.make_stream()
-        self.offload = driver.make_stream()
-        self.load = driver.make_stream()
-        self.scatter = driver.make_stream()
+        try:
+            self.gather = driver.make_stream()
+            self.offload = driver.make_stream()
+            self.load = driver.make_stream()
+            self.scatter = driver.make_stream()
+        except BaseException:
+            self.pool.close()
+            raise
         self._waiting: list[Stream] = []
         self.unfinished = 0
         """Ends that could not be found out: what was enqueued then may still run."""

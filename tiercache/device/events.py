@@ -258,11 +258,11 @@ class _Threads:
         if queue is None:
             queue = SimpleQueue()
             name = f"tiercache-{self._bridge.driver.name}-events-{len(self._queues)}"
-            thread = threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True)
+            waiting = threading.Thread(target=self._run, args=(lane, queue), name=name, daemon=True)
             try:
-                thread.start()
+                waiting.start()
             except RuntimeError:
-                return  # no thread can be started now: the watch sees what happens
+                return  # no thread is left: the watch sees it
             self._queues[lane.stream] = queue
         pending.uses += 1
         queue.put(pending)

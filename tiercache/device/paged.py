@@ -85,9 +85,13 @@ class PagedKv:
         self._table: Span | None = None
         if driver.has_kernels:
             self._table = driver.allocate(-(-self._addresses.nbytes // 4096) * 4096)
-            stream = driver.current_stream()
-            driver.copy(self._table.address, self._addresses.ctypes.data, self._addresses.nbytes, stream)
-            driver.finish(stream)
+            try:
+                stream = driver.current_stream()
+                driver.copy(self._table.address, self._addresses.ctypes.data, self._addresses.nbytes, stream)
+                driver.finish(stream)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def bytes_per_token(self) -> int:

@@ -7,13 +7,13 @@ of the engine; and its hand-over to the loop costs about a third more (62-80 us 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextvars import Context
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tiercache.errors import CacheClosed, TierUnavailable
 
@@ -21,6 +21,7 @@ logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
 
+_Waiter = Callable[["asyncio.Future[Any]"], object]
 _Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
 
 
@@ -138,16 +139,61 @@ async def to_the_end(work: asyncio.Future[T], give_up_s: float = 30.0) -> T:
     A call that hangs in a device is left after `give_up_s`: a loop that shuts down must not hang with it. Its memory is the
     arena's then, which stays mapped (`TierCache.close`).
     """
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        work.add_done_callback(look_away)
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + give_up_s
-        while not work.done() and loop.time() < until_s:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([work], timeout=until_s - loop.time())
-        raise
+    return await _Uncancelled(work, give_up_s)
+
+
+class _Uncancelled(Generic[T]):
+    """A future that a task can await and not cancel. What asyncio asks of one (`asyncio.isfuture`), and no more.
+
+    A task that is cancelled while it awaits this gets its CancelledError with the next step, so when the work has ended.
+    `asyncio.shield` would do as well, for a second future and one more round of the loop.
+    """
+
+    __slots__ = ("_asyncio_future_blocking", "_give_up_s", "_giving_up", "_waiter", "_work")
+
+    def __init__(self, work: asyncio.Future[T], give_up_s: float) -> None:
+        self._work = work
+        self._give_up_s = give_up_s
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._waiter: tuple[_Waiter, Context | None] | None = None
+
+    def __await__(self) -> Generator[_Uncancelled[T], None, T]:
+        work = self._work
+        if not work.done():
+            self._asyncio_future_blocking = True
+            try:
+                yield self
+            except asyncio.CancelledError:
+                work.add_done_callback(look_away)
+                if self._giving_up is not None:
+                    self._giving_up.cancel()
+                raise
+            finally:
+                self._waiter = None  # a task that ends with the exception of `work` would hold itself
+        return work.result()
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._work.get_loop()
+
+    def add_done_callback(self, waiter: _Waiter, *, context: Context | None = None) -> None:
+        self._waiter = waiter, context
+        self._work.add_done_callback(waiter, context=context)
+
+    def cancel(self, msg: object = None) -> bool:
+        """False: the task that awaits this has to remember it."""
+        if self._giving_up is None:
+            self._giving_up = self.get_loop().call_later(self._give_up_s, self._give_up)
+        return False
+
+    def _give_up(self) -> None:
+        if self._work.done():
+            return
+        assert self._waiter is not None
+        waiter, context = self._waiter
+        self._work.remove_done_callback(waiter)
+        nothing: asyncio.Future[T] = self.get_loop().create_future()
+        nothing.cancel()
+        nothing.add_done_callback(waiter, context=context)
 
 
 def look_away(work: asyncio.Future[Any]) -> None:

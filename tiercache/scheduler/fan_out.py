@@ -52,16 +52,7 @@ class FanOut:
         """
         waiting: dict[TierWriter, deque[Lease]] = {}
         try:
-            for writer in self.writers:
-                for lease in leases:
-                    if writer.stores(lease.key):
-                        writer.tier.used([lease.key])
-                        continue
-                    own = another(lease.key, writer.tier)
-                    if own is not None and (writer in waiting or not writer.enqueue_nowait(own)):
-                        waiting.setdefault(writer, deque()).append(own)
-            for lease in leases:
-                lease.release()
+            self._offer_now(leases, another, waiting)
             if waiting:
                 loop = asyncio.get_running_loop()
                 began_s = loop.time()
@@ -70,10 +61,23 @@ class FanOut:
                 )
                 patience.waited(began_s, loop.time())
         finally:
-            for lease in leases:
-                lease.release()
             for rest in waiting.values():
                 release_all(rest)  # a writer that was cancelled before its first step has not come to it
+
+    def _offer_now(self, leases: list[Lease], another: LeaseMaker, waiting: dict[TierWriter, deque[Lease]]) -> None:
+        """Queue what there is room for. Leases for those with full queues go to `waiting`."""
+        try:
+            for writer in self.writers:
+                for lease in leases:
+                    if writer.stores(lease.key):
+                        writer.tier.used([lease.key])
+                        continue
+                    own = another(lease.key, writer.tier)
+                    if own is not None and (writer in waiting or not writer.enqueue_nowait(own)):
+                        waiting.setdefault(writer, deque()).append(own)
+        finally:
+            for lease in leases:
+                lease.release()
 
     def used(self, keys: Sequence[ChunkKey], another: LeaseMaker) -> None:
         """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put."""

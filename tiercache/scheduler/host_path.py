@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiercache.core.budget import Purpose
+from tiercache.core.budget import WRITE
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
@@ -26,18 +26,7 @@ _BATCH_BYTES = 32 << 20
 _Item = tuple[ChunkKey, int, Source]
 
 
-class _Claim:
-    """The chunks that one batch is filling. Others wait for it and store theirs only if it fails."""
-
-    __slots__ = ("filled", "passage")
-
-    def __init__(self, passage: Passage) -> None:
-        self.passage = passage
-        self.filled: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Whether its chunks became hot."""
-
-
-@dataclass
+@dataclass(slots=True)
 class _Put:
     """One call, which may take several batches."""
 
@@ -46,19 +35,20 @@ class _Put:
     parents: Mapping[ChunkKey, ChunkKey] | None = None
     """What each chunk follows, where they are a prefix."""
     stored: int = 0
-    elsewhere: list[tuple[_Item, _Claim]] = field(default_factory=list)
-
-    def parent(self, key: ChunkKey) -> ChunkKey | None:
-        return self.parents.get(key) if self.parents is not None else None
+    elsewhere: list[tuple[_Item, _Batch]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class _Batch:
-    claim: _Claim
+    """The chunks that are filled in one hand-over. Others wait for it and store theirs only if it fails."""
+
+    passage: Passage
     fills: dict[ChunkKey, tuple[Slot, int, Source]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
-    passed: int = 0
-    """Items that this batch has dealt with."""
+    hot: bool | None = None
+    """Whether its chunks became hot; None until it has ended."""
+    ended: asyncio.Future[None] | None = None
+    """Made by whoever waits for that first."""
 
 
 class HostPath:
@@ -68,8 +58,11 @@ class HostPath:
         self.cpu = cpu
         self.skipped = 0
         self._fan_out = fan_out
-        self._filling: dict[ChunkKey, _Claim] = {}
+        self._filling: dict[ChunkKey, _Batch] = {}
         """Only while its owner has a slot for it, and fills it."""
+        self._batch_items = max(1, min(cpu.pool.count // 4, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
+        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
+        batch fits beside the floor for reads (it would wait for its own slots)."""
 
     async def put(self, items: Sequence[_Item], wait_s: float, *, prefix: bool = False) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
@@ -81,30 +74,29 @@ class HostPath:
             self.cpu.touch_prefix(keys)
         try:
             while items:
-                await self._put_batches(items, put)
-                items = await self._left_undone(put)
+                position = 0
+                while position < len(items):
+                    passed = await self._put_batch(items[position : position + self._batch_items], put)
+                    if prefix:
+                        self.cpu.follow([key for key, _, _ in items[max(0, position - 1) : position + passed + 1]])
+                    position += passed
+                items = await self._left_undone(put) if put.elsewhere else ()
         finally:
             self.cpu.under_way.end(put.passage)
         return put.stored
-
-    async def _put_batches(self, items: Sequence[_Item], put: _Put) -> None:
-        position = 0
-        while position < len(items):
-            passed = await self._put_batch(items[position : position + self._batch_items], put)
-            if put.parents is not None:
-                self.cpu.follow([key for key, _, _ in items[max(0, position - 1) : position + passed + 1]])
-            position += passed
 
     async def _left_undone(self, put: _Put) -> list[_Item]:
         """Wait for those who fill the same chunks: theirs are as good as ours. Returns what they did not store after all."""
         loop = asyncio.get_running_loop()
         elsewhere, put.elsewhere = put.elsewhere, []
         undone = []
-        for item, claim in elsewhere:
-            await asyncio.wait([claim.filled], timeout=max(0.0, put.patience.deadline_s - loop.time()))
-            if not claim.filled.done():
+        for item, batch in elsewhere:
+            if batch.hot is None:
+                batch.ended = batch.ended or loop.create_future()
+                await asyncio.wait([batch.ended], timeout=max(0.0, put.patience.deadline_s - loop.time()))
+            if batch.hot is None:
                 self.skipped += 1
-            elif claim.filled.result() and not claim.passage.forgot(item[0]):
+            elif batch.hot and not batch.passage.forgot(item[0]):
                 put.stored += 1
             else:
                 undone.append(item)
@@ -113,52 +105,60 @@ class HostPath:
     async def _put_batch(self, items: Sequence[_Item], put: _Put) -> int:
         """How many of `items` it dealt with: the batch ends where a slot has to be waited for, since whoever waits must not
         hold what others wait for."""
-        batch = _Batch(_Claim(put.passage))
+        batch = _Batch(put.passage)
+        passed = 0
         try:
             for item in items:
-                if not await self._admit(item, batch, put):
-                    break
-                batch.passed += 1
+                if not self._admit(item, batch, put):
+                    if batch.fills or batch.leases:
+                        break
+                    await self._admit_late(item, batch, put)
+                passed += 1
             if batch.fills:
                 work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
                 await to_the_end(self.cpu.copiers.submit(_fill, work))
         except BaseException:
             for slot, _, _ in batch.fills.values():
-                self.cpu.abandon(slot, Purpose.WRITE)
+                self.cpu.abandon(slot, WRITE)
             for lease in batch.leases:
                 lease.release()
             self._end(batch, hot=False)
             raise
+        parents = put.parents or {}
         for key, (slot, length, _) in batch.fills.items():
             if put.passage.forgot(key):
-                self.cpu.abandon(slot, Purpose.WRITE)
+                self.cpu.abandon(slot, WRITE)
             else:
-                batch.leases.append(self.cpu.publish(key, slot, length, Purpose.WRITE, put.parent(key)))
+                batch.leases.append(self.cpu.publish(key, slot, length, WRITE, parents.get(key)))
         self._end(batch, hot=True)
         put.stored += len(batch.leases)
         await self._fan_out.offer(batch.leases, self.lease_for, put.patience)
-        return batch.passed
+        return passed
 
-    async def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
-        """Find a slot for a chunk that needs one; False when it must be waited for and the batch holds something."""
+    def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
+        """Find a slot for a chunk that needs one; False when it must be waited for."""
         key, length, source = item
         if key in batch.fills or put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
             return True
-        slot = self.cpu.try_reserve(Purpose.WRITE)
+        slot = self.cpu.try_reserve(WRITE)
         if slot is None:
-            if batch.fills or batch.leases:
-                return False
-            slot = await self.cpu.reserve(Purpose.WRITE, put.patience.deadline_s - asyncio.get_running_loop().time())
-            if slot is None:
-                self.skipped += 1
-                return True
-            # While we waited, somebody else may have begun the same chunk, or finished it.
-            if put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
-                self.cpu.abandon(slot, Purpose.WRITE)
-                return True
+            return False
         batch.fills[key] = (slot, length, source)
-        self._filling[key] = batch.claim
+        self._filling[key] = batch
         return True
+
+    async def _admit_late(self, item: _Item, batch: _Batch, put: _Put) -> None:
+        """As `_admit`, waiting for a slot as long as the put may."""
+        key, length, source = item
+        slot = await self.cpu.reserve(WRITE, put.patience.deadline_s - asyncio.get_running_loop().time())
+        if slot is None:
+            self.skipped += 1
+        # While we waited, somebody else may have begun the same chunk, or finished it.
+        elif put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+            self.cpu.abandon(slot, WRITE)
+        else:
+            batch.fills[key] = (slot, length, source)
+            self._filling[key] = batch
 
     def _is_taken_care_of(self, item: _Item, batch: _Batch, put: _Put) -> bool:
         """Whether the chunk is hot, or somebody else is filling it at this moment."""
@@ -169,27 +169,23 @@ class HostPath:
                 self.cpu.touch([key])
             batch.leases.append(lease)
             return True
-        claim = self._filling.get(key)
-        if claim is None or claim.passage.forgot(key):
+        other = self._filling.get(key)
+        if other is None or other.passage.forgot(key):
             return False
-        put.elsewhere.append((item, claim))
+        put.elsewhere.append((item, other))
         return True
 
     def _end(self, batch: _Batch, *, hot: bool) -> None:
         for key in batch.fills:
-            if self._filling.get(key) is batch.claim:
+            if self._filling.get(key) is batch:
                 del self._filling[key]
-        batch.claim.filled.set_result(hot)
+        batch.hot = hot
+        if batch.ended is not None:
+            batch.ended.set_result(None)
 
     def lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
         """A writer's hold on a hot chunk; None when it is not hot any more."""
         return self.cpu.lease(key, writes=True)
-
-    @property
-    def _batch_items(self) -> int:
-        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
-        batch fits beside the floor for reads (it would wait for its own slots)."""
-        return max(1, min(self.cpu.pool.count // 4, max(1, _BATCH_BYTES // self.cpu.pool.slot_bytes)))
 
 
 def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.budget import Purpose, SlotBudget
+from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
 from tiercache.core.eviction import EvictionOrder, make_order
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
@@ -32,7 +32,16 @@ logger = logging.getLogger("tiercache.cpu")
 
 class _Entry:
     __slots__ = (
-        *("holds", "hot", "key", "parent", "parked", "payload_bytes", "read_leases", "slot", "used_meanwhile"),
+        "held_for",
+        "holds",
+        "hot",
+        "key",
+        "parent",
+        "parked",
+        "payload_bytes",
+        "read_leases",
+        "slot",
+        "used_meanwhile",
         "write_leases",
     )
 
@@ -43,6 +52,8 @@ class _Entry:
         self.read_leases = 0
         self.write_leases = 0
         self.holds = 0
+        self.held_for: Purpose | None = None
+        """The purpose that the slot counts for; None: it may be evicted."""
         self.parked = False
         """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
         self.parent: ChunkKey | None = None
@@ -50,22 +61,14 @@ class _Entry:
         """Whether it was used while it was out of the order, which does not know it then."""
         self.hot = True
 
-    @property
-    def held_for(self) -> Purpose | None:
-        """The purpose that the slot counts for; None: it may be evicted."""
-        if self.write_leases:
-            return Purpose.WRITE
-        if self.read_leases:
-            return Purpose.READ
-        return Purpose.PREFETCH if self.holds else None
-
     def count(self, purpose: Purpose, change: int) -> None:
-        if purpose is Purpose.READ:
+        if purpose is READ:
             self.read_leases += change
-        elif purpose is Purpose.WRITE:
+        elif purpose is WRITE:
             self.write_leases += change
         else:
             self.holds += change
+        self.held_for = WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
 
 
 class Lease:
@@ -112,8 +115,9 @@ class Lease:
 
     def release(self) -> None:
         """Idempotent."""
-        entry, self._entry = self._entry, None
+        entry = self._entry
         if entry is not None:
+            self._entry = None
             self._tier._end_lease(entry, self._purpose)
 
     def _held(self) -> _Entry:
@@ -218,7 +222,7 @@ class CpuTier(Tier):
         if entry is None:
             return None
         held = entry.holds
-        lease = self._begin_lease(entry, Purpose.WRITE if writes else Purpose.READ)
+        lease = self._begin_lease(entry, WRITE if writes else READ)
         if not writes:
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
@@ -231,7 +235,7 @@ class CpuTier(Tier):
     def hold(self, key: ChunkKey) -> Lease | None:
         """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
         entry = self._entries.get(key)
-        return None if entry is None else self._begin_lease(entry, Purpose.PREFETCH)
+        return None if entry is None else self._begin_lease(entry, PREFETCH)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of those of `keys` that are resident."""
@@ -281,7 +285,7 @@ class CpuTier(Tier):
     @property
     def spare(self) -> bool:
         """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""
-        return self.budget.allows(Purpose.PREFETCH, self.obtainable)
+        return self.budget.allows(PREFETCH, self.obtainable)
 
     def try_reserve(self, purpose: Purpose, tier: str | None = None) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait, or somebody waits
@@ -352,22 +356,26 @@ class CpuTier(Tier):
         When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
         first copy keeps it, and equal keys have equal bytes.
         """
-        self.budget.give_back(purpose, self._readers.pop(slot, None))
+        tier = self._readers.pop(slot, None) if self._readers else None
         entry = self._entries.get(key)
         if entry is not None:
+            self.budget.give_back(purpose, tier)
             self.pool.give_back(slot)
             lease = self._begin_lease(entry, purpose)
             self._wake()
             return lease
+        if tier is not None:
+            self.budget.arrived(tier)
         entry = _Entry(key, slot, payload_bytes)
+        entry.count(purpose, 1)
         self._entries[key] = entry
         before = self._entries.get(parent) if parent is not None else None
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
-        self._evictable += 1
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        lease = self._begin_lease(entry, purpose)
-        self._wake()  # it counts for reads now, and no longer for a tier that may have had its share
+        lease = Lease(self, entry, purpose)
+        if tier is not None:
+            self._wake()  # it counts for reads now, and no longer for a tier that may have had its share
         return lease
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
@@ -418,21 +426,21 @@ class CpuTier(Tier):
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         if key in self._entries:
             return True
-        slot = self.try_reserve(Purpose.WRITE)
+        slot = self.try_reserve(WRITE)
         if slot is None:
             return False
         passage = self.under_way.begin([key])
         try:
             await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload[:payload_bytes]))
         except BaseException:
-            self.abandon(slot, Purpose.WRITE)
+            self.abandon(slot, WRITE)
             raise
         finally:
             self.under_way.end(passage)
         if passage.forgot(key):
-            self.abandon(slot, Purpose.WRITE)
+            self.abandon(slot, WRITE)
             return False
-        self.publish(key, slot, payload_bytes, Purpose.WRITE).release()
+        self.publish(key, slot, payload_bytes, WRITE).release()
         return True
 
     async def remove(self, key: ChunkKey) -> bool:
@@ -483,7 +491,8 @@ class CpuTier(Tier):
             self._evictable += 1
             if entry.parked:
                 self._take_back(entry)
-        self._wake()
+        if self._waiters:
+            self._wake()
 
     def _end_lease_from_anywhere(self, entry: _Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -538,7 +547,7 @@ class CpuTier(Tier):
         if slot is None:
             slot = self._evict()
         self.budget.take(purpose, tier)
-        if tier is not None and purpose is Purpose.READ:
+        if tier is not None and purpose is READ:
             self._readers[slot] = tier
         return slot
 
@@ -547,12 +556,12 @@ class CpuTier(Tier):
         share does not stand before those of other tiers."""
         if not self._waiters:
             return
-        for purpose in (Purpose.READ, Purpose.WRITE, Purpose.PREFETCH):
+        for purpose in (READ, WRITE, PREFETCH):
             waiting = self._waiting[purpose]
             while waiting:
                 for turn in waiting:
                     slot = self._take_slot(purpose, turn.tier)
-                    if slot is not None or purpose is not Purpose.READ:
+                    if slot is not None or purpose is not READ:
                         break
                 if slot is None:
                     break

@@ -22,6 +22,7 @@ from tiercache.errors import CorruptChunk
 from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
+from tiercache.tiers.manifest import NO_ROOM
 
 _OPEN_FILES = 128
 _TASK_BYTES = 16 << 20
@@ -40,7 +41,8 @@ class CuFileFiles(DeviceFiles):
         self._threads = threads
         self._streams = ThreadStreams(driver)
         self._own = threading.local()
-        self._owned: list[tuple[np.ndarray, Span]] = []
+        self._owned: list[tuple[np.ndarray, Span, bool]] = []
+        """Of all threads; and whether the page is pinned."""
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._registered: Any = None
@@ -62,7 +64,10 @@ class CuFileFiles(DeviceFiles):
             if file.length_bytes < file_bytes(1) or file.length_bytes > room_bytes:
                 raise CorruptChunk(f"{path}: length: expected at most {room_bytes} bytes, found {file.length_bytes}")
             slot = Span(into.address - HEADER_BYTES, file.length_bytes)
-            got = file.handle.pread(self._driver.array(slot), slot.length_bytes, 0, _TASK_BYTES).get()
+            try:
+                got = file.handle.pread(self._driver.array(slot), slot.length_bytes, 0, _TASK_BYTES).get()
+            except RuntimeError as error:
+                raise _os_error(error, path) from error
         finally:
             self._give_back(path, file)
         if got != file.length_bytes:
@@ -85,7 +90,10 @@ class CuFileFiles(DeviceFiles):
         try:
             reserve(descriptor, total_bytes)
             with contextlib.closing(self._cufile(path, "r+")) as file:
-                written = file.pwrite(self._driver.array(slot), total_bytes, 0, _TASK_BYTES).get()
+                try:
+                    written = file.pwrite(self._driver.array(slot), total_bytes, 0, _TASK_BYTES).get()
+                except RuntimeError as error:
+                    raise _os_error(error, path) from error
             if written != total_bytes:
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", path)
             if durable:
@@ -119,8 +127,9 @@ class CuFileFiles(DeviceFiles):
             self._kvikio.memory_deregister(self._registered)
         self._registered = None
         while self._owned:
-            page, scratch = self._owned.pop()
-            self._driver.unpin(page)
+            page, scratch, pinned = self._owned.pop()
+            if pinned:
+                self._driver.unpin(page)
             self._driver.free(scratch)
         self._streams.close()
 
@@ -160,10 +169,14 @@ class CuFileFiles(DeviceFiles):
         if scratch is None:
             memory = np.zeros(2 * _PAGE, dtype=np.uint8)
             page = memory[-memory.ctypes.data % _PAGE :][:_PAGE]
-            self._driver.pin(page)
             device = self._driver.allocate(aligned(checksum.scratch_bytes(self._chunk_bytes)))
+            try:
+                pinned = self._driver.pin(page)
+            except BaseException:
+                self._driver.free(device)
+                raise
             scratch = self._own.scratch = (page, device)
-            self._owned.append(scratch)
+            self._owned.append((page, device, pinned))
         return scratch
 
     # Open files: registering one with cuFile costs more than reading it
@@ -196,7 +209,14 @@ class CuFileFiles(DeviceFiles):
             # kvikio says RuntimeError for everything; a missing file must be told apart from a failing one.
             if not os.path.exists(path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
-            raise OSError(errno.EIO, f"cuFile: {error}", path) from error
+            raise _os_error(error, path) from error
+
+
+def _os_error(error: RuntimeError, path: str) -> OSError:
+    """What kvikio meant: it says RuntimeError for everything. No room is told from the rest by its words."""
+    text = str(error)
+    code = next((code for code in NO_ROOM if os.strerror(code) in text or errno.errorcode[code] in text), errno.EIO)
+    return OSError(code, f"cuFile: {text}", path)
 
 
 class _OpenFile:

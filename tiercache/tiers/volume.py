@@ -314,6 +314,7 @@ class Volume:
             try:
                 status = os.lstat(self.path(key))
             except _ABSENT:
+                self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
                 return False
             if not stat.S_ISREG(status.st_mode):
                 return False

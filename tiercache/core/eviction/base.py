@@ -36,6 +36,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._family = Family()
         self._recent = Recent()
         self._most = 0
+        """Residents there were at once; and so many of them may be spared for having been used lately."""
+        self._most_recent = 0
         self._path: list[ChunkKey] = []
         self._spared: dict[ChunkKey, tuple[_Group, Any]] = {}
         self._groups: dict[ChunkKey, _Group] = {}
@@ -228,6 +230,7 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` is resident now, and was just used (unless it was all the time, and is taken back)."""
         if len(self.entries) > self._most:
             self._most = len(self.entries)
+            self._most_recent = int(self.SPARED * self._most)
         if parent is not None and parent in self.entries and parent != key:
             self._family.add(key, parent)
             if parent in self._strays:
@@ -264,13 +267,13 @@ class EvictionOrder(ABC, Generic[V]):
 
     def _trim(self) -> None:
         recent = self._recent
-        while recent.too_much(int(self.SPARED * self._most)):
-            self._judge_all(recent.oldest)
+        while recent.chunks > self._most_recent and len(recent.ends) > 1:
+            self._judge_oldest()
 
-    def _judge_all(self, end: ChunkKey) -> list[ChunkKey]:
-        """The prefix up to `end` is one of many again. Returns those that were spared for its sake."""
-        self._recent.left(end)
-        return [key for key in self._groups.pop(end, ()) if self._judge(key)]
+    def _judge_oldest(self) -> Sequence[ChunkKey]:
+        """The least recent prefix is one of many again. Returns those that were spared for its sake."""
+        group = self._groups.pop(self._recent.drop_oldest(), None)
+        return [key for key in group if self._judge(key)] if group else ()
 
     def _judge(self, key: ChunkKey) -> bool:
         found = self._spared.pop(key, None)
@@ -300,7 +303,7 @@ class EvictionOrder(ABC, Generic[V]):
             if key is None:
                 self._path.clear()
                 if len(recent.ends) > 1 or (self._awaited and recent.ends):
-                    for spared in self._judge_all(recent.oldest):
+                    for spared in self._judge_oldest():
                         self._hasten(spared)
                     continue
                 return self._last_of_all()
@@ -323,6 +326,8 @@ class EvictionOrder(ABC, Generic[V]):
         if path and (path[0] != key or path[-1] not in self.entries):
             path.clear()
         if not path:
+            if key not in self._family.children and key not in ends:
+                return key
             path.append(key)
         while (child := self._family.child(path[-1])) is not None:
             if child in spared:
@@ -347,10 +352,13 @@ class EvictionOrder(ABC, Generic[V]):
 
     def _leave(self, key: ChunkKey) -> None:
         """`key` is about to leave."""
-        self._judge(key)
-        parent = self._family.remove(key)
-        self._strays.pop(key, None)
-        length = self._recent.left(key)
+        if key in self._spared:
+            self._judge(key)
+        family = self._family
+        parent = family.remove(key) if family.parents else None
+        if self._strays:
+            self._strays.pop(key, None)
+        length = self._recent.left(key) if key in self._recent.ends else 0
         if length:
             group = self._groups.pop(key, None)
             if length > 1 and parent is not None:

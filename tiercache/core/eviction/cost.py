@@ -93,13 +93,16 @@ class CostAware(EvictionOrder[V]):
         self._join(key, parent)
 
     def _coldest(self) -> ChunkKey | None:
-        queues, spared = self._queues, self._spared
-        if spared:
-            # Those that are spared are behind all others of their class.
-            queues = [queue if queue and next(iter(queue)) not in spared else _EMPTY for queue in queues]
-            if not any(queues):
-                return None
-        return next(iter(queues[worst(queues, self.sample.table, self._clock)]))
+        spared = self._spared
+        firsts = []
+        for class_, queue in enumerate(self._queues):
+            if queue:
+                key, since = next(iter(queue.items()))
+                if key not in spared:  # or all of this class are: they are behind all others
+                    firsts.append((since, class_, key))
+        if len(firsts) > 1:
+            return worst(firsts, self.sample.table, self._clock)
+        return firsts[0][2] if firsts else None
 
     def _spare(self, key: ChunkKey) -> None:
         self._renew(key)
@@ -127,6 +130,3 @@ class CostAware(EvictionOrder[V]):
         self.entries[key] = value
         self._classes[key] = class_
         self._queues[class_][key] = self._clock
-
-
-_EMPTY: OrderedDict[ChunkKey, int] = OrderedDict()

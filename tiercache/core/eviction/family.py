@@ -16,23 +16,23 @@ class Family:
 
     def __init__(self) -> None:
         self.parents: dict[ChunkKey, ChunkKey] = {}
-        self._children: dict[ChunkKey, ChunkKey | OrderedDict[ChunkKey, None]] = {}
+        self.children: dict[ChunkKey, ChunkKey | OrderedDict[ChunkKey, None]] = {}
 
     def add(self, key: ChunkKey, parent: ChunkKey) -> None:
         """`key` follows `parent`; both are resident. A chunk cannot follow itself or one that follows it."""
         self.parents[key] = parent
-        there = self._children.get(parent)
+        there = self.children.get(parent)
         if there is None:
-            self._children[parent] = key
+            self.children[parent] = key
         elif isinstance(there, OrderedDict):
             there[key] = None
         else:
-            self._children[parent] = OrderedDict.fromkeys((there, key))
+            self.children[parent] = OrderedDict.fromkeys((there, key))
 
     def remove(self, key: ChunkKey) -> ChunkKey | None:
         """`key` is resident no more. Its children have no parent then. Returns its own."""
         parent = self.leave(key)
-        orphans = self._children.pop(key, None)
+        orphans = self.children.pop(key, None)
         if isinstance(orphans, OrderedDict):
             for orphan in orphans:
                 del self.parents[orphan]
@@ -44,16 +44,16 @@ class Family:
         """Forget what `key` follows; returns that."""
         parent = self.parents.pop(key, None)
         if parent is not None:
-            siblings = self._children[parent]
+            siblings = self.children[parent]
             if isinstance(siblings, OrderedDict) and len(siblings) > 1:
                 siblings.pop(key, None)
             else:
-                del self._children[parent]
+                del self.children[parent]
         return parent
 
     def child(self, key: ChunkKey) -> ChunkKey | None:
         """One of the chunks that follow `key`; None when it is the last of its prefix."""
-        children = self._children.get(key)
+        children = self.children.get(key)
         return next(iter(children)) if isinstance(children, OrderedDict) else children
 
     def __len__(self) -> int:

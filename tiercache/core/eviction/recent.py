@@ -20,8 +20,13 @@ class Recent:
 
     def used(self, end: ChunkKey, chunks: int = 1) -> None:
         """`chunks` up to `end` were used."""
-        before = self.ends.pop(end, 0)
-        self._set(end, before, max(before, chunks))
+        ends = self.ends
+        before = ends.get(end, 0)
+        if before:
+            ends.move_to_end(end)
+        if chunks > before:
+            ends[end] = chunks
+            self.chunks += chunks - before
 
     def grew(self, key: ChunkKey, parent: ChunkKey) -> None:
         """`key` was used, which follows `parent`."""
@@ -49,13 +54,11 @@ class Recent:
         self.chunks -= length
         return length
 
-    def too_much(self, chunks: int) -> bool:
-        """Whether the oldest has to go, so that no more than `chunks` are in here. The latest never has to."""
-        return self.chunks > chunks and len(self.ends) > 1
-
-    @property
-    def oldest(self) -> ChunkKey:
-        return next(iter(self.ends))
+    def drop_oldest(self) -> ChunkKey:
+        """The prefix that was used before all others is none of them any more."""
+        end, length = self.ends.popitem(last=False)
+        self.chunks -= length
+        return end
 
     @property
     def latest(self) -> ChunkKey:

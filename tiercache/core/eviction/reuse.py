@@ -28,11 +28,20 @@ def bucket_of(age: int) -> int:
     return min(BUCKETS - 1, 4 * shift + (age >> shift))
 
 
+def _buckets_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`bucket_of` of each."""
+    shifts = np.maximum(np.frexp(ages.astype(float))[1] - 3, 0)
+    buckets: npt.NDArray[np.int64] = np.where(shifts > 0, 4 * shifts + (ages >> shifts), ages)
+    return np.minimum(buckets, BUCKETS - 1)
+
+
 def _first_age(bucket: int) -> int:
     return bucket if bucket < 8 else (4 + bucket % 4) << (bucket // 4 - 1)
 
 
 _WIDTHS = np.diff(np.array([float(_first_age(bucket)) for bucket in range(BUCKETS + 1)]))
+
+_LATER = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool))
 
 
 def expected_uses(hits: Floats, pending: Floats) -> Floats:
@@ -50,7 +59,7 @@ def expected_uses(hits: Floats, pending: Floats) -> Floats:
     none = np.zeros((len(hits), 1))
     uses_from = uses[:, None, :] - np.concatenate([none, uses[:, :-1]], axis=1)[:, :, None]
     time_from = time[:, None, :] - np.concatenate([none, time[:, :-1]], axis=1)[:, :, None]
-    valid = np.triu(np.ones((BUCKETS, BUCKETS), dtype=bool)) & (time_from > 1e-12)
+    valid = _LATER & (time_from > 1e-12)
     ratio: Floats = np.where(valid, uses_from / np.where(valid, time_from, 1.0), 0.0).max(axis=2)
     return ratio
 
@@ -101,8 +110,8 @@ class Sample:
         """Make the table from the histograms, and let these fade."""
         self._next_fit = now + max(4000, self._capacity * (self.mask + 1))
         hits, pending = np.array(self._hits), np.array(self._lost)
-        for class_, since in self._names.values():
-            pending[class_, bucket_of(now - since)] += 1
+        classes, since = np.array(list(self._names.values())).T
+        np.add.at(pending, (classes, _buckets_of(now - since)), 1)
         if hits.any():
             # A class with few samples is taken to be like all others.
             share = _LEAST_SAMPLES / float(hits.sum() + pending.sum())
@@ -113,22 +122,18 @@ class Sample:
         self._lost = (np.array(self._lost) * self.DECAY).tolist()
 
 
-def worst(queues: Sequence[OrderedDict[ChunkKey, int]], table: Table | None, now: int) -> int:
-    """The queue whose first is worth least; the one whose first is the oldest where that is hardly worth more, or nothing is
-    known. Not all are empty."""
-    oldest = since = -1
-    for class_, queue in enumerate(queues):
-        if queue:
-            came = next(iter(queue.values()))
-            if oldest < 0 or came < since:
-                oldest, since = class_, came
+def worst(firsts: Sequence[tuple[int, int, ChunkKey]], table: Table | None, now: int) -> ChunkKey:
+    """Of the first of each class (since when it is there, its class, its key), the one that is worth least; the oldest where
+    that is hardly worth more, or nothing is known."""
+    oldest = min(firsts)
+    since, class_, key = oldest
     if table is None:
-        return oldest
-    best = oldest
-    lowest = table[oldest][bucket_of(now - since)] / MARGIN
-    for class_, queue in enumerate(queues):
-        if queue and class_ != oldest:
-            index = table[class_][bucket_of(now - next(iter(queue.values())))]
+        return key
+    lowest = table[class_][bucket_of(now - since)] / MARGIN
+    for first in firsts:
+        if first is not oldest:
+            since, class_, other = first
+            index = table[class_][bucket_of(now - since)]
             if index < lowest:
-                best, lowest = class_, index
-    return best
+                key, lowest = other, index
+    return key

@@ -33,13 +33,27 @@ class Opened:
     What reads and writes takes `ordered`, an answer of `before`: None, the most bytes to move, or Torn.
     """
 
-    __slots__ = ("_append", "_direct", "_readable", "_writable", "disk", "inode", "path", "position")
+    __slots__ = (
+        "_append",
+        "_direct",
+        "_readable",
+        "_writable",
+        "disk",
+        "flags",
+        "inode",
+        "path",
+        "position",
+        "severed",
+    )
 
     def __init__(self, disk: Disk, inode: Inode, path: str, flags: int) -> None:
         self.disk = disk
         self.inode = inode
         self.path = path
+        self.flags = flags
         self.position = 0
+        self.severed = False
+        """Whether its mount has died."""
         access = flags & os.O_ACCMODE
         self._readable = access != os.O_WRONLY
         self._writable = access != os.O_RDONLY
@@ -167,6 +181,11 @@ class Descriptors:
     def close(self, number: int) -> None:
         self.opened.pop(number).close()
         heapq.heappush(self._free, number)
+
+    def replace(self, number: int, opened: Opened) -> None:
+        """What has the number is closed."""
+        self.opened.pop(number).close()
+        self.opened[number] = opened
 
     def close_all(self) -> None:
         while self.opened:

@@ -13,17 +13,19 @@ _COPY_S = 30.0
 """After so long the cache says that a copy hangs, and that the caller's memory is still in use."""
 
 
+_READY_S = 0.05
+
+
 class DeviceCalls:
     """Each call has memory of its own, and nobody touches it when it has ended."""
 
-    longest_s = _COPY_S
+    longest_s = _COPY_S + _READY_S
 
     def __init__(self, twin: SimulatedTwin, truth: Truth, chunk_bytes: int) -> None:
         self._twin = twin
         self._truth = truth
         self._chunk_bytes = chunk_bytes
-        self._memory: DeviceMemory | None = None
-        self._making = asyncio.Lock()
+        self._making: asyncio.Future[DeviceMemory] | None = None
 
     async def put(
         self,
@@ -68,10 +70,19 @@ class DeviceCalls:
         finally:
             self._give_back(parts, began_s)
 
+    async def works(self, cache: TierCache, names: Sequence[bytes], key: int) -> None:
+        """Put one and get it, both ways. Nothing fails any more."""
+        await cache.forget([names[key]])
+        for where in ("blocks", "piece"):
+            await self.put(cache, [names[key]], [key], where, None, False)
+            await cache.flush(1.0)
+            cache.clear_hot()
+            await self.get(cache, [names[key]], [key], where, None)
+
     def close(self) -> None:
-        if self._memory is not None and not self._twin.is_lost:
-            self._memory.close()
-        self._memory = None
+        making, self._making = self._making, None
+        if making is not None and making.done() and making.exception() is None and not self._twin.is_lost:
+            making.result().close()
 
     def _give_back(self, parts: Sequence[Part], began_s: float) -> None:
         if asyncio.get_running_loop().time() - began_s >= _COPY_S:
@@ -81,14 +92,17 @@ class DeviceCalls:
             part.end()
 
     async def _parts(self, keys: Sequence[int], where: str) -> list[Part] | None:
-        async with self._making:
-            if self._memory is None:
-                loop = asyncio.get_running_loop()
-                # It waits for the device.
-                self._memory = await loop.run_in_executor(None, DeviceMemory, self._twin, self._chunk_bytes)
+        if self._making is None or (self._making.done() and self._making.exception() is not None):
+            # In a thread: it waits for the device.
+            loop = asyncio.get_running_loop()
+            self._making = loop.run_in_executor(None, DeviceMemory, self._twin, self._chunk_bytes)
+        await asyncio.wait([self._making], timeout=_READY_S)
+        if not self._making.done() or self._making.exception() is not None:
+            return None  # the device does not answer
+        memory = self._making.result()
         parts = []
         for key in keys:
-            part = self._memory.part(self._truth.length(key), paged=where == "blocks")
+            part = memory.part(self._truth.length(key), paged=where == "blocks")
             if part is None:
                 break
             parts.append(part)
@@ -97,4 +111,3 @@ class DeviceCalls:
         for part in parts:
             part.end()
         return None
-

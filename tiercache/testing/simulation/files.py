@@ -74,6 +74,21 @@ class FileCalls:
         table = self._descriptors.get(process)
         return {} if table is None else {number: opened.path for number, opened in table.opened.items()}
 
+    def opened(self, fd: int) -> Opened:
+        """What the descriptor is of. Raises OSError (EBADF)."""
+        found = self._opened.get(fd)
+        if found is None:
+            raise failure(errno.EBADF)
+        return found
+
+    def sever(self, disk: Disk) -> None:
+        """The mount of `disk` dies. All that is open on it answers ENOTCONN for good, and has no lock any more."""
+        for table in self._descriptors.values():
+            for opened in table.opened.values():
+                if opened.disk is disk:
+                    opened.unlock()
+                    opened.severed = True
+
     def open(self, path: Name, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         disk, name, at = self._enter("open", path, dir_fd)
         making = bool(flags & os.O_CREAT)
@@ -106,6 +121,22 @@ class FileCalls:
     def close(self, fd: int) -> None:
         self._use("close", fd)
         self._table.close(fd)
+
+    def dup(self, fd: int, /) -> int:
+        """As `dup2`."""
+        opened, _ = self._use("dup", fd)
+        return self._table.add(Opened(opened.disk, opened.inode, opened.path, opened.flags))
+
+    def dup2(self, fd: int, fd2: int, inheritable: bool = True) -> int:
+        """As if the file had been opened once more: locks and the position are the copy's own."""
+        opened, _ = self._use("dup2", fd)
+        self._table.replace(fd2, Opened(opened.disk, opened.inode, opened.path, opened.flags))
+        return fd2
+
+    def ioctl(self, fd: int, *arguments: object) -> bytes:
+        """One that its file system answers."""
+        self._use("ioctl", fd)
+        return bytes(4)
 
     def read(self, fd: int, length: int, /) -> bytes:
         opened, ordered = self._use("read", fd)
@@ -354,6 +385,8 @@ class FileCalls:
         opened = self._opened.get(fd)
         if opened is None:
             raise failure(errno.EBADF, *below)
+        if opened.severed and call != "close":
+            raise failure(errno.ENOTCONN, *below)
         return opened, ordered
 
     def _inode(self, call: str, path: Name | int, dir_fd: int | None, follow: bool) -> Inode:

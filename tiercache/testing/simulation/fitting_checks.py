@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
+from tiercache.errors import TierCacheError
 from tiercache.testing.simulation.oracle import Violation
+from tiercache.tiers.base import Tier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles
 from tiercache.tiers.gds import GdsTier
+from tiercache.tiers.hf3fs import Hf3fsTier
 
 
 def check_fittings(cache: TierCache) -> None:
@@ -37,9 +42,42 @@ def check_fittings(cache: TierCache) -> None:
             elif isinstance(files, CuFileFiles):
                 deleted = [name for name, file in files._open_files.items() if not file.exists]
                 kept[f"deleted files that {tier.name} has open"] = deleted
+        if isinstance(tier, Hf3fsTier) and tier.engine is not None:
+            engine = tier.engine
+            unheard = engine.library.unheard  # each costs its place until the rings are made anew
+            lost = engine.buffers.count - engine.buffers._free.qsize()
+            kept |= {
+                f"transfers of {tier.name}": max(0, len(engine._unfinished()) - unheard),
+                f"transfer buffers of {tier.name}": max(0, lost - unheard),
+                f"calls of {tier.name}": tier._active,
+                f"files of dead mounts of {tier.name}": tier.files._orphans,
+            }
     left = {name: count for name, count in kept.items() if count}
     if left:
         raise Violation(f"nothing is under way, and there are still: {left}")
+
+
+def watch_errors(tiers: Iterable[Tier], fail: Callable[[BaseException], None]) -> None:
+    """Whoever calls a tier foresees the errors of its contract, and counts any other as a failure like them."""
+    for tier in tiers:
+        for name in ("read", "write", "remove", "probe", "read_device", "write_device"):
+            if (method := getattr(tier, name, None)) is not None:
+                setattr(tier, name, _watched(method, f"{tier.name}: {name}", fail))
+
+
+def _watched(method: Any, what: str, fail: Callable[[BaseException], None]) -> Any:
+    async def watched(*arguments: Any) -> Any:
+        try:
+            return await method(*arguments)
+        except (TierCacheError, OSError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            found = Violation(f"{what}: expected an error of the contract, found {type(error).__name__}: {error}")
+            found.__cause__ = error
+            fail(found)
+            raise
+
+    return watched
 
 
 _BATCHES = 2

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import random
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.assembly import WEKAFS
+from tiercache.assembly import WEKAFS, hf3fs_settings
+from tiercache.cache import TierCache
+from tiercache.config import Config
+from tiercache.config.remotes import Remote
+from tiercache.core.layout import Layout
 from tiercache.device.events import EventBridge
+from tiercache.testing.simulation import own
 from tiercache.testing.simulation.cufile import make_kvikio
+from tiercache.testing.simulation.own import make_own
 from tiercache.testing.simulation.pipes import Pipes
 from tiercache.testing.simulation.plan import FILE_BYTES, Setting, places_of
 from tiercache.testing.simulation.process import Process
+from tiercache.testing.simulation.shared_memory import SharedMemory
 from tiercache.testing.simulation.system import ROOT, Stand, changed
-from tiercache.testing.simulation.twin import SimulatedTwin
+from tiercache.testing.simulation.twin import DeviceWeather, SimulatedTwin
+from tiercache.testing.simulation.usrbio import Daemon, RingWeather
 from tiercache.testing.simulation.weather import Weather
+from tiercache.tiers.hf3fs import Hf3fsSettings
+from tiercache.tiers.hf3fs.segments import transfer_bytes
 from tiercache.tiers.mounts import Mount
 
 if TYPE_CHECKING:
-    from tiercache.testing.simulation.files import Disk
+    from tiercache.testing.simulation.files import Disk, FileCalls
     from tiercache.testing.simulation.world import World
 
 _DEVICE_SLOT_BYTES = FILE_BYTES
@@ -37,7 +51,16 @@ class Machine:
         self.weathers = {place: make_weather(world, place, self) for place in places_of(setting)}
         self.twins: dict[Process, SimulatedTwin] = {}
         self.pipes = Pipes(world, lambda: self.weathers["gpu"].strikes("no-pipes"))
-        self.extra_disks: list[Disk] = []
+        self.memory = SharedMemory(f"{ROOT}/shm", now)
+        self.daemon: Daemon | None = None
+
+    def attach(self, calls: FileCalls, disks: Mapping[str, Disk]) -> None:
+        self.memory.calls = calls
+        if "hf3fs" in disks:
+            weather = self.weathers["hf3fs"]
+            assert isinstance(weather, RingWeather)
+            self.daemon = Daemon(self.world, disks["hf3fs"], weather, self.memory)
+            self.daemon.calls = calls
 
     def config(self, disks: dict[str, Disk], number: int) -> dict[str, Any]:
         """Of the process `number`."""
@@ -51,6 +74,20 @@ class Machine:
             use_gds = self.fittings.way == "cufile"
             values |= {f"{place}_path": f"{disks[place].root}/kv", "max_gds_size": cap_gb, "use_gds": use_gds}
             values["gds_buffer_size"] = max(1, slots)
+        if "hf3fs" in tiers:
+            values |= {
+                "remote_storage_plugins": "hf3fs",
+                "remote_storage_plugin.hf3fs.base_path": f"{disks['hf3fs'].root}/kv",
+                "max_hf3fs_size": cap_gb,
+                "hf3fs_io_thread_num": 2,
+            }
+            if self.fittings.shared_arena:
+                values["shm_name"] = f"kv-{number}"
+        if "own" in tiers:
+            named = {name: text.format(place=disks["own"].root) for name, text in self.fittings.own_options.items()}
+            named |= {"module_path": make_own.__module__, "class_name": make_own.__name__, "timeout_s": "1.0"}
+            values["remote_storage_plugins"] = " ".join([*values.get("remote_storage_plugins", "").split(), "own"])
+            values |= {f"remote_storage_plugin.own.{name}": text for name, text in named.items()}
         return values
 
     @contextlib.contextmanager
@@ -67,27 +104,65 @@ class Machine:
             ("tiercache.device.events", "ctypes", self.pipes.ctypes),
             ("tiercache.tiers.gds", "probe_gds", _gds_works),
             ("tiercache.tiers.cufile", "import_kvikio", make_kvikio),
+            ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),
+            ("tiercache.memory.arena", "mmap", Stand(mmap, mmap=self.memory.mmap)),
+            (
+                "tiercache.memory.arena",
+                "fcntl",
+                Stand(sys.modules["tiercache.memory.arena"].fcntl, fcntl=self.memory.fcntl),
+            ),
+            ("tiercache.tiers.hf3fs.segments", "SHM_DIRECTORY", self.memory.path),
+            ("tiercache.tiers.hf3fs.segments", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
         ]
+        if self.daemon is not None:
+            calls = self.daemon.calls
+            replacements += [
+                ("tiercache.tiers.hf3fs.tier", "load_library", self.daemon.library),
+                ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
+                ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
+                ("tiercache.assembly", "hf3fs_settings", self._few_places),
+            ]
         with contextlib.ExitStack() as stack:
             for module, name, value in replacements:
                 stack.enter_context(changed(sys.modules[module], name, value))
+            if self.fittings.own:
+                stack.enter_context(changed(own, "GIVEN", [own.Given(self.fittings.own, self.weathers["own"])]))
             yield
 
     def die(self, process: Process) -> None:
         """What it had of this goes with it."""
         self.pipes.die(process)
         self.twins.pop(process, None)
+        if self.daemon is not None:
+            self.daemon.forget(process)
 
-    def is_broken_for(self, process: Process) -> bool:
-        """Whether it has something that only comes back with another process."""
+    def cut_power(self) -> None:
+        """After all processes have died."""
+        self.memory.cut_power()
+        if self.daemon is not None:
+            self.daemon.die()
+            self.weathers["hf3fs"].clear()
+            self.daemon.begin()
+
+    def is_broken_for(self, process: Process, cache: TierCache) -> bool:
+        """Whether it has something that only comes back with another process: a device that is lost, or memory that was
+        given up because the device did not say when its copies end."""
         twin = self.twins.get(process)
-        return twin is not None and twin.is_lost
+        if twin is None or cache._device is None:
+            return False
+        return twin.is_lost or bool(cache._device.unfinished)
 
     def left_by(self, process: Process) -> dict[str, Any]:
         """What a process that has closed its cache still holds."""
         left: dict[str, Any] = {"pipes": self.pipes.left_by(process)}
         if (twin := self.twins.get(process)) is not None and not twin.is_lost:
             left |= twin.holds()
+        if self.daemon is not None and (library := self.daemon.libraries.get(process)) is not None:
+            left |= {
+                "files that rings know": list(library.files),
+                "rings": library.rings,
+                "buffers of rings": library.iovs,
+            }
         return left
 
     def lose_devices(self) -> None:
@@ -103,40 +178,31 @@ class Machine:
     def _make_twin(self, total_bytes: int) -> SimulatedTwin:
         strand = self.world.current
         assert strand is not None
-        twin = SimulatedTwin(
-            strand.process, self.weathers["gpu"], kernels=self.fittings.kernels, pins=self.fittings.pins
-        )
+        weather = self.weathers["gpu"]
+        assert isinstance(weather, DeviceWeather)
+        twin = SimulatedTwin(strand.process, weather, kernels=self.fittings.kernels, pins=self.fittings.pins)
         self.twins[strand.process] = twin
         return twin
+
+    def _few_places(self, config: Config, layout: Layout, remote: Remote) -> Hf3fsSettings:
+        """Fewer than the configuration allows: there would always be a place and an entry."""
+        settings, fittings = hf3fs_settings(config, layout, remote), self.fittings
+        rings = replace(settings.rings, entries=fittings.ring_entries)
+        iov_bytes = fittings.ring_places * transfer_bytes(layout.chunk_bytes)
+        return replace(settings, iov_bytes=iov_bytes, rings=rings)
 
     def _make_bridge(self, driver: Any) -> EventBridge:
         return EventBridge(driver, self.fittings.bridge)
 
 
-class DeviceWeather(Weather):
-    """An accelerator's. "lost" is for good, for all who use it now."""
-
-    def __init__(self, world: World, name: str, machine: Machine) -> None:
-        super().__init__(world, name)
-        self._machine = machine
-
-    def turn(self, kind: str, rate: float) -> None:
-        if kind == "lost":
-            self.last_fault_s = self.world.now_s
-            self.met[kind] += 1
-            self._machine.lose_devices()
-        else:
-            super().turn(kind, min(rate, 0.3))
-
-    def before_work(self) -> None:
-        """At the beginning of each piece of work, in its stream."""
-        self.hold()
-
-
 def make_weather(world: World, place: str, machine: Machine) -> Weather:
     if place == "gpu":
-        return DeviceWeather(world, place, machine)
-    return Weather(world, place, slow_is_fault=place != "remote")
+        return DeviceWeather(world, place, machine.lose_devices)
+    if place == "hf3fs":
+        return RingWeather(world, place)
+    weather = Weather(world, place, slow_is_fault=place != "remote")
+    weather.far_s = random.Random(f"far {world.seed}").choice([40e-6, 40e-6, 1e-3, 0.01])
+    return weather
 
 
 def disks_of(tier: str) -> tuple[str, ...]:

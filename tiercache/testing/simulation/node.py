@@ -16,7 +16,7 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.testing.simulation.device_calls import DeviceCalls
-from tiercache.testing.simulation.fitting_checks import check_fittings
+from tiercache.testing.simulation.fitting_checks import check_fittings, watch_errors
 from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
 from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
@@ -25,6 +25,7 @@ from tiercache.testing.simulation.watch import Watch, breakers_of
 from tiercache.tiers.remote.base import RemoteTier
 
 if TYPE_CHECKING:
+    from tiercache.scheduler.fan_out import FlushReport
     from tiercache.scheduler.writer import TierWriter
     from tiercache.testing.simulation.remote import Server
     from tiercache.tiers.base import Tier
@@ -153,6 +154,7 @@ class Node:
             return
         finally:
             late.cancel()
+        watch_errors(self.cache.tiers, self._fail)
         if (twin := self._machine.twins.get(self.process)) is not None:
             self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
@@ -175,7 +177,6 @@ class Node:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         limit_s = self._config.close_timeout_s if self._close_s is None else self._close_s
-        closing = loop.create_task(self.cache.close(self._close_s))
         was_cancelled = False
 
         def cancel() -> None:
@@ -184,8 +185,12 @@ class Node:
                 was_cancelled = closing.cancel()
                 limit_s = min(limit_s, loop.time() - began_s)
 
-        if self._cancel_close_s is not None:
-            loop.call_later(self._cancel_close_s, cancel)
+        async def close() -> FlushReport:
+            if self._cancel_close_s is not None:  # not before its first step: then nothing is closed
+                loop.call_later(self._cancel_close_s, cancel)
+            return await self.cache.close(self._close_s)
+
+        closing = loop.create_task(close())
         await asyncio.wait([closing])
         took_s = loop.time() - began_s
         if took_s > limit_s + _CLOSE_S:
@@ -255,7 +260,9 @@ class Node:
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
             in_vain = operation.kind == "forget" and loop.time() - began_s >= self._limit_s(operation) - 1e-6
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
-            if not (in_vain or ((operation.kind == "forget" or no_thread or of_device) and self._faults())):
+            lost = isinstance(error, DeviceError) and error.lost  # for good
+            expected = operation.kind == "forget" or no_thread or of_device
+            if not (in_vain or (expected and (lost or self._faults()))):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -450,7 +457,8 @@ class Node:
             self.truth.forget_begins(key)
             self._forgets[key] += 1
             self._stored.pop(key, None)
-            self._overtaken += len(self.cache.cpu.under_way._by_key.get(self.keys[key], ()))
+            passages = self.cache.cpu.under_way._by_key.get(self.keys[key], ())
+            self._overtaken += len(passages) if isinstance(passages, tuple) else 1
         generations = [self.truth.newest[key] for key in operation.keys]
         await self.cache.forget(self._names(operation), deadline_s=self._deadline_s(operation))
         for key, generation in zip(operation.keys, generations, strict=True):
@@ -644,6 +652,8 @@ class Node:
                 if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time()) and not writer.stuck
             }
             await self._put_many(several)
+            if self._device is not None:
+                await self._device.works(cache, self.keys, key)
             complete = await self._flush(operation)
             for writer, dropped in well.items():
                 if writer.counters.dropped > dropped:

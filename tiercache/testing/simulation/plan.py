@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tiercache.core.eviction import ORDERS
@@ -91,7 +91,12 @@ _TO_DEVICE = ("put_many", "put_prefix", "get_into")
 """What callers do with device memory as well."""
 
 
-def setting_of(seed: int) -> Setting:
+def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | None = None) -> Setting:
+    """`own`: module:Class of somebody's tier, which takes part in every seed then, alone or below a disk.
+
+    It is made from RemoteSettings with these options, as `remote_storage_plugin.NAME.module_path` and `class_name` make
+    it; {place} in an option is a directory on a simulated disk.
+    """
     chance = random.Random(f"setting {seed}")
     kinds = chance.choice(
         [
@@ -109,7 +114,9 @@ def setting_of(seed: int) -> Setting:
     more = random.Random(f"fittings {seed}")
     if more.random() < _WITH_FITTINGS:
         kinds = tiers_of(more)
-    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs", *SHARED} else 1
+    if own:
+        kinds = more.choice([("own",), ("own",), ("disk", "own")])
+    processes = chance.choice([1, 1, 1, 2, 3]) if set(kinds) & {"disk", "disk2", "fs", *SHARED} and not own else 1
     slots = chance.choice([4, 8, 8, 16, 32])
     cap = chance.choice([6, 12, 24, 64])
     options: dict[str, Any] = {
@@ -138,7 +145,7 @@ def setting_of(seed: int) -> Setting:
         keys=chance.choice([4, 12, 40, 120]),
         power=chance.random() < 0.2,
         prefix=chance.choice([4, 10, 2 * slots]),
-        fittings=fittings_of(more, kinds),
+        fittings=replace(fittings_of(more, kinds), own=own, own_options=dict(own_options or {})),
     )
 
 
@@ -221,10 +228,10 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
         values["no_threads_s"] = chance.choice([0.0, 0.0, 0.0, 0.02, 1.0])
     if kind == "reopen" and chance.random() < 0.4:
         values["cancel_s"] = chance.choice([0.0, 1e-4, 0.01, 0.5])
-    if kind == "rest":
-        values["for_s"] = chance.choice([1.5, 12.0, 45.0])
     if kind == "litter":
         values["chunks"] = chance.randrange(setting.capacity_chunks)
+    if kind == "rest":
+        values["for_s"] = chance.choice([1.5, 6.0, 12.0, 45.0, 400.0])
     if kind == "no_threads":
         values["for_s"] = chance.choice([0.001, 0.1])
     return Operation(kind, process, after_s, (), None, values)

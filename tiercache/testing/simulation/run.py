@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import warnings
 from collections import Counter
@@ -109,13 +110,17 @@ class _Run:
         self.disks: dict[str, Disk] = {}
         self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
-        self.calls = FileCalls([*self.disks.values(), *self.machine.extra_disks], self._before)
+        self.calls = FileCalls([*self.disks.values(), self.machine.memory.disk], self._before)
+        self.machine.attach(self.calls, self.disks)
         self.server = (
             Server(self.weathers["remote"], setting.capacity_chunks, evicts=setting.server_evicts)
             if "remote" in setting.tiers
             else None
         )
-        self.system = System(self.world, self.calls, self._stumble)
+        own = setting.fittings.own.partition(":")[0]
+        if own:
+            importlib.import_module(own)
+        self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
         self.numbers = 1
@@ -137,7 +142,7 @@ class _Run:
                     f"{ROOT}/{name}",
                     self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
                     self._now,
-                    can_lose_power=self.setting.power,
+                    can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
                 )
                 self._weather_of[disk] = self.weathers[place_of(disk)]
 
@@ -226,7 +231,8 @@ class _Run:
         """A value of the remote server goes. One that was put since its key was forgotten last goes only where two reads,
         one after the other, got something else."""
         key = self._numbers[name]
-        if bad_answers < 2 and self.truth.generations and self.truth.is_newest(key, value[PACKED_BYTES:]):
+        ours = key < self.setting.keys and self.truth.generations  # else others forget it, or have not said so
+        if bad_answers < 2 and ours and self.truth.is_newest(key, value[PACKED_BYTES:]):
             problem = f"key {key}: a good value is removed from the server, after {bad_answers} bad answers"
             self._violation = self._violation or Violation(problem)
             self.world.stop()
@@ -286,7 +292,7 @@ class _Run:
         directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
         if directories:
             values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
-        plugins = []
+        plugins = values.pop("remote_storage_plugins", "").split()
         if "remote" in setting.tiers:
             plugins.append("simulated")
             values |= {
@@ -357,7 +363,7 @@ class _Run:
         self._start(operation.process, operation.values["no_threads_s"])
 
     async def _rest(self, operation: Operation) -> None:
-        """Nobody comes for a while."""
+        """Nobody comes for a while, or for longer than what hangs is waited for."""
         await asyncio.sleep(operation.values["for_s"])
 
     def _die(self, node: Node) -> None:
@@ -370,7 +376,9 @@ class _Run:
         for node in self.nodes.values():
             self._die(node)
         for disk in self.disks.values():
-            disk.cut_power(self.world.chance)
+            if disk.can_lose_power:
+                disk.cut_power(self.world.chance)
+        self.machine.cut_power()
         self.truth.power_was_cut()
         for number in range(self.setting.processes):
             self._start(number)
@@ -434,12 +442,13 @@ class _Run:
             node.process.no_threads = False
         for number, node in list(self.nodes.items()):
             await self._started(node)
-            if node.state == "open" and self.machine.is_broken_for(node.process):
+            if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
                 await self._close(number, 1.0)
                 node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
             elif node.state == "failed":
+                node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
         for number, node in self.nodes.items():

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -58,7 +58,11 @@ class Stand:
 class System:
     """What the simulated processes find. `calls.process` and the world's current strand say who asks."""
 
-    def __init__(self, world: World, calls: FileCalls, stumble: Callable[[], None]) -> None:
+    def __init__(
+        self, world: World, calls: FileCalls, stumble: Callable[[], None], also: Collection[str] = ()
+    ) -> None:
+        """`also`: packages and modules besides tiercache's that run in the simulation; they are imported by now."""
+        self.also = also
         self.world = world
         self.calls = calls
         self.threads = Threads(world, stumble)
@@ -69,7 +73,7 @@ class System:
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
         with contextlib.ExitStack() as stack:
-            for module, name, value in _replaceable(len(sys.modules)):
+            for module, name, value in _replaceable(len(sys.modules), tuple(self.also)):
                 stack.enter_context(changed(module, name, self._instead_of(value)))
             for name in _FILE_CALLS:
                 stack.enter_context(changed(os, name, self._file_call(name)))
@@ -215,15 +219,21 @@ def _as_in_c(call: Callable[..., object], *arguments: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1)
-def _replaceable(imported: int) -> list[tuple[ModuleType, str, Any]]:
+def _replaceable(imported: int, also: tuple[str, ...]) -> list[tuple[ModuleType, str, Any]]:
     """The names in our modules, of which there are so many with all others, that get something else."""
     return [
         (module, name, value)
         for module_name, module in sys.modules.items()
-        if module_name.startswith(_OURS) and not module_name.startswith(_NOT_OURS)
+        if _is_ours(module_name, also)
         for name, value in vars(module).items()
         if type(value) is threading.local or any(value is each for each in _REPLACED)
     ]
+
+
+def _is_ours(name: str, also: tuple[str, ...]) -> bool:
+    if any(name == each or name.startswith(f"{each}.") for each in also):
+        return True
+    return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
 
 @contextmanager

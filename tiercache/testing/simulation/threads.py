@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import Empty
 from types import TracebackType
 from typing import Any
 
@@ -240,12 +241,19 @@ class _SimpleQueue:
         self._items.append(item)
         self._waiting.wake_one()
 
-    def get(self) -> Any:
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """A thread that has taken something is interrupted before it looks at it."""
+        until_s = _until_s(self._world, timeout)
         while not self._items:
-            self._waiting.wait(None)
+            if not block or (until_s is not None and self._world.now_s >= until_s):
+                raise Empty
+            self._waiting.wait(until_s)
         item = self._items.popleft()
-        self._stumble()
+        if block:
+            self._stumble()
         return item
 
     def qsize(self) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from tiercache.device.twin import TwinDriver, TwinEvent, TwinStream, host_view
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.weather import Weather
-from tiercache.testing.simulation.world import SimulationError
+from tiercache.testing.simulation.world import SimulationError, World
 
 _TOTAL_BYTES = 64 << 20
 _ROW_BYTES = 4
@@ -28,10 +27,30 @@ _BLOCKS = 64
 _FENCE = 170
 
 
+class DeviceWeather(Weather):
+    """An accelerator's. "lost" is for good, for all who use it now."""
+
+    def __init__(self, world: World, name: str, lose: Callable[[], None]) -> None:
+        super().__init__(world, name)
+        self._lose = lose
+
+    def turn(self, kind: str, rate: float) -> None:
+        if kind == "lost":
+            self.last_fault_s = self.world.now_s
+            self.met[kind] += 1
+            self._lose()
+        else:
+            super().turn(kind, min(rate, 0.3))
+
+    def before_work(self) -> None:
+        """At the beginning of each piece of work, in its stream."""
+        self.hold()
+
+
 class SimulatedTwin(TwinDriver):
     """Of one process. Work on a stream takes its time, a copy is in two parts, and the weather strikes both."""
 
-    def __init__(self, process: Process, weather: Weather, *, kernels: bool, pins: bool) -> None:
+    def __init__(self, process: Process, weather: DeviceWeather, *, kernels: bool, pins: bool) -> None:
         self.process = process
         self.weather = weather
         self.pinned: list[int] = []
@@ -61,6 +80,8 @@ class SimulatedTwin(TwinDriver):
         return self.can_pin
 
     def unpin(self, memory: np.ndarray) -> None:
+        if memory.ctypes.data not in self.pinned:
+            raise DeviceError(f"{self.name}: this memory is not pinned")
         self.pinned.remove(memory.ctypes.data)
 
     def record(self, stream: Stream) -> TwinEvent:
@@ -187,9 +208,6 @@ class DeviceMemory:
         self._free_blocks = list(range(_BLOCKS))
         self._pieces: list[Span] = []
         self._spare: list[Span] = []
-        self._lost: set[int] = set()
-        """Blocks and pieces that a device may still be using."""
-        self._numbers = itertools.count()
 
     def part(self, length_bytes: int, *, paged: bool) -> Part | None:
         """Memory for a chunk of that length; None where there is none now. Raises Violation where it was written to since

@@ -28,6 +28,8 @@ class Weather:
 
     def __init__(self, world: World, name: str, *, slow_is_fault: bool = True) -> None:
         self.world = world
+        self.far_s = _CALM_S
+        """How long a request to a server takes at most, when nothing is wrong."""
         self._slow_is_fault = slow_is_fault
         """Whether who is slow may be given up: where a call is many requests, those add up."""
         self.name = name
@@ -128,7 +130,7 @@ class Weather:
             self.met["slow"] += 1
             await asyncio.sleep(chance * _SLOW_S)
         elif chance < 0.7:
-            await asyncio.sleep(chance * _CALM_S)
+            await asyncio.sleep(chance * self.far_s)
 
 
 def _set(answer: asyncio.Future[None]) -> None:

@@ -29,6 +29,15 @@ class RegisteredFile:
         self.users = 1
 
 
+class _Opening:
+    """Of a file to read, while it lasts."""
+
+    __slots__ = ("forgotten",)
+
+    def __init__(self) -> None:
+        self.forgotten = False
+
+
 class RegisteredFiles:
     """Files for reading are kept open, the last used ones longest: opening one takes two calls of the metadata service.
 
@@ -39,6 +48,7 @@ class RegisteredFiles:
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
+        self._opening: dict[str, set[_Opening]] = {}
         self._orphans: list[int] = []
         self._keeps = True
         self._closed = False
@@ -54,11 +64,20 @@ class RegisteredFiles:
             return file
 
     def open_to_read(self, path: str) -> RegisteredFile:
-        """Raises FileNotFoundError, OSError."""
-        file = self._open(path, os.O_RDONLY)
+        """What is forgotten meanwhile is not kept: another file may soon have the path. Raises OSError."""
+        opening = _Opening()
+        with self._lock:
+            self._opening.setdefault(path, set()).add(opening)
+        try:
+            file = self._open(path, os.O_RDONLY)
+        except BaseException:
+            with self._lock:
+                self._ended(path, opening)
+            raise
         surplus = []
         with self._lock:
-            if path not in self._kept and self._keeps:
+            self._ended(path, opening)
+            if path not in self._kept and self._keeps and not opening.forgotten:
                 file.users += 1  # one is ours
                 self._kept[path] = file
                 while len(self._kept) > _OPEN_FILES:
@@ -66,6 +85,13 @@ class RegisteredFiles:
         for each in surplus:
             self.release(each)
         return file
+
+    def _ended(self, path: str, opening: _Opening) -> None:
+        """With the lock held."""
+        others = self._opening[path]
+        others.discard(opening)
+        if not others:
+            del self._opening[path]
 
     def create(self, path: str) -> RegisteredFile:
         """Raises FileExistsError, OSError."""
@@ -89,6 +115,8 @@ class RegisteredFiles:
         """The file is gone, or is not what it was: the next read opens it anew."""
         with self._lock:
             file = self._kept.pop(path, None)
+            for opening in self._opening.get(path, ()):
+                opening.forgotten = True
         if file is not None:
             self.release(file)
 
@@ -128,6 +156,9 @@ class RegisteredFiles:
     def forget_all(self) -> None:
         with self._lock:
             files, self._kept = list(self._kept.values()), OrderedDict()
+            for openings in self._opening.values():
+                for opening in openings:
+                    opening.forgotten = True
         for file in files:
             self.release(file)
 

@@ -60,6 +60,10 @@ class Truth:
         self.removed = [0] * len(self.removed)
         self.floor = list(self.removed)
 
+    def is_newest(self, key: int, found: bytes) -> bool:
+        """Whether these are the bytes of what is put now."""
+        return found == self.payload(key).tobytes()
+
     def check(self, key: int, found: np.ndarray, floor: int) -> None:
         """`floor` is what it was when the read began."""
         if found.nbytes >= _NAME.size:

@@ -272,6 +272,26 @@ def test_what_follows_what_can_be_learnt_afterwards() -> None:
     assert [order.pop_victim()[0] for _ in range(3)] == [b"2", b"1", b"0"]
 
 
+@pytest.mark.parametrize("how", ["singly", "as a prefix"])
+@pytest.mark.parametrize("policy", ORDERS)
+def test_of_a_prefix_that_does_not_fit_the_head_stays_also_where_its_middle_was_there_before(
+    policy: str, how: str
+) -> None:
+    order: EvictionOrder[None] = make_order(policy)
+    keys = chain(1, 8)
+    for place in (1, 2, 3):
+        order.insert(keys[place], None, keys[place - 1] if how == "as a prefix" else None)
+    order.touch_prefix(keys)
+    for place, key in enumerate(keys):
+        if key not in order:
+            if len(order) == 4:
+                order.pop_victim()
+            order.insert(key, None, keys[place - 1] if place else None)
+        order.follow(keys[max(0, place - 1) : place + 2])
+    assert keys[0] in order
+    assert keys[1] in order
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_a_prefix_that_bites_its_tail_hangs_nobody(policy: str) -> None:
     order = make_order(policy)

@@ -249,6 +249,19 @@ class TestFailure:
             fake.happen(fake.idle, 10)
             await within(futures)
 
+    async def test_no_thread_can_be_started(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with bridged(fake, "thread") as bridge:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", refuse)
+                seen_by_the_watch = bridge.after(fake.idle)
+            later = bridge.after(fake.idle)
+            fake.happen(fake.idle, 2)
+            await within([seen_by_the_watch, later])
+            assert bridge.pending == 0
+
     async def test_no_file_left_for_a_pipe(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(flags: int) -> tuple[int, int]:
             raise OSError(24, "Too many open files")

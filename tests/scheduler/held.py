@@ -72,9 +72,9 @@ class HeldTier(MemoryTier):
         return await super().write(key, payload, payload_bytes)
 
     async def remove(self, key: ChunkKey) -> bool:
-        await self._enter("remove")
         if self.seen is not None:
             self.seen.discard(key)
+        await self._enter("remove")
         if self.fail_removals:
             raise self.fail_removals.pop(0)
         return await super().remove(key)

@@ -99,6 +99,22 @@ async def test_look_up_in_flight_does_not_keep_the_new_bytes_from_being_written(
         assert tier("a").chunks == {K: NEW}
 
 
+async def test_look_up_during_a_removal_does_not_keep_the_new_bytes_from_being_written() -> None:
+    """It finds the old chunk, and has told the tier's index of it by the time that that is gone."""
+    async with opened("a") as cache:
+        tier("a").chunks[K] = OLD
+        tier("a").seen = set()
+        tier("a").hold("remove")
+        forgetting = asyncio.create_task(cache.forget([K]))
+        await tier("a").until_entered("remove")
+        assert (await cache.lookup_keys([K])).chunks == 0
+        tier("a").let_go("remove")
+        await forgetting
+        assert await cache.put(K, NEW)
+        assert (await cache.flush()).complete
+        assert tier("a").chunks == {K: NEW}
+
+
 async def test_who_comes_after_a_forget_does_not_join_a_flight_from_before() -> None:
     async with opened("a") as cache:
         await store_cold(cache)

@@ -133,3 +133,24 @@ async def test_chunk_that_is_read_while_somebody_waits_for_a_slot_is_not_evicted
     for slot in slots if got is None else [got, *slots]:
         bench.cpu.abandon(slot, Purpose.READ)
     assert bench.is_whole()
+
+
+async def test_read_that_lands_gives_a_slot_to_a_put_that_waited_for_the_floor_of_reads(bench: Bench) -> None:
+    """What a tier reads into beyond its part of the floor does not count as a read until it is a chunk."""
+    budget = bench.cpu.budget
+    budget.divide(f"tier {number}" for number in range(SLOTS))  # so many that none has a part
+    reading = [bench.cpu.try_reserve(Purpose.READ, "tier 1") for _ in range(budget.read_floor)]
+    writing = take_all(bench)
+    assert bench.cpu.obtainable == budget.read_floor
+    waiting = bench.cpu.request(Purpose.WRITE)
+    leases = []
+    for number, slot in enumerate(reading):
+        assert slot is not None
+        leases.append(bench.cpu.publish(chunk(number)[0], slot, 1, Purpose.READ))
+    assert waiting.done()
+    bench.cpu.withdraw(Purpose.WRITE, waiting)
+    for slot in writing:
+        bench.cpu.abandon(slot, Purpose.WRITE)
+    for lease in leases:
+        lease.release()
+    assert bench.is_whole()

@@ -26,6 +26,8 @@ class KeyTraffic:
         """Called when the last of what was under way of a key that is to be removed has ended."""
         self.questions: set[Any] = set()
         """Look-ups under way, as whoever asks can await them."""
+        self.answered = 0
+        """Look-ups that have ended."""
 
     def refuses(self, key: ChunkKey) -> bool:
         """Whether nothing of `key` may begin now, whatever the tier has of it."""
@@ -42,6 +44,15 @@ class KeyTraffic:
         del self._under_way[key]
         if key in self._removing and self.on_clear is not None:
             self.on_clear(key)
+
+    def asks(self, question: Any) -> None:
+        """A look-up begins."""
+        self.questions.add(question)
+
+    def asked(self, question: Any) -> None:
+        """It has ended."""
+        self.questions.discard(question)
+        self.answered += 1
 
     def want_removal(self, key: ChunkKey) -> bool:
         """Nothing of `key` begins any more; whether its removal may begin at once. Else `on_clear` will say so."""

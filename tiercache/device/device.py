@@ -20,6 +20,7 @@ logger = logging.getLogger("tiercache.device")
 _STAGING_SLOTS = 8
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
+_NEXT_THREAD_S = 0.1
 
 
 class Device:
@@ -79,8 +80,8 @@ class Device:
         """Done when all that is enqueued on both has ended, or the device is lost, and never before: memory that a copy may
         still touch belongs to nobody else.
 
-        When the driver refuses to say, a thread waits for the streams, and the future fails then. Where that fails as well
-        it is never done, and `unfinished` counts it.
+        When the driver refuses to say, a thread waits for the streams, as soon as one can be started, and the future fails
+        then. Where that fails as well it is never done, and `unfinished` counts it.
         """
         try:
             self.follow(first, second)
@@ -91,14 +92,20 @@ class Device:
                 future.set_exception(error)
                 return future
             self.unfinished += 1
-            waiting = threading.Thread(
-                target=self._end_in_thread, args=(future, error, first, second), name="tiercache-device-end", daemon=True
-            )
-            try:
-                waiting.start()
-            except RuntimeError as no_thread:
-                logger.error("%s: nobody can wait for its copies; their memory is given up: %s", self.driver.name, no_thread)
+            self._wait_in_thread(future, error, first, second)
             return future
+
+    def _wait_in_thread(
+        self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream
+    ) -> None:
+        waiting = threading.Thread(
+            target=self._end_in_thread, args=(future, error, first, second), name="tiercache-device-end", daemon=True
+        )
+        try:
+            waiting.start()
+        except RuntimeError as no_thread:
+            logger.warning("%s: nobody can wait for its copies now, their memory is kept: %s", self.driver.name, no_thread)
+            asyncio.get_running_loop().call_later(_NEXT_THREAD_S, self._wait_in_thread, future, error, first, second)
 
     def _end_in_thread(
         self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream

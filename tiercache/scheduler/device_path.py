@@ -383,9 +383,9 @@ class DevicePath:
 
     async def _copied(self, done: asyncio.Future[None]) -> None:
         """Until what is enqueued has ended. Cancellation waits for it too: it touches the caller's memory."""
+        done.add_done_callback(look_away)  # nobody does who was cancelled meanwhile
         await to_the_end(asyncio.ensure_future(asyncio.wait([done], timeout=_LONGEST_COPY_S)), _LONGEST_COPY_S)
         if not done.done():
-            done.add_done_callback(look_away)
             raise DeviceError(
                 f"{self.device.driver.name}: a copy did not end within {_LONGEST_COPY_S:.0f} s; its memory is still in use"
             )

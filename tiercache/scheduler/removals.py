@@ -110,11 +110,14 @@ class Removals:
 
     async def _remove(self, key: ChunkKey) -> None:
         removal = self._wanted[key]
+        traffic = self.tier.traffic
+        answered = traffic.answered
         try:
             await self.tier.remove(key)
-            if questions := list(self.tier.traffic.questions):
-                # They may have seen the chunk before it went, and tell the tier's index only now.
-                await asyncio.wait(questions)
+            if traffic.questions or traffic.answered != answered:
+                # They may have seen the chunk before it went, and have told the tier's index since, or tell it only now.
+                if traffic.questions:
+                    await asyncio.wait(list(traffic.questions))
                 await self.tier.remove(key)
         except Exception as error:
             if not self._closed:

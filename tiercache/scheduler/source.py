@@ -81,7 +81,7 @@ class Source:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         asking = asyncio.current_task()
-        self.tier.traffic.questions.add(asking)
+        self.tier.traffic.asks(asking)
         try:
             async with asyncio.timeout_at(self.until_s(deadline_s)):
                 found = await self.tier.probe(keys)
@@ -97,7 +97,7 @@ class Source:
             logger.warning("%s: could not be asked what it has: %s", self.tier.name, error)
             return None
         finally:
-            self.tier.traffic.questions.discard(asking)
+            self.tier.traffic.asked(asking)
         self.breaker.answered(loop.time())
         return found
 

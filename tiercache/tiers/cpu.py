@@ -373,7 +373,10 @@ class CpuTier(Tier):
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        return Lease(self, entry, purpose)
+        lease = Lease(self, entry, purpose)
+        if tier is not None:
+            self._wake()  # it counts for reads now, and no longer for a tier that may have had its share
+        return lease
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""

@@ -70,8 +70,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._noted(key)
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
-        """Learn that `keys` follow one another in a prefix, as far as they are resident."""
-        entries, parents = self.entries, self._family.parents
+        """Learn that `keys`, which were just used, follow one another in a prefix, as far as they are resident."""
+        entries, parents, ends = self.entries, self._family.parents, self._recent.ends
         parent = None
         gap = False
         for key in keys:
@@ -86,7 +86,10 @@ class EvictionOrder(ABC, Generic[V]):
                     # It followed an earlier one, while this one was not here.
                     self._family.leave(key)
                     self._adopt(key, parent)
+                if not gap and parent in ends and key not in ends:
+                    self._grew(key, parent)  # its beginning came after it, and stands for all of it
             parent, gap = key, False
+        self._trim()
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of all that are resident of `keys`, which follow one another from the first chunk of a prefix.
@@ -211,9 +214,15 @@ class EvictionOrder(ABC, Generic[V]):
         """Learn the parent of a resident; both are resident."""
         self._family.add(key, parent)
         self._strays.pop(key, None)
-        if key in self._recent.ends and parent in self._recent.ends:
-            self._move_group(parent, key)
-            self._recent.joined(key, parent)
+        ends = self._recent.ends
+        if parent not in ends:
+            return
+        end, steps = key, 0
+        while end not in ends and steps < len(self.entries) and (child := self._family.child(end)) is not None:
+            end, steps = child, steps + 1
+        if end in ends and end != parent:
+            self._move_group(parent, end)
+            self._recent.joined(end, parent)
 
     # What was just used
 

@@ -38,12 +38,15 @@ class Recent:
         self._set(key, before, length + (before or 1))
 
     def joined(self, key: ChunkKey, parent: ChunkKey) -> None:
-        """`key` was found to follow `parent`; neither was used."""
+        """The prefix that ends with `key` was found to begin with the one that ends with `parent`; neither was used."""
         before = self.ends.get(key)
         length = self.ends.get(parent)
         if before and length:
+            is_latest = parent == self.latest
             self.left(parent)
             self._set(key, before, before + length)
+            if is_latest:
+                self.ends.move_to_end(key)
 
     def left(self, end: ChunkKey) -> int:
         """`end` is none any more; returns how many chunks were used up to it, 0 if it was none."""

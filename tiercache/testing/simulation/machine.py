@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -199,7 +200,9 @@ def make_weather(world: World, place: str, machine: Machine) -> Weather:
         return DeviceWeather(world, place, machine.lose_devices)
     if place == "hf3fs":
         return RingWeather(world, place)
-    return Weather(world, place)
+    weather = Weather(world, place, slow_is_fault=place != "remote")
+    weather.far_s = random.Random(f"far {world.seed}").choice([40e-6, 40e-6, 1e-3, 0.01])
+    return weather
 
 
 def disks_of(tier: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,32 +16,72 @@ from tiercache.core.breaker import BreakerState
 from tiercache.core.layout import Layout
 from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.opening import DEVICE_S, FILE_SYSTEMS_S
 from tiercache.testing.simulation.device_calls import DeviceCalls
 from tiercache.testing.simulation.fitting_checks import check_fittings, watch_errors
 from tiercache.testing.simulation.machine import Machine
 from tiercache.testing.simulation.oracle import Truth, Violation, check_idle, check_memory
 from tiercache.testing.simulation.plan import CHUNK_BYTES, Operation
 from tiercache.testing.simulation.process import Process
+from tiercache.testing.simulation.watch import Watch, breakers_of
+from tiercache.tiers.remote.base import RemoteTier
 
 if TYPE_CHECKING:
+    from tiercache.scheduler.fan_out import FlushReport
+    from tiercache.scheduler.writer import TierWriter
+    from tiercache.testing.simulation.remote import Server
+    from tiercache.tiers.base import Tier
     from tiercache.tiers.cpu import Lease
 
 _SLACK_S = 0.005
 """What a wait may take beyond its deadline: the pauses of copying threads."""
 _CANCELLED_S = 0.05
 """How soon a cancelled call ends, when nothing hangs."""
-_REMOVED_S = 0.1
-"""What a removal may take, when nothing hangs."""
 _NEVER_PUT = 100
 """So far from the keys that are put at the end are some that never are."""
+_START_S = 5.0
+"""What a start may take besides the times of its tiers."""
+_CLEANUP_S = 0.2
+"""How long a put waits that is made in the clean-up of a cancelled caller."""
+_REMEMBERED_S = 11.0
+"""For so long a cache may believe that a server has what it has evicted."""
+_AT_A_TIME = 4
+"""Keys that are put at once to see whether everything is written."""
 _CLOSE_S = 1.2
 """What a close may take beyond its time-out: half a second for what hangs, and the same for what it leaves behind."""
 
 Note = Callable[[str], None]
 
 
+_REMEMBER = frozenset({"put", "put_many", "put_prefix", "get", "get_into", "warm", "lookup", "flush", "statistics"})
+"""Operations that leave what was used just before them where it is."""
+
+
+_SPARED = 0.8
+"""The part of the arena that holds what was used last."""
+
+
 class Source(Exception):
     """Raised by a source of a put on purpose."""
+
+
+@dataclass(frozen=True)
+class _Began:
+    """What held when an operation began."""
+
+    at_s: float
+    until_s: float
+    keys: Sequence[int]
+    forgets: int
+    """How often its keys had been forgotten."""
+    there: int
+    """How many of the first of its keys were in memory, or in a tier that knew it."""
+    losses: int
+    """How often tiers had lost them."""
+    callers: int
+    """Who had begun by then; 0 where others were under way, so that what comes of it is not its doing alone."""
+    lost: tuple[int, ...]
+    """What each writer had not written by then, and counted."""
 
 
 class Node:
@@ -58,6 +98,10 @@ class Node:
         *,
         faults: Callable[[], bool],
         start_may_fail: Callable[[], bool],
+        server: Server | None,
+        tiers: Sequence[str],
+        alone: bool,
+        prefix: int,
         machine: Machine,
     ) -> None:
         self.process = process
@@ -71,27 +115,43 @@ class Node:
         """Whether its tiers are all there are; else what it forgets may lie in another one."""
         self.failure: BaseException | None = None
         self._config = config
+        self._tier_names = tiers
         self._note = note
         self._faults = faults
         """Whether something has gone wrong outside of late, so that an error is no surprise."""
         self._start_may_fail = start_may_fail
         self._opened: dict[str, tuple[int, float]] = {}
         """How often breakers of writes were seen to open, and when that was last seen to be less."""
+        self._server = server
+        self._prefix = prefix
+        self._alone = alone
+        """Whether no other process uses the same files."""
         self._machine = machine
         self._device: DeviceCalls | None = None
         self._stop = asyncio.Event()
         self._close_s: float | None = None
+        self._cancel_close_s: float | None = None
         self._ended = asyncio.Event()
         self._leases: set[Lease] = set()
         self._handles: list[Any] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._begun = 0
+        self._forgets: Counter[int] = Counter()
+        self._overtaken = 0
+        """Passages that a forget may have met."""
+        self._stored: dict[int, _Began] = {}
+        """The latest put of each key that stored it, and that no forget has followed."""
+        self._recent: list[tuple[int, ...]] = []
+        """Prefixes that were stored or read last, the latest last, with nobody else about."""
 
     # From its own loop
 
     async def main(self) -> None:
         """Open, serve until `stop`, close."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        limit_s = FILE_SYSTEMS_S + DEVICE_S + 30.0 * len(self._tier_names) + _START_S
+        late = loop.call_later(limit_s, lambda: self._fail(Violation(f"start takes more than {limit_s:.0f} s")))
         try:
             await self.cache.start()
         except ConfigError as error:
@@ -101,21 +161,16 @@ class Node:
                 raise Violation(f"the cache does not start, though nothing fails: {error}") from error
             return
         finally:
-            if loop.time() - began_s > 200:
-                raise Violation(f"start took {loop.time() - began_s:.1f} s")
+            late.cancel()
         watch_errors(self.cache.tiers, self._fail)
         if (twin := self._machine.twins.get(self.process)) is not None:
             self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
+        assert self.process.loop is not None
+        self.process.loop.after_each = Watch(self.cache, self._fail).after_each
         await self._stop.wait()
         self.state = "closing"
-        began_s = loop.time()
-        report = await self.cache.close(self._close_s)
-        took_s = loop.time() - began_s
-        limit_s = (self._config.close_timeout_s if self._close_s is None else self._close_s) + _CLOSE_S
-        if took_s > limit_s:
-            raise Violation(f"close: expected {limit_s:.3f} s at most, took {took_s:.3f} s")
-        self._note(f"closed: {report}")
+        await self._close()
         if self._tasks:
             await asyncio.wait(self._tasks)
         for lease in list(self._leases):
@@ -147,8 +202,35 @@ class Node:
         loop.call_soon_threadsafe(lambda: self._tasks.add(loop.create_task(do())))
         await outcome
 
-    def stop(self, timeout_s: float | None) -> None:
+    async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        limit_s = self._config.close_timeout_s if self._close_s is None else self._close_s
+        was_cancelled = False
+
+        def cancel() -> None:
+            nonlocal was_cancelled, limit_s
+            if not closing.done():
+                was_cancelled = closing.cancel()
+                limit_s = min(limit_s, loop.time() - began_s)
+
+        async def close() -> FlushReport:
+            if self._cancel_close_s is not None:  # not before its first step: then nothing is closed
+                loop.call_later(self._cancel_close_s, cancel)
+            return await self.cache.close(self._close_s)
+
+        closing = loop.create_task(close())
+        await asyncio.wait([closing])
+        took_s = loop.time() - began_s
+        if took_s > limit_s + _CLOSE_S:
+            raise Violation(f"close: expected {limit_s + _CLOSE_S:.3f} s at most, took {took_s:.3f} s")
+        if closing.cancelled() is not was_cancelled:
+            raise Violation(f"close: was cancelled: {was_cancelled}, ended cancelled: {closing.cancelled()}")
+        self._note("closed" if was_cancelled else f"closed: {closing.result()}")
+
+    def stop(self, timeout_s: float | None, cancel_s: float | None = None) -> None:
         self._close_s = timeout_s
+        self._cancel_close_s = cancel_s
         self._stop.set()
 
     def begin(self, operation: Operation) -> None:
@@ -158,20 +240,43 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if operation.cancel_s is not None:
-            loop.call_later(operation.cancel_s, task.cancel)
+            loop.call_later(operation.cancel_s, self._cancel, task)
+
+    def _cancel(self, task: asyncio.Task[None]) -> None:
+        if not task.done():
+            self._cancelled.add(task)
+            task.cancel()
+
+    async def _said(self, operation: Operation) -> str:
+        """What became of it, cancellation included. Who was cancelled ends cancelled, and soon, whatever hangs."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        task = asyncio.current_task()
+        try:
+            said: str = await getattr(self, f"_{operation.kind}")(operation)
+        except asyncio.CancelledError:
+            self._recent.clear()
+            late_s = loop.time() - began_s - (operation.cancel_s or 0.0)
+            hangs = operation.values.get("memory", "host") != "host" and self._faults()  # its device uses the memory
+            if task not in self._cancelled or (late_s > _CANCELLED_S and not hangs):
+                raise Violation(f"cancelled, and ended {late_s:.3f} s after that") from None
+            if "cleanup" in operation.values:
+                values = {"deadline_s": _CLEANUP_S}
+                put = replace(operation, kind="put", keys=(operation.values["cleanup"],), values=values)
+                return f"cancelled, and its clean-up put: {await self._put(put)}"
+            return "cancelled"
+        if task in self._cancelled:
+            raise Violation(f"was cancelled, and ended as if it were not: {said}")
+        return said
 
     async def _serve(self, operation: Operation) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         self.running += 1
+        self._begun += 1
         said = "nothing"
         try:
-            said = await getattr(self, f"_{operation.kind}")(operation)
-        except asyncio.CancelledError:
-            said = "cancelled"
-            late_s = loop.time() - began_s - (operation.cancel_s or 0.0)
-            if operation.cancel_s is None or (late_s > _CANCELLED_S and not self._faults()):
-                self._fail(Violation(f"{operation}: cancelled, and ended {late_s:.3f} s after that"))
+            said = await self._said(operation)
         except CacheClosed:
             said = "closed"
             if self.state == "open":
@@ -182,11 +287,11 @@ class Node:
         except (TierCacheError, OSError) as error:
             said = f"{type(error).__name__}: {error}"
             no_thread = isinstance(error, TierUnavailable) and "no thread" in str(error)
-            late = operation.kind == "forget" and operation.values.get("deadline_s", 1.0) < _REMOVED_S
+            in_vain = operation.kind == "forget" and loop.time() - began_s >= self._limit_s(operation) - 1e-6
             of_device = isinstance(error, DeviceError) and operation.values.get("memory", "host") != "host"
             lost = isinstance(error, DeviceError) and error.lost  # for good
             expected = operation.kind == "forget" or no_thread or of_device
-            if not expected or not (late or lost or self._faults()):
+            if not (in_vain or (expected and (lost or self._faults()))):
                 error.add_note(str(operation))
                 self._fail(error)
         except BaseException as error:
@@ -196,8 +301,10 @@ class Node:
             self.running -= 1
             took_s = loop.time() - began_s
             limit_s = self._limit_s(operation)
-            if took_s > limit_s + _SLACK_S and said != "cancelled":
+            if took_s > limit_s + (_CLEANUP_S if said.startswith("cancelled") else 0.0) + _SLACK_S:
                 self._fail(Violation(f"{operation}: expected an end within {limit_s:.3f} s, took {took_s:.3f} s"))
+            if operation.kind not in _REMEMBER:
+                self._recent.clear()
             self.counts[f"{operation.kind} {said.split(':')[0]}"] += 1
             self._note(f"{operation.kind} {operation.keys} -> {said}")
         self.check()
@@ -230,6 +337,19 @@ class Node:
         check_idle(self.cache, self._leases)
         check_fittings(self.cache)
 
+    def _check_reads(self) -> None:
+        """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
+        if self._device is not None:
+            return
+        counters = self.cache._reader.counters
+        read = sum(tier.statistics().reads for tier in self.cache.tiers)
+        of_use = sum(counters.hits.values()) - counters.hits[self.cache.cpu.name] + counters.kept
+        if read > of_use + self._overtaken:
+            raise Violation(
+                f"{read} chunks were read from tiers, {of_use} were given to somebody or kept, and {self._overtaken} may "
+                "have been forgotten meanwhile"
+            )
+
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.process.world.stop()
@@ -254,10 +374,14 @@ class Node:
 
     async def _put(self, operation: Operation) -> str:
         (key,) = operation.keys
+        began = self._began(operation)
         stored = await self.cache.put(self.keys[key], self.truth.payload(key), deadline_s=self._deadline_s(operation))
+        self._check_stored(began, int(stored))
+        self._used(began, [(key,)] if stored else None)
         return str(stored)
 
-    async def _put_many(self, operation: Operation, *, prefix: bool = False) -> str:
+    async def _put_many(self, operation: Operation) -> str:
+        prefix = operation.kind == "put_prefix"
         where = operation.values.get("memory", "host")
         if self._device is not None and where != "host":
             return str(
@@ -266,15 +390,21 @@ class Node:
                 )
             )
         payloads = [self.truth.payload(key) for key in operation.keys]
+        began = self._began(operation)
         stored = await self.cache.put_many(
             self._names(operation), payloads, deadline_s=self._deadline_s(operation), prefix=prefix
         )
         if stored > len(payloads):
             raise Violation(f"{stored} of {len(payloads)} chunks are said to be stored")
+        self._check_stored(began, stored)
+        if prefix and stored:
+            self._check_head(began)
+        whole = stored == len(payloads)
+        self._used(began, ([operation.keys] if prefix else [(key,) for key in operation.keys]) if whole else None)
         return str(stored)
 
     async def _put_prefix(self, operation: Operation) -> str:
-        return await self._put_many(operation, prefix=True)
+        return await self._put_many(operation)
 
     async def _put_raising(self, operation: Operation) -> str:
         def fails(slot: np.ndarray) -> None:
@@ -291,27 +421,37 @@ class Node:
     async def _get(self, operation: Operation) -> str:
         (key,) = operation.keys
         floor = self.truth.floor[key]
+        began = self._began(operation)
         async with self.cache.get(self.keys[key], deadline_s=self._deadline_s(operation)) as lease:
             if lease is None:
+                self._check_found(began, 0)
+                self._used(began, None)
                 return "miss"
             self.truth.check(key, lease.view, floor)
+            self._used(began, [(key,)])
             return "hit"
 
     async def _hold(self, operation: Operation) -> str:
-        (key,) = operation.keys
-        floor = self.truth.floor[key]
-        async with self.cache.get(self.keys[key], deadline_s=self._deadline_s(operation)) as lease:
-            if lease is None:
-                return "miss"
-            self._leases.add(lease)
-            try:
-                self.truth.check(key, lease.view, floor)
-                await asyncio.sleep(operation.values["for_s"])
-                if self.state == "open":  # a lease ends with its cache
+        floors = [self.truth.floor[key] for key in operation.keys]
+        until_s = asyncio.get_running_loop().time() + self._limit_s(operation) - operation.values["for_s"]
+        held: list[tuple[int, int, Lease]] = []
+        try:
+            for key, floor in zip(operation.keys, floors, strict=True):
+                deadline_s = max(0.0, until_s - asyncio.get_running_loop().time())
+                lease = await self.cache.get(self.keys[key], deadline_s=deadline_s).__aenter__()
+                if lease is not None:
+                    held.append((key, floor, lease))
+                    self._leases.add(lease)
                     self.truth.check(key, lease.view, floor)
-            finally:
+            await asyncio.sleep(operation.values["for_s"] if held else 0.0)
+            if self.state == "open":  # a lease ends with its cache
+                for key, floor, lease in held:
+                    self.truth.check(key, lease.view, floor)
+        finally:
+            for _, _, lease in held:
                 self._leases.discard(lease)
-            return "hit"
+                lease.release()
+        return f"{len(held)}"
 
     async def _get_into(self, operation: Operation) -> str:
         where = operation.values.get("memory", "host")
@@ -323,9 +463,12 @@ class Node:
             )
         floors = [self.truth.floor[key] for key in operation.keys]
         buffers = [np.full(self.truth.length(key), 170, np.uint8) for key in operation.keys]
+        began = self._began(operation)
         delivered = await self.cache.get_into(self._names(operation), buffers, deadline_s=self._deadline_s(operation))
         for key, buffer, floor in list(zip(operation.keys, buffers, floors, strict=True))[:delivered]:
             self.truth.check(key, buffer, floor)
+        self._check_found(began, delivered)
+        self._used(began, [operation.keys] if delivered == len(operation.keys) else None)
         return str(delivered)
 
     async def _lookup(self, operation: Operation) -> str:
@@ -335,12 +478,17 @@ class Node:
         return str(hit.chunks)
 
     async def _warm(self, operation: Operation) -> str:
-        return str(await self.cache.warm(self._names(operation), deadline_s=self._deadline_s(operation)))
+        began = self._began(operation)
+        warm = await self.cache.warm(self._names(operation), deadline_s=self._deadline_s(operation))
+        self._check_found(began, warm)
+        self._used(began, [operation.keys] if warm == len(operation.keys) else None)
+        return str(warm)
 
     async def _prefetch(self, operation: Operation) -> str:
         if not self.cache.cpu.keep:
             return "no"
-        self._handles.append(self.cache.prefetch(self._names(operation), **operation.values))
+        values = {name: operation.values[name] for name in ("deadline", "ttl")}
+        self._handles.append(self.cache.prefetch(self._names(operation), **values))
         return "begun"
 
     async def _cancel_prefetch(self, operation: Operation) -> str:
@@ -352,6 +500,10 @@ class Node:
     async def _forget(self, operation: Operation) -> str:
         for key in operation.keys:
             self.truth.forget_begins(key)
+            self._forgets[key] += 1
+            self._stored.pop(key, None)
+            passages = self.cache.cpu.under_way._by_key.get(self.keys[key], ())
+            self._overtaken += len(passages) if isinstance(passages, tuple) else 1
         generations = [self.truth.newest[key] for key in operation.keys]
         await self.cache.forget(self._names(operation), deadline_s=self._deadline_s(operation))
         for key, generation in zip(operation.keys, generations, strict=True):
@@ -360,7 +512,21 @@ class Node:
         return "done"
 
     async def _flush(self, operation: Operation) -> str:
+        writers = self.cache._fan_out.writers
+        before = {writer.tier.name: writer.statistics() for writer in writers}
         report = await self.cache.flush(operation.values["timeout_s"])
+        for writer in writers:
+            name = writer.tier.name
+            expected = (
+                writer.counters.written - before[name].written,
+                writer.counters.dropped - before[name].dropped,
+                writer.pending,
+            )
+            found = (report.written[name], report.dropped[name], report.pending[name])
+            if found != expected:
+                raise Violation(f"flush: {name}: expected written, dropped, pending {expected}, found {found}")
+            if not writer.pending:
+                self._check_written(writer)
         return "complete" if report.complete else "pending"
 
     async def _clear_hot(self, operation: Operation) -> str:
@@ -374,6 +540,136 @@ class Node:
     def _deadline_s(self, operation: Operation) -> float | None:
         return operation.values.get("deadline_s")
 
+    # What must have become of it
+
+    def _began(self, operation: Operation) -> _Began:
+        loop = asyncio.get_running_loop()
+        cache = self.cache
+        keys = operation.keys
+        there = 0
+        while there < len(keys) and self._is_there(keys[there]):
+            there += 1
+        flights = cache._reader.flights
+        quiet = self.running == 1 and not (any(cache.cpu.budget.held) or flights._flights or flights.stuck)
+        if not quiet:
+            self._recent.clear()
+        return _Began(
+            at_s=loop.time(),
+            until_s=loop.time() + self._limit_s(operation),
+            keys=keys,
+            forgets=sum(self._forgets[key] for key in keys),
+            there=there,
+            losses=self._losses(keys),
+            callers=self._begun if quiet else 0,
+            lost=tuple(_not_written(writer) for writer in cache._fan_out.writers),
+        )
+
+    def _check_stored(self, began: _Began, stored: int) -> None:
+        """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
+        if self.state != "open" or sum(self._forgets[key] for key in began.keys) != began.forgets:
+            return
+        if stored >= len(set(began.keys)):
+            for key in began.keys:
+                self._stored[key] = began
+            return
+        now_s = asyncio.get_running_loop().time()
+        if now_s < began.until_s - 1e-6:
+            raise Violation(
+                f"{stored} of {len(began.keys)} chunks are stored after {now_s - began.at_s:.6f} s, though there was more "
+                "time"
+            )
+
+    def _check_found(self, began: _Began, found: int) -> None:
+        """What is in memory, or in a tier that knows it, is found while there is time."""
+        now_s = asyncio.get_running_loop().time()
+        if found >= began.there or now_s >= began.until_s - 1e-6 or self.state != "open" or self._faults():
+            return
+        if sum(self._forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:
+            return
+        raise Violation(
+            f"{found} of {began.there} chunks that were there are found after {now_s - began.at_s:.6f} s, though there was "
+            "more time"
+        )
+
+    def _check_written(self, writer: TierWriter) -> None:
+        """Nothing is queued: what was stored is in the tier, or was counted since."""
+        if not self._alone or not self._knows(writer.tier):
+            return
+        if isinstance(writer.tier, RemoteTier):
+            if asyncio.get_running_loop().time() - self._server_lied_s < _REMEMBERED_S:
+                return
+        elif self._faults():
+            return
+        place = self.cache._fan_out.writers.index(writer)
+        missing = []
+        for key, began in self._stored.items():
+            evicted_s = -1e9 if self._server is None else self._server.evicted_s.get(self.keys[key], -1e9)
+            if evicted_s < began.at_s - _REMEMBERED_S and not self._in_tier(writer.tier, self.keys[key]):
+                missing.append((began.at_s, began.lost[place], key))
+        missing.sort(reverse=True)
+        for count, (_, lost, _) in enumerate(missing, start=1):
+            if count > _not_written(writer) - lost:
+                raise Violation(
+                    f"{writer.tier.name}: nothing is queued, and of what was stored keys {[key for *_, key in missing]} "
+                    f"are not there; since the first of those {_not_written(writer) - lost} were counted as not written"
+                )
+
+    def _check_head(self, began: _Began) -> None:
+        """Of a prefix that was just stored what is hot is its head: a tail alone is of no use."""
+        cpu = self.cache.cpu
+        if self.cache.tiers:
+            return  # while chunks are being written, what can go goes
+        hot = [cpu.contains(self.keys[key]) for key in began.keys]
+        whole = began.keys[0] % self._prefix == 0
+        if whole and began.callers == self._begun and cpu.keep and self.state == "open" and any(hot) and not hot[0]:
+            raise Violation(f"the head of a prefix that was just stored is not hot: {hot}")
+
+    def _used(self, began: _Began, groups: list[tuple[int, ...]] | None) -> None:
+        """What was used last is hot, up to four fifths of the arena, whatever the policy thinks of it."""
+        cpu = self.cache.cpu
+        disturbed = began.callers != self._begun or self._device is not None
+        if groups is None or disturbed or not cpu.keep or self.state != "open":
+            self._recent.clear()
+            return
+        self._recent += groups
+        left = int(_SPARED * cpu._order._most)
+        for group in reversed(self._recent):
+            left -= max(group) % self._prefix + 1  # what it follows stays with it
+            if left < 0:
+                return
+            gone = [key for key in group if not cpu.contains(self.keys[key])]
+            if gone:
+                raise Violation(f"keys {gone} were just used and are not hot; used last: {self._recent[-8:]}")
+
+    def _knows(self, tier: Tier) -> bool:
+        """Whether there is no doubt what a tier has."""
+        if isinstance(tier, RemoteTier):
+            return self._server is not None
+        return self._alone and not tier.statistics().evicted
+
+    def _in_tier(self, tier: Tier, name: bytes) -> bool:
+        if isinstance(tier, RemoteTier):
+            return self._server is not None and name in self._server.values
+        return tier.contains(name)
+
+    @property
+    def _server_lied_s(self) -> float:
+        return float("-inf") if self._server is None else self._server.lied_s
+
+    def _is_there(self, key: int) -> bool:
+        name = self.keys[key]
+        if self.cache.cpu.contains(name):
+            return True
+        return any(
+            self._knows(tier) and not tier.traffic.refuses(name) and self._in_tier(tier, name)
+            for tier in self.cache.tiers
+            if tier.reads
+        )
+
+    def _losses(self, keys: Sequence[int]) -> int:
+        lost = 0 if self._server is None else sum(self._server.lost[self.keys[key]] for key in keys)
+        return lost + sum(tier.statistics().evicted for tier in self.cache.tiers)
+
     # At the end of a run
 
     async def works_again(self, within_s: float, first: int) -> None:
@@ -382,39 +678,46 @@ class Node:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + within_s
         cache = self.cache
-        operation = Operation("put", 0, 0.0, (first,))
-        while True:
-            (key,) = operation.keys
-            key = first + (key - first + 1) % _NEVER_PUT
-            operation = Operation("put", 0, 0.0, (key,))
-            await self._put(operation)
-            if self._device is not None:
-                await self._device.works(cache, self.keys, key)
-            report = await cache.flush(1.0)
-            cache.clear_hot()
-            await self._get(operation)
-            await self._get(replace(operation, keys=(key + _NEVER_PUT,)))
-            await self._lookup(replace(operation, keys=(key + _NEVER_PUT,)))
-            statistics = cache.statistics()
-            breakers = {source.tier.name: source.breaker for source in cache._reader._sources}
-            breakers |= {f"writes of {writer.tier.name}": writer.breaker for writer in cache._fan_out.writers}
-            # One that nobody has asked since its pause is over is as good as closed.
-            opened = {
-                name: breaker.state.value
-                for name, breaker in breakers.items()
-                if breaker.state.value != "closed" and not breaker.would_allow(loop.time())
-            }
-            if report.complete and not opened and not statistics.stuck:
-                break
-            if loop.time() > until_s:
-                raise Violation(f"{within_s:.0f} s after the last fault: {opened} {report} {statistics.stuck} stuck")
-            await asyncio.sleep(1.0)
         for handle in self._handles:
             handle.cancel()
         self._handles.clear()
         others = self._tasks - {asyncio.current_task()}
         if others:
-            await asyncio.wait(others, timeout=5.0)
+            longest_s = 2.0 * self._config.blocking_timeout_secs + (5.0 if self._device is None else 90.0)
+            _, unended = await asyncio.wait(others, timeout=longest_s)
+            if unended:
+                raise Violation(f"these do not end: {sorted(task.get_name() for task in unended)}")
+        key = first
+        while True:
+            key = first + (key - first + 1) % (_NEVER_PUT - _AT_A_TIME)
+            operation = Operation("put", 0, 0.0, (key,), values={"timeout_s": 1.0})
+            several = replace(operation, kind="put_many", keys=tuple(range(key, key + _AT_A_TIME)))
+            well = {
+                writer: writer.counters.dropped
+                for writer in cache._fan_out.writers
+                if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time()) and not writer.stuck
+            }
+            await self._put_many(several)
+            if self._device is not None:
+                await self._device.works(cache, self.keys, key)
+            complete = await self._flush(operation)
+            for writer, dropped in well.items():
+                if writer.counters.dropped > dropped:
+                    raise Violation(
+                        f"{writer.tier.name}: nothing fails, and {writer.counters.dropped - dropped} of {_AT_A_TIME} chunks "
+                        f"are dropped: {writer.breaker.state}"
+                    )
+            cache.clear_hot()
+            await self._get(operation)
+            await self._get(replace(operation, keys=(key + _NEVER_PUT,)))
+            await self._lookup(replace(operation, keys=(key + _NEVER_PUT,)))
+            left = self._not_yet_well()
+            if complete == "complete" and not left:
+                break
+            if loop.time() > until_s:
+                raise Violation(f"{within_s:.0f} s after the last fault: flush {complete}, {left}")
+            await asyncio.sleep(1.0)
+        await self._takes_everything(first)
         while True:
             await asyncio.sleep(1.0)
             try:
@@ -424,3 +727,60 @@ class Node:
                 if loop.time() > until_s + within_s:
                     raise
         check_memory(cache)
+        self._check_reads()
+
+    def _not_yet_well(self) -> dict[str, str]:
+        """What of the cache does not work yet, while nobody but this asks it anything."""
+        cache = self.cache
+        now_s = asyncio.get_running_loop().time()
+        # A breaker that nobody has asked since its pause is over is as good as closed.
+        left = {
+            name: breaker.state.value
+            for name, breaker in breakers_of(cache).items()
+            if breaker.state.value != "closed" and not breaker.would_allow(now_s)
+        }
+        if stuck := cache.statistics().stuck:
+            left["stuck"] = str(stuck)
+        reader = cache._reader
+        for source in reader._sources:
+            asked = reader.flights._flights or reader._questions or source.tier.traffic.questions
+            if source.breaker.probing(now_s) and not (asked or stuck):
+                raise Violation(f"{source.tier.name}: the breaker waits for a read or a question, and there is none")
+        for writer in cache._fan_out.writers:
+            if writer.breaker.probing(now_s) and not (writer.pending or stuck):
+                raise Violation(f"{writer.tier.name}: the breaker waits for a write, and there is none")
+            if len(writer._removals):
+                left[f"removals from {writer.tier.name}"] = str(len(writer._removals))
+        return left
+
+    async def _takes_everything(self, first: int) -> None:
+        """A server that is well takes what it is offered, also what it had torn before, and gives it back."""
+        writers = [writer for writer in self.cache._fan_out.writers if isinstance(writer.tier, RemoteTier)]
+        if not writers or not self._alone:
+            return
+        await asyncio.sleep(_REMEMBERED_S)
+        several = Operation("put_many", 0, 0.0, tuple(range(first + 50, first + 54)), values={"timeout_s": 5.0})
+        every = [Operation("put", 0, 0.0, (key,), values={"timeout_s": 5.0}) for key in range(min(first, 12))]
+        for operation in (several, *every):
+            before = [writer.statistics() for writer in writers]
+            await getattr(self, f"_{operation.kind}")(operation)
+            await self._flush(operation)
+            for writer, then in zip(writers, before, strict=True):
+                now = writer.statistics()
+                if now.dropped != then.dropped or now.declined != then.declined or now.queued:
+                    raise Violation(
+                        f"{writer.tier.name}: all is well, and {operation} was not written: {then}, then {now}"
+                    )
+            for key in operation.keys:
+                name = self.keys[key]
+                self.cache.clear_hot()
+                if self._server is not None and name in self._server.values:
+                    found = await self._get(replace(operation, kind="get", keys=(key,), values={}))
+                    if found != "hit":
+                        raise Violation(f"key {key}: all is well, and what was written a moment ago is not found")
+
+
+def _not_written(writer: TierWriter) -> int:
+    """What it has not written, and said so."""
+    counters = writer.counters
+    return counters.dropped + counters.skipped + counters.replaced + counters.declined

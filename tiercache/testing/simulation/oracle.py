@@ -60,6 +60,10 @@ class Truth:
         self.removed = [0] * len(self.removed)
         self.floor = list(self.removed)
 
+    def is_newest(self, key: int, found: bytes) -> bool:
+        """Whether these are the bytes of what is put now."""
+        return found == self.payload(key).tobytes()
+
     def check(self, key: int, found: np.ndarray, floor: int) -> None:
         """`floor` is what it was when the read began."""
         if found.nbytes >= _NAME.size:
@@ -105,6 +109,9 @@ def _check_slots(cpu: CpuTier) -> None:
             f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them "
             f"held; so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
         )
+    share = max(1, cpu.pool.count // (2 * max(1, len(cpu.budget.reading))))
+    if any(filled > share for filled in cpu.budget.reading.values()):
+        raise Violation(f"{cpu.name}: each tier may read into {share} slots of {cpu.pool.count}: {cpu.budget.reading}")
     if min(cpu.budget.held) < 0 or any(count < 0 for count in cpu.budget.reading.values()):
         raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")
 

@@ -31,6 +31,8 @@ class Setting:
     keys: int
     power: bool
     """Whether the power may be cut."""
+    prefix: int = 8
+    """So many keys, one after the other from a multiple of it on, follow one another; the first of those follows nothing."""
     fittings: Fittings = field(default_factory=Fittings)
 
 
@@ -74,7 +76,7 @@ _USES = {
 }
 _EVENTS = {
     "reopen": 1, "kill": 1, "fault": 5, "clear": 3, "litter": 0.5, "no_threads": 0.2, "power": 0.5,
-    "empty": 0.3, "wipe": 0.3, "prune": 0.5, "spoil": 0.5, "clock": 0.3,
+    "empty": 0.3, "wipe": 0.3, "prune": 0.5, "spoil": 0.5, "clock": 0.3, "rest": 1.5,
 }  # fmt: skip
 _ON_DISKS = ("empty", "wipe", "prune", "spoil", "clock", "litter", "power")
 
@@ -141,6 +143,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
         server_evicts=chance.random() < 0.7,
         keys=chance.choice([4, 12, 40, 120]),
         power=chance.random() < 0.2,
+        prefix=chance.choice([4, 10, 2 * slots]),
         fittings=replace(fittings_of(more, kinds), own=own, own_options=dict(own_options or {})),
     )
 
@@ -174,8 +177,6 @@ def _events_of(setting: Setting) -> dict[str, float]:
     kinds = dict(_EVENTS)
     if not setting.power:
         del kinds["power"]
-    if setting.fittings.device_slots or "hf3fs" in setting.tiers:
-        kinds["rest"] = 0.7
     if not on_disk:
         for kind in _ON_DISKS:
             kinds.pop(kind, None)
@@ -184,11 +185,16 @@ def _events_of(setting: Setting) -> dict[str, float]:
 
 def _use(chance: random.Random, kind: str, process: int, after_s: float, setting: Setting) -> Operation:
     values: dict[str, Any] = {}
-    if kind in ("put", "get", "hold"):
+    if kind in ("put", "get"):
         keys: Sequence[int] = [chance.randrange(setting.keys)]
+    elif kind == "hold":
+        keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 1, 4, setting.slots]))]
     elif kind in ("lookup", "get_into", "put_prefix", "warm", "prefetch"):
         first = chance.randrange(setting.keys)
-        keys = range(first, min(setting.keys, first + chance.choice([2, 4, 8, 2 * setting.slots])))
+        if chance.random() < 0.7:
+            first -= first % setting.prefix
+        end = min(setting.keys, first - first % setting.prefix + setting.prefix)
+        keys = range(first, min(end, first + chance.choice([2, 4, 8, 2 * setting.slots])))
     else:
         keys = [chance.randrange(setting.keys) for _ in range(chance.choice([1, 2, 4, 8]))]
     if kind in ("put", "put_many", "put_prefix", "get", "get_into", "warm", "forget", "hold") and chance.random() < 0.6:
@@ -202,6 +208,8 @@ def _use(chance: random.Random, kind: str, process: int, after_s: float, setting
     if setting.fittings.device_slots and kind in _TO_DEVICE:
         values["memory"] = chance.choice(["host", "blocks", "piece"])
     cancel_s = chance.choice([0.0, 1e-5, 1e-4, 1e-3, 0.05]) if chance.random() < 0.12 else None
+    if cancel_s is not None and chance.random() < 0.3:
+        values["cleanup"] = chance.randrange(setting.keys)
     return Operation(kind, process, after_s, tuple(keys), cancel_s, values)
 
 
@@ -216,6 +224,7 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
     if kind in ("reopen", "kill"):
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
         values["away_s"] = chance.choice([0.0, 0.01, 2.0])
+        values["no_threads_s"] = chance.choice([0.0, 0.0, 0.0, 0.02, 1.0])
     if kind == "reopen" and "disk2" in setting.tiers and setting.processes == 1:
         values["directories"] = chance.choice([1, 2])
     if kind in ("prune", "spoil"):
@@ -224,10 +233,12 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
         values["name"] = chance.choice(["ledger", "tmp", ""])
     if kind == "clock":
         values["by_s"] = chance.choice([-3600.0, -5.0, 5.0, 3600.0])
+    if kind == "reopen" and chance.random() < 0.4:
+        values["cancel_s"] = chance.choice([0.0, 1e-4, 0.01, 0.5])
     if kind == "litter":
         values["chunks"] = chance.randrange(setting.capacity_chunks)
     if kind == "rest":
-        values["for_s"] = chance.choice([6.0, 40.0, 400.0])
+        values["for_s"] = chance.choice([1.5, 6.0, 12.0, 45.0, 400.0])
     if kind == "no_threads":
         values["for_s"] = chance.choice([0.001, 0.1])
     return Operation(kind, process, after_s, (), None, values)

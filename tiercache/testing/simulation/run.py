@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tiercache.config import Config
+from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
 from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
@@ -86,25 +88,47 @@ def run_seed(
     """Run a seed, with its own operations or with others."""
     setting = setting or setting_of(seed)
     operations = operations_of(seed, setting, count) if operations is None else list(operations)
-    with _quiet():
-        return _Run(seed, setting, operations).outcome()
+    with _quiet() as warned:
+        run = _Run(seed, setting, operations)
+        outcome = run.outcome()
+        nobody_died = not run.somebody_died
+        if outcome.failure is not None:
+            _let_go_of_frames(outcome.failure)
+        del run
+        gc.collect()
+    if warned and nobody_died and outcome.failure is None:
+        said = "; ".join(dict.fromkeys(str(each.message) for each in warned))
+        outcome.failure = Violation(f"nobody died, and when all was gone Python said: {said}")
+    return outcome
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """No logs, no collection of garbage at a random moment, and warnings only for us: the dead leave leases and coroutines.
+
+    What was there before is no garbage, and is not looked at.
+    """
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()
+    gc.freeze()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield warned
     finally:
+        gc.unfreeze()
         logging.disable(disabled)
         if collected:
             gc.enable()
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """What they keep is to go with the run."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Run:
@@ -118,6 +142,7 @@ class _Run:
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
         self.machine = Machine(self.world, setting, self._wall_s)
+        self._numbers = {name: key for key, name in enumerate(self.keys)}
         self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
         self._weather_of: dict[Disk, Weather] = {}
@@ -149,7 +174,12 @@ class _Run:
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
         self._last_failure_s = self._last_fault_s
+        self._violation: Violation | None = None
         self._over = False
+        self.somebody_died = False
+
+        if self.server is not None:
+            self.server.on_delete = self._delete
 
     def _place_disks(self) -> None:
         for tier in self.setting.tiers:
@@ -175,7 +205,7 @@ class _Run:
                 director.run("director", self._direct)
                 try:
                     self.world.run()
-                    failure = self._failed()
+                    failure = self._failed() or self._nobodys()
                 except Exception as error:
                     failure = self._failed() or error
                 finally:
@@ -202,10 +232,21 @@ class _Run:
         )
 
     def _failed(self) -> BaseException | None:
+        if self._violation is not None:
+            return self._violation
         for node in self.nodes.values():
             if node.failure is not None:
                 return node.failure
         return self._problem
+
+    def _nobodys(self) -> Violation | None:
+        """Exceptions that nobody has looked at, of processes that were not killed: asyncio finds them with the garbage."""
+        gc.collect()
+        for node in self.all_nodes:
+            for error in node.process.loop.errors if node.process.loop is not None else ():
+                if "destroyed but it is pending" not in error["message"]:  # what hung when its cache was closed
+                    return Violation(f"an error of nobody: {error['message']}: {error.get('exception')!r}")
+        return None
 
     def note(self, line: str) -> None:
         if self._over:
@@ -255,6 +296,16 @@ class _Run:
         if chance < 0.3:
             self.world.pause(chance * 1e-4)
 
+    def _delete(self, name: bytes, value: bytes, bad_answers: int) -> None:
+        """A value of the remote server goes. One that was put since its key was forgotten last goes only where two reads,
+        one after the other, got something else."""
+        key = self._numbers[name]
+        ours = key < self.setting.keys and self.truth.generations  # else others forget it, or have not said so
+        if bad_answers < 2 and ours and self.truth.is_newest(key, value[PACKED_BYTES:]):
+            problem = f"key {key}: a good value is removed from the server, after {bad_answers} bad answers"
+            self._violation = self._violation or Violation(problem)
+            self.world.stop()
+
     # The director: a process of its own that never dies
 
     async def _direct(self) -> None:
@@ -285,7 +336,7 @@ class _Run:
             node.process.loop.call_soon_threadsafe(node.begin, operation)
             await asyncio.sleep(0)
 
-    def _start(self, number: int, config: Config | None = None) -> None:
+    def _start(self, number: int, config: Config | None = None, no_threads_s: float = 0.0) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
@@ -293,9 +344,12 @@ class _Run:
             process, config or self._config(number), self.layout, self.truth, self.keys,
             lambda line: self._heard(number, line), faults=self._faults, start_may_fail=self._start_may_fail,
             machine=self.machine,
+            server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
         )  # fmt: skip
         self.nodes[number] = node
         self.all_nodes.append(node)
+        if no_threads_s:
+            self._no_threads_of(process, no_threads_s)
         process.run(f"main {number}", node.main)
 
     def _entered(self, process: Process) -> None:
@@ -415,27 +469,30 @@ class _Run:
         """A wall clock is set."""
         self.world.clock_error_s += operation.values["by_s"]
 
-    async def _rest(self, operation: Operation) -> None:
-        """Nobody comes for longer than what hangs is waited for."""
-        await asyncio.sleep(operation.values["for_s"])
-
     async def _no_threads(self, operation: Operation) -> None:
-        process = self.nodes[operation.process].process
+        self._no_threads_of(self.nodes[operation.process].process, operation.values["for_s"])
+
+    def _no_threads_of(self, process: Process, for_s: float) -> None:
         process.no_threads = True
 
         def again() -> None:
             process.no_threads = False
 
-        self.world.at(self.world.now_s + operation.values["for_s"], again)
+        self.world.at(self.world.now_s + for_s, again)
         self._happened(fails=True)
 
     async def _kill(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
         self._die(node)
         await asyncio.sleep(operation.values["away_s"])
-        self._start(operation.process)
+        self._start(operation.process, no_threads_s=operation.values["no_threads_s"])
+
+    async def _rest(self, operation: Operation) -> None:
+        """Nobody comes for a while, or for longer than what hangs is waited for."""
+        await asyncio.sleep(operation.values["for_s"])
 
     def _die(self, node: Node) -> None:
+        self.somebody_died = True
         node.process.die()
         self._happened()
         if self.setting.processes == 1:
@@ -456,18 +513,20 @@ class _Run:
             self._start(number)
 
     async def _reopen(self, operation: Operation) -> None:
-        await self._close(operation.process, operation.values["timeout_s"])
-        await asyncio.sleep(operation.values["away_s"])
-        directories = operation.values.get("directories", 2)
-        self._start(operation.process, self._config(operation.process, directories=directories))
+        values = operation.values
+        await self._close(operation.process, values["timeout_s"], values.get("cancel_s"))
+        await asyncio.sleep(values["away_s"])
+        directories = values.get("directories", 2)
+        config = self._config(operation.process, directories=directories)
+        self._start(operation.process, config, values["no_threads_s"])
         self.nodes[operation.process].reaches_all = directories > 1
 
-    async def _close(self, number: int, timeout_s: float | None) -> None:
+    async def _close(self, number: int, timeout_s: float | None, cancel_s: float | None = None) -> None:
         node = self.nodes[number]
         await self._started(node)
         assert node.process.loop is not None
         if node.state == "open":
-            node.process.loop.call_soon_threadsafe(node.stop, timeout_s)
+            node.process.loop.call_soon_threadsafe(node.stop, timeout_s, cancel_s)
         began_s = self.world.now_s
         while node.state not in ("closed", "failed"):
             await asyncio.sleep(0.01)
@@ -486,11 +545,13 @@ class _Run:
 
     def _check_ended(self, node: Node) -> None:
         """What a closed cache leaves behind, where nothing hangs: nothing."""
-        if self._faults():
-            node.process.die()
-            return
         loop = node.process.loop
         assert loop is not None
+        if self._faults():
+            self.somebody_died = True
+            node.process.die()
+            loop.is_dead = False  # what ends as garbage is still an error of nobody
+            return
         strands = [s.name for s in self.world.strands if s.process is node.process and s is not loop.strand]
         problems = {
             "threads": strands,
@@ -516,6 +577,7 @@ class _Run:
             await self._started(node)
             if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
                 await self._close(number, 1.0)
+                self.somebody_died = True
                 node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
@@ -530,7 +592,8 @@ class _Run:
             await node.on_loop(functools.partial(node.works_again, _WORKS_AGAIN_S, first))
         if self.places:
             await self._owed_by_files()
-        await asyncio.sleep(_RECENT_S)
+        while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
+            await asyncio.sleep(1.0)
         faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
         for node in self.nodes.values():
             check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)

@@ -12,7 +12,7 @@ from tiercache.testing.simulation.inodes import SECTOR_BYTES
 from tiercache.testing.simulation.world import Strand, World
 
 KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
-KINDS_OF_SERVERS = ("refused", "partial", "flip", "lost-answer", "lie", "slow", "hung")
+KINDS_OF_SERVERS = ("refused", "partial", "flip", "torn", "lost-answer", "lie", "slow", "hung")
 
 _CALM_S = 40e-6
 _SLOW_S = 0.03
@@ -30,14 +30,18 @@ class Weather:
     """`rates` says how often each kind of fault strikes; "slow" and "hung" are states. All of it belongs to the world's
     one thread."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, *, slow_is_fault: bool = True) -> None:
         self.world = world
+        self.far_s = _CALM_S
+        """How long a request to a server takes at most, when nothing is wrong."""
+        self._slow_is_fault = slow_is_fault
+        """Whether who is slow may be given up: where a call is many requests, those add up."""
         self.name = name
         self.rates: dict[str, float] = {}
         self.slow = False
         self.hung = False
         self.met: Counter[str] = Counter()
-        self.last_fault_s = world.now_s
+        self.last_fault_s = float("-inf")
         self.last_failure_s = world.now_s - 1e6
         """The last fault that was not just a full device."""
         self.spoilt: set[tuple[str, int]] = set()
@@ -47,7 +51,7 @@ class Weather:
 
     @property
     def calm(self) -> bool:
-        return not (self.rates or self.slow or self.hung)
+        return not (self.rates or self.hung or (self.slow and self._slow_is_fault))
 
     @property
     def faultless(self) -> bool:
@@ -61,9 +65,10 @@ class Weather:
 
     def turn(self, kind: str, rate: float) -> None:
         """Faults of one kind from now on."""
-        self.last_fault_s = self.world.now_s
-        if kind != "full":
-            self.last_failure_s = self.world.now_s
+        if kind != "slow" or self._slow_is_fault:
+            self.last_fault_s = self.world.now_s
+            if kind != "full":
+                self.last_failure_s = self.world.now_s
         if kind == "slow":
             self.slow = True
         elif kind == "hung":
@@ -157,7 +162,7 @@ class Weather:
             self.met["slow"] += 1
             await asyncio.sleep(chance * _SLOW_S)
         elif chance < 0.7:
-            await asyncio.sleep(chance * _CALM_S)
+            await asyncio.sleep(chance * self.far_s)
 
 
 def _set(answer: asyncio.Future[None]) -> None:

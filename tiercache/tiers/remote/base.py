@@ -191,7 +191,7 @@ class RemoteTier(Tier):
         unknown = [key for key in keys if not self.known.has(key, now_s) and not self._refused.has(key, now_s)]
         if unknown:
             for key, there in zip(unknown, await self._exist(unknown), strict=True):
-                if there:
+                if there and not self._refused.has(key, now_s):  # since this was asked, too
                     self.known.add(key, now_s)
                 else:
                     self.known.discard(key)
@@ -260,6 +260,7 @@ class RemoteTier(Tier):
             await self._finish(self._delete(key))
         except (TierUnavailable, TierFull, OSError) as error:
             logger.info("%s: a bad value stays for now: %s", self.name, error)
+        self.known.discard(key)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -34,6 +34,7 @@ from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.survey import Reckoning
 from tiercache.tiers.volume import Volume
 
 __all__ = ["small_device"]
@@ -194,6 +195,25 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
             await fill(tier, range(number, number + 1))
             await tier.scanned()
         assert chunk_bytes(tmp_path) >= full_bytes - FILE_BYTES
+
+
+async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Volume.begin_reckoning
+
+    def begin_late(volume: Volume) -> Reckoning:
+        time.sleep(0.5)
+        return begin(volume)
+
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        monkeypatch.setattr(Volume, "begin_reckoning", begin_late)
+        shelf = tier._shelves[0]
+        shelf.scan_took_s = 0.01
+        tier._begin_scan(shelf, first=False)
+        await tier.scanned()
+        assert shelf.next_scan_s - asyncio.get_running_loop().time() <= 1.0
 
 
 async def test_an_emptied_directory_of_an_fs_tier_is_filled_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.election import Election
 from tiercache.tiers.evictor import EvictorSettings
 from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.listing import pauses_s
+from tiercache.tiers.listing import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 __all__ = ["small_device"]
@@ -102,6 +102,26 @@ async def test_a_miss_brings_the_next_refresh_nearer(tmp_path: Path) -> None:
 def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: float, hintless_s: float) -> None:
     least, more = pauses_s(1.0, took_s)
     assert (least, least + more) == (pytest.approx(least_s), pytest.approx(hintless_s))
+
+
+async def test_a_mount_that_hung_for_once_is_refreshed_soon_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refresh = Refresher._refresh
+    takes_s = [0.0, 60.0, 0.0]
+
+    async def refresh_late(refresher: Refresher) -> None:
+        await asyncio.sleep(takes_s.pop() if takes_s else 0.0)
+        await refresh(refresher)
+
+    monkeypatch.setattr(Refresher, "_refresh", refresh_late)
+    loop = asyncio.get_running_loop()
+    async with opened(tmp_path) as tier:
+        for _ in range(2):
+            await tier.refreshed()
+        began_s = loop.time()
+        await tier.refreshed()
+        assert loop.time() - began_s < 10.0
 
 
 async def test_only_directories_that_changed_are_listed(tmp_path: Path) -> None:

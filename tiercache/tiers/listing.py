@@ -25,7 +25,8 @@ _SETTLE_S = 1.0
 _STEP = 2048
 """Entries that are taken up at a time, so that the loop is never busy with it for long."""
 _LONGEST_SHARE = 10
-"""After a refresh, so many times its duration pass before the next: a slow mount is listed less often."""
+"""After a refresh, so many times its duration (or that of the one before, if that was quicker) pass before the next: a slow
+mount is listed less often."""
 _HURRY = 10
 """With a hint the next refresh may come so many times sooner."""
 _PATIENCE_S = 30.0
@@ -82,6 +83,7 @@ class Refresher:
         """Refresh again and again, until cancelled."""
         loop = asyncio.get_running_loop()
         failing = False
+        before_s = 0.0
         while True:
             self._hint.clear()
             self._begun += 1
@@ -97,7 +99,10 @@ class Refresher:
             self._ended = self._begun
             self._end.set()
             self._end = asyncio.Event()
-            least_s, more_s = pauses_s(self.refresh_s, loop.time() - began_s)
+            took_s = loop.time() - began_s
+            # Of two, so that a mount that hung for once is not left alone ten times as long.
+            least_s, more_s = pauses_s(self.refresh_s, min(before_s, took_s))
+            before_s = took_s
             await asyncio.sleep(least_s)
             try:
                 async with asyncio.timeout(more_s):

@@ -23,7 +23,8 @@ _STEP = 1024
 """Chunks that are taken up at a time, so that the loop is never busy with it for long."""
 _LEAST_PAUSE_S = 1.0
 _LONGEST_SHARE = 10
-"""After a scan, so many times its duration pass before the next."""
+"""After a scan, so many times its duration (or that of the one before, if that was quicker: a device may hang for once) pass
+before the next."""
 
 
 class Shelf:
@@ -39,6 +40,8 @@ class Shelf:
         self.removed_while_listing: set[ChunkKey] | None = None
         """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
         self.next_scan_s = 0.0
+        self.scan_took_s = 0.0
+        """The last one."""
         self.explained_bytes = 0
         """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
         self.replacing = asyncio.Lock()
@@ -95,7 +98,8 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     finally:
         now_s = loop.time()
         if not first:
-            shelf.next_scan_s = now_s + max(_LEAST_PAUSE_S, _LONGEST_SHARE * (now_s - began_s))
+            shelf.next_scan_s = now_s + max(_LEAST_PAUSE_S, _LONGEST_SHARE * min(now_s - began_s, shelf.scan_took_s))
+        shelf.scan_took_s = now_s - began_s
     # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
     # for right just because it might be.
     explained_bytes += reckoning.others_bytes

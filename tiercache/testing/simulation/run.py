@@ -50,6 +50,8 @@ _WORKS_AGAIN_S = 70.0
 waits for, and what a round of questions takes."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
+_REFRESHED_S = 5.0
+"""When every process knows of what others stored and removed in a shared directory that is listed every second."""
 _FILLERS = 260
 """Keys that are put to fill directories, and more than fit."""
 _BESIDE_BYTES = 32 * 4096
@@ -595,6 +597,8 @@ class _Run:
         while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
             await asyncio.sleep(1.0)
         faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
+        if "fs" in self.places:
+            await asyncio.sleep(_REFRESHED_S)
         for node in self.nodes.values():
             check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)
         for number in self.nodes:

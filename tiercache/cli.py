@@ -198,9 +198,16 @@ def torture(
     option: Annotated[
         list[str] | None, typer.Option(help="name=value for it; {place} is a simulated directory.")
     ] = None,
+    real: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="True processes, files and servers instead, in DIR; one minute.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Whole caches on simulated clocks, threads and devices, by seed: whether what they promise holds."""
+    if real is not None:
+        from tiercache.testing.campaign.__main__ import campaign_command
+
+        raise typer.Exit(campaign_command(real, 1.0 if minutes is None else minutes, seed))
     try:
         import greenlet  # noqa: F401
     except ImportError:

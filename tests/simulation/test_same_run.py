@@ -46,8 +46,8 @@ def test_in_another_python(version: str) -> None:
 
 
 def _python(version: str) -> str | None:
-    """One that is not ours: named in TIERCACHE_PYTHONS (paths, separated by colons), the PATH's, or pyenv's."""
-    named = [path for path in os.environ.get("TIERCACHE_PYTHONS", "").split(":") if path]
+    """One that is not ours: named in TORTURE_PYTHONS (paths, separated by colons), the PATH's, or pyenv's."""
+    named = [path for path in os.environ.get("TORTURE_PYTHONS", "").split(":") if path]
     places = [*named, f"python{version}", *map(str, sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python")))]
     if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
         return None

@@ -1,6 +1,6 @@
 """Seeds that differ in each run, for a limited time; and all that ever failed, always.
 
-TIERCACHE_SEED_SECONDS says how long: 30 where it is not set, 120 in `.ci/run`. TIERCACHE_SEED says where to begin instead of
+TORTURE_SECONDS says how long: 30 where it is not set, 120 in `.ci/run`. TORTURE_SEED says where to begin instead of
 at the clock's time.
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from tiercache.testing.simulation.seeds import failure_of, run_batch
 
-_SECONDS = float(os.environ.get("TIERCACHE_SEED_SECONDS", "30"))
+_SECONDS = float(os.environ.get("TORTURE_SECONDS", "30"))
 _FAILED_ONCE = Path(__file__).with_name("seeds.txt")
 
 
@@ -36,7 +36,7 @@ def test_seeds_that_failed_once_hold() -> None:
 
 
 def test_seeds_of_today_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    first = int(os.environ.get("TIERCACHE_SEED", time.time() * 1000))
+    first = int(os.environ.get("TORTURE_SEED", time.time() * 1000))
     with capsys.disabled():
         print(f"\nseeds from {first}, for {_SECONDS:.0f} s")
     until_s = time.monotonic() + _SECONDS

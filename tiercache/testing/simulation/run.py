@@ -79,9 +79,6 @@ def _quiet() -> Iterator[None]:
     """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()  # what is there before a run is not looked through at the end of each
     logging.disable(logging.CRITICAL)
     gc.disable()
     try:
@@ -195,7 +192,7 @@ class _Run:
 
     def _nobodys(self) -> Violation | None:
         """Exceptions that nobody has looked at, of processes that were not killed: asyncio finds them with the garbage."""
-        gc.collect()
+        gc.collect(0)  # all that was made since the run began: nothing was collected meanwhile
         for node in self.all_nodes:
             for error in node.process.loop.errors if node.process.loop is not None else ():
                 if "destroyed but it is pending" not in error["message"]:  # what hung when its cache was closed

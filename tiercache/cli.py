@@ -194,18 +194,37 @@ def torture(
     seed: Annotated[int | None, typer.Option(min=0, help="Only this one, with all that happens in it.")] = None,
     first: Annotated[int, typer.Option("--from", min=0, help="The first seed.")] = 0,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
-    tier: Annotated[str, typer.Option(help="module:Class of a tier of your own, in the place of ours.")] = "",
+    tier: Annotated[str, typer.Option(help="module:Class of a tier of your own, which takes part in every seed.")] = "",
+    option: Annotated[
+        list[str] | None, typer.Option(help="name=value for it; {place} is a simulated directory.")
+    ] = None,
+    real: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="True processes, files and servers instead, in DIR; one minute.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Whole caches on simulated clocks, threads and devices, by seed: whether what they promise holds."""
+    if real is not None:
+        from tiercache.testing.campaign.__main__ import campaign_command
+
+        raise typer.Exit(campaign_command(real, 1.0 if minutes is None else minutes, seed))
     try:
         import greenlet  # noqa: F401
     except ImportError:
         print("torture needs greenlet; install it with: pip install 'tiercache[torture]'", file=sys.stderr)
         raise typer.Exit(2) from None
     from tiercache.testing.simulation.command import Torture, torture_command
+    from tiercache.testing.simulation.seeds import Own
 
-    raise typer.Exit(torture_command(Torture(seeds, minutes, seed, first, jobs, tier, as_json)))
+    for each in option or []:
+        if "=" not in each:
+            raise typer.BadParameter(f"--option: expected name=value, found {each!r}")
+    own = Own(tier, dict(each.split("=", 1) for each in option or []))
+    if tier:
+        sys.path.insert(0, str(Path.cwd()))  # where `python -m` would find it
+    if problem := own.problem():
+        raise typer.BadParameter(f"--tier: {problem}")
+    raise typer.Exit(torture_command(Torture(seeds, minutes, seed, first, jobs, own, as_json)))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from collections import deque
 import pytest
 
 from tests.scheduler.conftest import Bench
+from tiercache.core.breaker import BreakerSettings
 from tiercache.core.patience import Patience
 from tiercache.errors import TierFull
 from tiercache.scheduler.fan_out import FanOut
@@ -208,6 +209,19 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     assert bench.is_whole()
 
 
+async def test_writes_that_hang_together_are_one_bad_sign(bench: Bench) -> None:
+    """Also when the last of them takes the tier's last place."""
+    settings = WriterSettings(queue_bytes=4 * CHUNK_BYTES, deadline_s=5.0)
+    writer = TierWriter(bench.tier, settings, BreakerSettings(failures_to_open=1))
+    await occupy(bench, writer)
+    assert await writer.flush(60.0)
+    now_s = asyncio.get_running_loop().time()
+    assert writer.stuck == 2 and writer.breaker.would_allow(now_s + 1.01)
+    bench.tier.gate.set()
+    while writer.stuck:
+        await asyncio.sleep(0)
+
+
 async def test_writes_that_hang_at_close_fail_later_without_a_word(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -261,7 +275,9 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     await asyncio.sleep(1.0)
     began_s = loop.time()
     await writer.enqueue(deque([bench.make_hot(7)]), patience())
-    assert loop.time() - began_s < 0.5, "a put that waited would wait for this tier in vain, and the other tiers with it"
+    assert loop.time() - began_s < 0.5, (
+        "a put that waited would wait for this tier in vain, and the other tiers with it"
+    )
     assert writer.statistics().skipped == 1
     bench.tier.gate.set()
     assert await writer.flush(5.0)

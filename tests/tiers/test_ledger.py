@@ -1,5 +1,6 @@
 """The count of a directory's bytes, shared by instances, with and without allowances."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.record import read_record
+from tiercache.tiers.record import Record, read_record
 from tiercache.tiers.volume import Volume
 
 REPOSITORY = Path(__file__).parents[2]
@@ -276,3 +277,44 @@ def test_a_closed_ledger_holds_no_lock(tmp_path: Path) -> None:
             ledger.charge(1)
     with (tmp_path / "ledger").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_was_written_by_a_call_that_failed_is_not_credited_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may lose the answer to a write that it has done."""
+    pwrite = os.pwrite
+
+    def done_and_failed(*call: object) -> int:
+        pwrite(*call)  # type: ignore[arg-type]
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failed(*call: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for fails, left in (done_and_failed, 400), (failed, 400):
+        ledger = Ledger(tmp_path / "ledger", CAP)
+        assert ledger.charge(800 - ledger.counted_bytes)
+        monkeypatch.setattr(os, "pwrite", fails)
+        ledger.release(400)
+        monkeypatch.undo()
+        assert ledger.refresh()
+        assert counted(tmp_path) == left
+        ledger.close()
+
+
+def test_a_record_that_was_written_by_a_call_that_failed_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        record = Record(file.fileno(), 0, synced=True)
+        record.update(0, 100, 0)
+        monkeypatch.setattr(os, "fdatasync", failed)
+        with pytest.raises(OSError, match="Input/output"):
+            record.update(0, 10, 0)
+        monkeypatch.undo()
+        record.update(0, 100, 0)
+        assert read_record(file.fileno()).outstanding_bytes == 100

@@ -100,8 +100,8 @@ class Breaker:
 
     def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
-        if began_s is not None and began_s < self._opened_s:
-            return  # as in `failed`: one device that is full is one bad sign
+        if began_s is not None and began_s <= self._opened_s:
+            return  # as in `failed`: one device that is full is one bad sign, and nothing begins at once after it opened
         self._operation_failed = True
         if self.state is not BreakerState.CLOSED:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)

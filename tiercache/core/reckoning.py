@@ -35,6 +35,6 @@ def reckoned_bytes(
 def is_doubtful(counted_bytes: int, known_bytes: int, explained_bytes: int, cap_bytes: int) -> bool:
     """Whether a full directory is to be counted again: more is counted than there is known to be.
 
-    `known_bytes` are of the chunks in the index; `explained_bytes` is the difference that was left when it was last counted.
+    `known_bytes` are of the chunks in the index; `explained_bytes` of what else was found when it was last counted.
     """
     return counted_bytes - known_bytes - explained_bytes > cap_bytes // _DOUBT_SHARE

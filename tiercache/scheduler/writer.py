@@ -271,7 +271,7 @@ class TierWriter:
                 finally:
                     stuck = not work.done()
                     if stuck:
-                        self._leave_behind(work, key, lease)
+                        self._leave_behind(work, key, lease, began_s)
                 if stuck:
                     self._failed(began_s)
                     logger.warning(
@@ -327,11 +327,11 @@ class TierWriter:
         self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
         self._verdict.set()
 
-    def _trip(self, began_s: float | None = None) -> None:
+    def _trip(self, began_s: float) -> None:
         self.breaker.trip(asyncio.get_running_loop().time(), began_s=began_s)
         self._verdict.set()
 
-    def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease) -> None:
+    def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease, began_s: float) -> None:
         def ended(task: asyncio.Task[bool]) -> None:
             self._stuck.discard(task)
             self.tier.traffic.end(key)
@@ -342,7 +342,7 @@ class TierWriter:
         self._stuck.add(work)
         work.add_done_callback(ended)
         if self._hangs:
-            self._trip()
+            self._trip(began_s)
             self._drop_queue()
 
     @property

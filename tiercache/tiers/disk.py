@@ -429,12 +429,14 @@ class DiskTier(Tier):
                 deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
         if deficit_bytes > _OVER_THE_CAP * needed_bytes:
             deficit_bytes = 2 * needed_bytes
-        if deficit_bytes > index.used_bytes:
+        if deficit_bytes > index.used_bytes and shelf.volume is volume:
             known_bytes = volume.ledger.used_bytes
             await self._metadata.submit(volume.ledger.refresh)
             deficit_bytes -= known_bytes - volume.ledger.used_bytes
-        if deficit_bytes > index.used_bytes and await self._scanned_soon(shelf):
+        if deficit_bytes > index.used_bytes and shelf.volume is volume and await self._scanned_soon(shelf):
             deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+        if shelf.volume is not volume:
+            return []  # it was replaced meanwhile, and what is there now says what it lacks
         if deficit_bytes > index.used_bytes:
             raise TierFull(
                 f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
@@ -500,17 +502,30 @@ class DiskTier(Tier):
 
     async def _scan(self, shelf: Shelf, first: bool) -> None:
         volume = shelf.volume
+        is_missing = False
         try:
             found = await scan(shelf, self._metadata, self._refused, first=first)
             if found is not None:
                 self._statistics.strays += found.strays
         except (OSError, TierUnavailable) as error:
+            is_missing = isinstance(error, FileNotFoundError)
             logger.warning("%s could not be scanned: %s", volume.root, error)
         finally:
             if shelf.volume is volume:
                 shelf.scanned, shelf.scanning = True, None
                 shelf.noted_while_scanning.clear()
-        await self._trim(shelf)
+        if is_missing:
+            await self._replace(shelf, volume)
+        else:
+            await self._trim(shelf)
+
+    async def _replace(self, shelf: Shelf, stale: Volume) -> None:
+        """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count."""
+        try:
+            if await self._metadata.submit(stale.is_wiped):
+                await self._reopen(shelf, stale)
+        except (OSError, TierUnavailable) as error:
+            logger.info("%s: %s", stale.root, error)
 
     async def _trim(self, shelf: Shelf) -> None:
         """Below the cap, where it was lowered since; a step at a time, so that writes get their turn."""

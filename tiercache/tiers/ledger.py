@@ -318,7 +318,7 @@ class Ledger:
 
     def _charge_file(self, missing_bytes: int, freed_bytes: int) -> bool:
         with self._file_lock(_LOCK_WAIT_S):
-            now = self._current()
+            now = self._count = self._current()
             after = now.changed(credited_bytes=self._freed_bytes)
             room_bytes = self.cap_bytes - after.counted_bytes
             fits = missing_bytes <= room_bytes or missing_bytes <= freed_bytes
@@ -327,11 +327,9 @@ class Ledger:
                 # Before it counts: whoever sees the charge must see what it is for.
                 self._note(outstanding_bytes=self._outstanding_bytes + step_bytes)
             elif after == now:
-                self._count = now
                 return False
-            self._store(after.changed(charged_bytes=step_bytes))
+            self._store_crediting(after.changed(charged_bytes=step_bytes))
             self._spare_bytes += step_bytes
-            self._freed_bytes = 0
         if not fits:
             self._note(eager=False)
         return fits
@@ -345,9 +343,26 @@ class Ledger:
     def _give_back(self, spare_bytes: int) -> None:
         """Under the file's lock, with `_count` as it stands there."""
         self._note(spare_bytes=self._spare_bytes - spare_bytes)
-        self._store(self._count.changed(credited_bytes=spare_bytes + self._freed_bytes))
+        self._store_crediting(self._count.changed(credited_bytes=spare_bytes + self._freed_bytes), spare_bytes)
+
+    def _store_crediting(self, count: Count, spare_bytes: int = 0) -> None:
+        """Store a count from which what was freed and so much of what is spare is taken off: never twice. A call that
+        fails may have written all the same (a network file system lost the answer); what is not known stays counted."""
+        freed_bytes, self._freed_bytes = self._freed_bytes, 0
         self._spare_bytes -= spare_bytes
-        self._freed_bytes = 0
+        try:
+            self._store(count)
+        except OSError:
+            standing = None
+            with suppress(OSError):
+                standing = self._load()
+            if standing == count:
+                self._count = count
+                return
+            if standing == self._count:
+                self._freed_bytes += freed_bytes
+                self._spare_bytes += spare_bytes
+            raise
 
     def _note(
         self, spare_bytes: int | None = None, outstanding_bytes: int | None = None, *, eager: bool = True

@@ -32,9 +32,12 @@ class Record:
         self._synced = synced
         """Other hosts are to see it, also when this one dies."""
         self._written = Standing()
+        self._is_certain = True
+        """Whether that stands there: a call that failed may have written all the same."""
 
     def update(self, spare_bytes: int, outstanding_bytes: int, owed_bytes: int) -> None:
-        """Write what is to be written so that the file is true. Raises OSError, and the file is as it was."""
+        """Write what is to be written so that the file is true. Raises OSError, and the file is as it was, or as it
+        was to be; the next call writes it again."""
         if self._descriptor < 0:
             return
         step_bytes, written = self._step_bytes, self._written
@@ -46,12 +49,14 @@ class Record:
             _above(outstanding_bytes, written.outstanding_bytes, step_bytes),
             _above(owed_bytes, written.owed_bytes, step_bytes),
         )
-        if wanted == written:
+        if wanted == written and self._is_certain:
             return
         raw = _RECORD.pack(_MAGIC, wanted.pledged_bytes, wanted.outstanding_bytes, wanted.owed_bytes)
+        self._is_certain = False
         os.pwrite(self._descriptor, raw, 0)
         if self._synced:
             os.fdatasync(self._descriptor)
+        self._is_certain = True
         self._written = wanted
 
 

@@ -40,8 +40,7 @@ class Shelf:
         """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
-        """Of the count, what was not chunks in the index when it was last found right: directories, quarantine, others'
-        writes."""
+        """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
         self.replacing = asyncio.Lock()
         self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
 
@@ -84,7 +83,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
                     await _add(shelf, index, part.chunks, ignored)
                 found.add(part)
         found.counted_bytes += await workers.submit(volume.scan_quarantine)
-        new, gone = await workers.submit(_compare, found, known)
+        new, gone, explained_bytes = await workers.submit(_compare, found, known, ignored)
         if shelf.volume is not volume:
             return None  # it was replaced meanwhile, and is scanned anew
         if first:
@@ -97,7 +96,10 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
         now_s = loop.time()
         if not first:
             shelf.next_scan_s = now_s + max(_LEAST_PAUSE_S, _LONGEST_SHARE * (now_s - began_s))
-    shelf.explained_bytes = max(0, volume.ledger.used_bytes - index.used_bytes)
+    # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
+    # for right just because it might be.
+    explained_bytes += reckoning.others_bytes
+    shelf.explained_bytes = max(0, min(explained_bytes, volume.ledger.used_bytes - index.used_bytes))
     found.strays += volume.strays_removed
     volume.strays_removed = 0
     logger.info(
@@ -109,13 +111,17 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     return found
 
 
-def _compare(found: Scanned, known: list[ChunkKey]) -> tuple[list[FoundChunk], list[ChunkKey]]:
-    """The chunks that were found and not known, the newest first, and those known and not found. For a worker thread."""
+def _compare(
+    found: Scanned, known: list[ChunkKey], ignored: Container[ChunkKey]
+) -> tuple[list[FoundChunk], list[ChunkKey], int]:
+    """The chunks that were found and not known, the newest first, those known and not found, and the bytes of all that is
+    not to be in the index. For a worker thread."""
     before = set(known)
     new = [chunk for chunk in found.chunks if chunk[1] not in before]
     new.sort(key=lambda chunk: chunk[0], reverse=True)
     before.difference_update(key for _, key, _ in found.chunks)
-    return new, list(before)
+    taken_up_bytes = sum(occupied_bytes for _, key, occupied_bytes in found.chunks if key not in ignored)
+    return new, list(before), found.counted_bytes - taken_up_bytes
 
 
 async def _add(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]) -> None:

@@ -42,9 +42,14 @@ class Reckoning:
     """How the count stood before the first directory was scanned, and what was not there yet."""
 
     marked: Count
-    outstanding_bytes: int
+    own_bytes: int
+    others_bytes: int
     tops: list[str]
     """The top-level directories of after that, which are to be scanned: what one has that is made later is in the count."""
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return self.own_bytes + self.others_bytes
 
 
 class Surveyor:

@@ -148,6 +148,10 @@ class Volume:
         """Whether the device can be read, found out with a file that is no chunk."""
         return reads_back(self.root)
 
+    def is_wiped(self) -> bool:
+        """Whether somebody deleted or replaced our lock file or the ledger. Raises OSError when the device does not say."""
+        return self._owner.lost or self.ledger.is_lost()
+
     def is_mounted_anew(self) -> bool:
         """Whether what we have open lies on another mount than what has the directory's path now."""
         try:
@@ -380,10 +384,10 @@ class Volume:
         self.bury_the_dead()
         self.require_manifest()
         marked = self.ledger.mark()
-        outstanding_bytes = self.ledger.outstanding_bytes
-        outstanding_bytes += sum(each.outstanding_bytes for each in self._owner.others())
+        own_bytes = self.ledger.outstanding_bytes
+        others_bytes = sum(each.outstanding_bytes for each in self._owner.others())
         there = frozenset(os.listdir(self.root))
-        return Reckoning(marked, outstanding_bytes, [top for top in TOP_LEVELS if top in there])
+        return Reckoning(marked, own_bytes, others_bytes, [top for top in TOP_LEVELS if top in there])
 
     def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
         """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""

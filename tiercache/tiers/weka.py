@@ -19,7 +19,7 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
 from tiercache.device.device import Device
-from tiercache.errors import TierFull, TierUnavailable
+from tiercache.errors import TierFull
 from tiercache.memory.workers import Workers
 from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import TierStatistics
@@ -175,14 +175,8 @@ class WekaTier(GdsTier):
         """Now and then, where the count is known as it is."""
         self._shared[shelf].evictor.glance()
         if shelf.volume.ledger.missing and not shelf.replacing.locked():
-            self._begin(self._replace(shelf), f"tiercache-replace-{shelf.volume.root}")
-
-    async def _replace(self, shelf: Shelf) -> None:
-        """Also where nothing is written: what others count in is another count."""
-        try:
-            await self._reopen(shelf, shelf.volume)
-        except (OSError, TierUnavailable) as error:
-            logger.info("%s: %s", shelf.volume.root, error)
+            # Also where nothing is written: what others count in is another count.
+            self._begin(self._replace(shelf, shelf.volume), f"tiercache-replace-{shelf.volume.root}")
 
     async def _trim(self, shelf: Shelf) -> None:
         """The elected instance does that; it may have waited for the count to be right."""

@@ -13,8 +13,22 @@ from tiercache.testing.campaign.plan import PARTS
 from tiercache.testing.campaign.processes import NurseryFailed
 
 
-def main() -> int:
+def campaign_command(
+    directory: Path, minutes: float, seed: int | None, parts: list[str] | None = None, *, worker: str = WORKER
+) -> int:
     """0: nothing was found; 1: something was; 2: it could not be done; 130: it was interrupted."""
+    seed = time.time_ns() % 1_000_000 if seed is None else seed
+    print(f"seed {seed}", flush=True)
+    try:
+        report = run_campaign(directory, minutes, seed, list(PARTS) if parts is None else parts, worker=worker)
+    except (ConfigError, NurseryFailed) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(report.lines()))
+    return 1 if report.failed else 130 if report.interrupted else 0
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tiercache.testing.campaign", description=__doc__)
     parser.add_argument(
         "directory", type=Path, metavar="DIR", help="where its files go, on the disk that is to be tried"
@@ -24,15 +38,7 @@ def main() -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--worker", default=WORKER, help="a module whose run(order, connection) is a worker's life")
     given = parser.parse_args()
-    seed = given.seed if given.seed is not None else time.time_ns() % 1_000_000
-    print(f"seed {seed}", flush=True)
-    try:
-        report = run_campaign(given.directory, given.minutes, seed, given.parts.split(","), worker=given.worker)
-    except (ConfigError, NurseryFailed) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(report.lines()))
-    return 1 if report.failed else 130 if report.interrupted else 0
+    return campaign_command(given.directory, given.minutes, given.seed, given.parts.split(","), worker=given.worker)
 
 
 if __name__ == "__main__":

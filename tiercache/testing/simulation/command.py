@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from tiercache.tables import INDENT, Line, say
-from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed
-from tiercache.testing.simulation.seeds import Failure, Report, failure_of, prepare, run_seeds, setting_for
+from tiercache.testing.simulation.seeds import OURS, Failure, Own, Report, failure_of, run_seeds
 
 _TOLD_EVERY_S = 5.0
 _LAST_LINES = 40
@@ -32,7 +31,7 @@ class Torture:
     first: int = 0
     jobs: int = 0
     """0: one for each core."""
-    tier: str = ""
+    own: Own = OURS
     as_json: bool = False
 
 
@@ -41,11 +40,10 @@ def torture_command(asked: Torture) -> int:
     console = Console(highlight=False, markup=False)
     if asked.seed is not None:
         return _show_one(asked.seed, asked, console)
-    prepare()
     seeds = 1000 if asked.seeds is None and asked.minutes is None else asked.seeds
     jobs = asked.jobs or len(os.sched_getaffinity(0))
-    report = run_seeds(asked.first, seeds, asked.minutes, jobs, asked.tier, _told(console, asked))
-    failure = failure_of(report.failed[0], asked.tier) if report.failed else None
+    report = run_seeds(asked.first, seeds, asked.minutes, jobs, asked.own, _told(console, asked))
+    failure = failure_of(report.failed[0], asked.own) if report.failed else None
     if asked.as_json:
         print(json.dumps(_as_dict(report, failure), indent=2))
     else:
@@ -56,13 +54,13 @@ def torture_command(asked: Torture) -> int:
                 [(0, f"seed {report.failed[0]} failed, and did not fail when it was run again: two runs differ")],
             )
         elif failure is not None:
-            say(console, _failed(failure, asked.tier))
+            say(console, _failed(failure, asked.own))
     return 1 if report.failed else 0
 
 
 def _show_one(seed: int, asked: Torture, console: Console) -> int:
-    outcome = run_seed(seed, setting=setting_for(seed, asked.tier))
-    failure = failure_of(seed, asked.tier) if outcome.failure is not None else None
+    outcome = run_seed(seed, setting=asked.own.setting_of(seed))
+    failure = failure_of(seed, asked.own) if outcome.failure is not None else None
     if asked.as_json:
         found = {
             "seed": seed,
@@ -76,11 +74,11 @@ def _show_one(seed: int, asked: Torture, console: Console) -> int:
         print(json.dumps(found, indent=2, default=str))
     else:
         say(console, [(0, line) for line in outcome.trace])
-        say(console, _setting_lines(seed, asked.tier))
+        say(console, _setting_lines(seed, asked.own))
         ended = f"{outcome.steps} steps, {outcome.virtual_s - 1000:.3f} s of its time, digest {outcome.digest}"
         say(console, [(0, f"seed {seed}: {ended}"), *_covered(outcome.counts)])
         if failure is not None:
-            say(console, _failed(failure, asked.tier))
+            say(console, _failed(failure, asked.own))
     return 1 if outcome.failure is not None else 0
 
 
@@ -138,16 +136,16 @@ def _plain(outcome: str) -> str:
     return {"True": "stored", "False": "not stored", "nothing": "died under way"}.get(outcome, outcome)
 
 
-def _setting_lines(seed: int, tier: str) -> Iterable[Line]:
-    setting = asdict(setting_for(seed, tier) if tier else setting_of(seed))
+def _setting_lines(seed: int, own: Own) -> Iterable[Line]:
+    setting = asdict(own.setting_of(seed))
     yield 0, "setting"
     yield INDENT, ", ".join(f"{name} {value}" for name, value in setting.items())
 
 
-def _failed(failure: Failure, tier: str) -> Iterable[Line]:
+def _failed(failure: Failure, own: Own) -> Iterable[Line]:
     yield 0, ""
     yield 0, f"seed {failure.seed} fails: {failure.kind}"
-    yield from _setting_lines(failure.seed, tier)
+    yield from _setting_lines(failure.seed, own)
     yield 0, f"{len(failure.operations)} of its {failure.of} operations are enough:"
     for operation in failure.operations:
         yield INDENT, str(operation)
@@ -156,14 +154,18 @@ def _failed(failure: Failure, tier: str) -> Iterable[Line]:
         yield INDENT, line
     for line in failure.error.splitlines():
         yield 0, line
-    yield 0, f"once more: {_again(failure.seed, tier)}"
+    yield 0, f"once more: {_again(failure.seed, own)}"
 
 
-def _again(seed: int, tier: str) -> str:
-    return shlex.join(["tiercache", "torture", "--seed", str(seed), *(["--tier", tier] if tier else [])])
+def _again(seed: int, own: Own) -> str:
+    words = ["tiercache", "torture", "--seed", str(seed)]
+    if own.name:
+        words += ["--tier", own.name]
+        words += [word for name, value in own.options.items() for word in ("--option", f"{name}={value}")]
+    return shlex.join(words)
 
 
 def _as_dict(report: Report, failure: Failure | None) -> dict[str, object]:
-    found: dict[str, object] = asdict(report)
+    found: dict[str, object] = {**vars(report), "counts": dict(sorted(report.counts.items()))}
     found["failure"] = None if failure is None else json.loads(json.dumps(asdict(failure), default=str))
     return found

@@ -75,16 +75,15 @@ _USES = {
     "statistics": 1,
 }
 _EVENTS = {
-    "reopen": 1,
-    "kill": 1,
-    "fault": 5,
-    "clear": 3,
-    "empty": 0.3,
-    "litter": 0.5,
-    "no_threads": 0.2,
-    "power": 0.5,
-    "rest": 1.5,
-}
+    "reopen": 1, "kill": 1, "fault": 5, "clear": 3, "litter": 0.5, "no_threads": 0.2, "power": 0.5,
+    "empty": 0.3, "wipe": 0.3, "prune": 0.5, "spoil": 0.5, "clock": 0.3, "rest": 1.5,
+}  # fmt: skip
+_ON_DISKS = ("empty", "wipe", "prune", "spoil", "clock", "litter", "power")
+
+
+def cap_bytes(chunks: int, directories: int) -> int:
+    """For so many chunks, beside what is in quarantine and the directories that count."""
+    return chunks * FILE_BYTES + directories * (8 * FILE_BYTES + 4 * 4096)
 
 
 _TO_DEVICE = ("put_many", "put_prefix", "get_into")
@@ -134,7 +133,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
     }
     if set(kinds) & {"disk", "disk2", *SHARED}:
-        options["max_local_disk_size"] = (cap * FILE_BYTES + 8 * 4096) / 2**30
+        options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30
     return Setting(
         processes=processes,
         slots=slots,
@@ -179,7 +178,7 @@ def _events_of(setting: Setting) -> dict[str, float]:
     if not setting.power:
         del kinds["power"]
     if not on_disk:
-        for kind in ("empty", "litter", "power"):
+        for kind in _ON_DISKS:
             kinds.pop(kind, None)
     return kinds
 
@@ -226,6 +225,14 @@ def _event(chance: random.Random, kind: str, process: int, after_s: float, setti
         values["timeout_s"] = chance.choice([0.0, 0.1, 1.0, 5.0])
         values["away_s"] = chance.choice([0.0, 0.01, 2.0])
         values["no_threads_s"] = chance.choice([0.0, 0.0, 0.0, 0.02, 1.0])
+    if kind == "reopen" and "disk2" in setting.tiers and setting.processes == 1:
+        values["directories"] = chance.choice([1, 2])
+    if kind in ("prune", "spoil"):
+        values["share"] = chance.choice([0.1, 0.5, 1.0])
+    if kind == "wipe":
+        values["name"] = chance.choice(["ledger", "tmp", ""])
+    if kind == "clock":
+        values["by_s"] = chance.choice([-3600.0, -5.0, 5.0, 3600.0])
     if kind == "reopen" and chance.random() < 0.4:
         values["cancel_s"] = chance.choice([0.0, 1e-4, 0.01, 0.5])
     if kind == "litter":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import logging
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,12 +20,22 @@ from tiercache.config import Config
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
+from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
 from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
 from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Truth, Violation
-from tiercache.testing.simulation.plan import CHUNK_BYTES, FILE_BYTES, Operation, Setting, operations_of, setting_of
+from tiercache.testing.simulation.places import Place
+from tiercache.testing.simulation.plan import (
+    CHUNK_BYTES,
+    FILE_BYTES,
+    Operation,
+    Setting,
+    cap_bytes,
+    operations_of,
+    setting_of,
+)
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
@@ -33,10 +45,16 @@ from tiercache.testing.simulation.world import World
 _URL = "simulated://server"
 _AT_ONCE = 8
 """Callers of one process at a time."""
-_WORKS_AGAIN_S = 180.0
-"""How long after the last fault everything has to work again: a breaker's longest pause and what it asks after it, twice."""
+_WORKS_AGAIN_S = 70.0
+"""How long after the last fault everything has to work again: a breaker's longest pause (60 s), two for a scan that a write
+waits for, and what a round of questions takes."""
 _PROBES = 200
 """Keys that are put to see whether it does."""
+_FILLERS = 260
+"""Keys that are put to fill directories, and more than fit."""
+_BESIDE_BYTES = 32 * 4096
+"""On each device, for what is not a chunk."""
+_CALLS_A_LOOK = 32
 _RECENT_S = 130.0
 _TRACE_LINES = 4000
 
@@ -70,25 +88,47 @@ def run_seed(
     """Run a seed, with its own operations or with others."""
     setting = setting or setting_of(seed)
     operations = operations_of(seed, setting, count) if operations is None else list(operations)
-    with _quiet():
-        return _Run(seed, setting, operations).outcome()
+    with _quiet() as warned:
+        run = _Run(seed, setting, operations)
+        outcome = run.outcome()
+        nobody_died = not run.somebody_died
+        if outcome.failure is not None:
+            _let_go_of_frames(outcome.failure)
+        del run
+        gc.collect()
+    if warned and nobody_died and outcome.failure is None:
+        said = "; ".join(dict.fromkeys(str(each.message) for each in warned))
+        outcome.failure = Violation(f"nobody died, and when all was gone Python said: {said}")
+    return outcome
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No logs, no warnings about what dead processes leave behind, and no collection of garbage at a random moment."""
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """No logs, no collection of garbage at a random moment, and warnings only for us: the dead leave leases and coroutines.
+
+    What was there before is no garbage, and is not looked at.
+    """
     disabled = logging.root.manager.disable
     collected = gc.isenabled()
     logging.disable(logging.CRITICAL)
     gc.disable()
+    gc.freeze()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            yield warned
     finally:
+        gc.unfreeze()
         logging.disable(disabled)
         if collected:
             gc.enable()
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """What they keep is to go with the run."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class _Run:
@@ -97,16 +137,23 @@ class _Run:
         self.setting = setting
         self.operations = operations
         self.world = World(seed)
-        self._key_count = setting.keys + setting.processes * _PROBES
+        self._key_count = setting.keys + setting.processes * _PROBES + _FILLERS
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
         self.keys = [bytes([key % 3]) + b"%023d" % key for key in range(self._key_count)]  # few directories: they count
+        self.machine = Machine(self.world, setting, self._wall_s)
         self._numbers = {name: key for key, name in enumerate(self.keys)}
-        self.machine = Machine(self.world, setting, self._now)
         self.weathers = self.machine.weathers
         self.disks: dict[str, Disk] = {}
         self._weather_of: dict[Disk, Weather] = {}
         self._place_disks()
+        self.places = {
+            name: Place(disk, self._cap_bytes // (2 if name.startswith("disk2") else 1))
+            for name, disk in self.disks.items()
+            if name.startswith("disk") or name == "fs"
+        }
+        self._problem: BaseException | None = None
+        self._calls = 0
         self.calls = FileCalls([*self.disks.values(), self.machine.memory.disk], self._before)
         self.machine.attach(self.calls, self.disks)
         self.server = (
@@ -126,8 +173,10 @@ class _Run:
         self.trace: list[str] = []
         self._hash = xxhash.xxh3_64()
         self._last_fault_s = self.world.now_s - 1e6
+        self._last_failure_s = self._last_fault_s
         self._violation: Violation | None = None
         self._over = False
+        self.somebody_died = False
 
         if self.server is not None:
             self.server.on_delete = self._delete
@@ -137,14 +186,14 @@ class _Run:
             for name in disks_of(tier):
                 self.disks[name] = disk = Disk(
                     f"{ROOT}/{name}",
-                    self.setting.capacity_chunks * FILE_BYTES + (1 << 21),
-                    self._now,
+                    self.setting.capacity_chunks * FILE_BYTES + _BESIDE_BYTES,
+                    self._wall_s,
                     can_lose_power=self.setting.power and tier != "hf3fs",  # it is no disk of this machine
                 )
                 self._weather_of[disk] = self.weathers[place_of(disk)]
 
-    def _now(self) -> float:
-        return 1_700_000_000.0 + self.world.now_s
+    def _wall_s(self) -> float:
+        return 1_700_000_000.0 + self.world.now_s + self.world.clock_error_s
 
     def outcome(self) -> Outcome:
         failure: BaseException | None = None
@@ -188,7 +237,7 @@ class _Run:
         for node in self.nodes.values():
             if node.failure is not None:
                 return node.failure
-        return None
+        return self._problem
 
     def _nobodys(self) -> Violation | None:
         """Exceptions that nobody has looked at, of processes that were not killed: asyncio finds them with the garbage."""
@@ -215,9 +264,32 @@ class _Run:
     # What the system meets
 
     def _before(self, name: str, disk: Disk, target: object) -> object:
-        if self.world.current is None or (weather := self._weather_of.get(disk)) is None:
+        strand = self.world.current
+        if strand is None or (weather := self._weather_of.get(disk)) is None:
             return None
+        place = self.places.get(disk.root.rpartition("/")[2])
+        if place is not None:
+            loop = strand.process.loop
+            if loop is not None and strand is loop.strand:
+                self._found(Violation(f"{name} {target}: a file is touched on the event loop"))
+            self._calls += 1
+            if not self._calls % _CALLS_A_LOOK:
+                self._look_at(place)
         return weather.before(name, disk, target)
+
+    def _look_at(self, place: Place) -> None:
+        now_s = self.world.now_s
+        fault_s = max(self._last_fault_s, *(weather.last_fault_s for weather in self.weathers.values()))
+        if not all(weather.calm for weather in self.weathers.values()):
+            fault_s = now_s
+        try:
+            place.check(now_s, fault_s)
+        except Violation as error:
+            self._found(error)
+
+    def _found(self, problem: Violation) -> None:
+        self._problem = self._problem or problem
+        self.world.stop()
 
     def _stumble(self) -> None:
         chance = self.world.chance.random()
@@ -264,13 +336,14 @@ class _Run:
             node.process.loop.call_soon_threadsafe(node.begin, operation)
             await asyncio.sleep(0)
 
-    def _start(self, number: int, no_threads_s: float = 0.0) -> None:
+    def _start(self, number: int, config: Config | None = None, no_threads_s: float = 0.0) -> None:
         self.numbers += 1
         process = Process(self.world, self.numbers, self._entered)
         process.on_death += [lambda: self.calls.die(process), lambda: self.machine.die(process)]
         node = Node(
-            process, self._config(number), self.layout, self.truth, self.keys,
-            lambda line: self._heard(number, line), faults=self._faults, machine=self.machine,
+            process, config or self._config(number), self.layout, self.truth, self.keys,
+            lambda line: self._heard(number, line), faults=self._faults, start_may_fail=self._start_may_fail,
+            machine=self.machine,
             server=self.server, tiers=self.setting.tiers, alone=self.setting.processes == 1, prefix=self.setting.prefix,
         )  # fmt: skip
         self.nodes[number] = node
@@ -282,15 +355,24 @@ class _Run:
     def _entered(self, process: Process) -> None:
         self.calls.process = process
 
-    def _config(self, number: int) -> Config:
+    @property
+    def _cap_bytes(self) -> int:
+        """Of each tier on files."""
+        return int(self.setting.options.get("max_local_disk_size", cap_bytes(24, 1) / 2**30) * 2**30)
+
+    def _config(self, number: int, *, share: float = 1.0, servers: bool = True, directories: int = 2) -> Config:
+        """`share`: of the cap. `directories`: how many of those of one tier are used, each with the same cap as ever."""
         setting = self.setting
         values = {"chunk_size": 16, "max_local_cpu_size": setting.slots * CHUNK_BYTES / 2**30, **setting.options}
         values |= self.machine.config(self.disks, number)
-        directories = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
-        if directories:
-            values |= {"local_disk": ",".join(directories), "local_disk_path_sharding": "by_chunk"}
+        cap = self._cap_bytes * share / 2**30
+        places = [f"{disk.root}/kv" for name, disk in self.disks.items() if name.startswith("disk")]
+        if places:
+            used = places[:directories]
+            values["max_local_disk_size"] = cap * len(used) / len(places)
+            values |= {"local_disk": ",".join(used), "local_disk_path_sharding": "by_chunk"}
         plugins = values.pop("remote_storage_plugins", "").split()
-        if "remote" in setting.tiers:
+        if "remote" in setting.tiers and servers:
             plugins.append("simulated")
             values |= {
                 "remote_storage_plugin.simulated.url": _URL,
@@ -300,7 +382,6 @@ class _Run:
             }
         if "fs" in setting.tiers:
             plugins.append("fs")
-            cap = values.get("max_local_disk_size", 24 * FILE_BYTES / 2**30)
             values |= {
                 "remote_storage_plugin.fs.base_path": f"{self.disks['fs'].root}/kv",
                 "remote_storage_plugin.fs.max_size": cap,
@@ -315,8 +396,20 @@ class _Run:
             return True
         return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
 
-    def _happened(self) -> None:
+    def _start_may_fail(self) -> bool:
+        """A device that is merely full is no reason, nor are those who died or what they left."""
+        now_s = self.world.now_s
+        if len(self.places) < len(self.disks):
+            return self._faults()
+        if any(w.fails or now_s - w.last_failure_s < _RECENT_S for w in self.weathers.values()):
+            return True
+        return now_s - self._last_failure_s < _RECENT_S or not all(place.is_set_up for place in self.places.values())
+
+    def _happened(self, *, fails: bool = False) -> None:
+        """`fails`: a cache may fail to start for it."""
         self._last_fault_s = self.world.now_s
+        if fails:
+            self._last_failure_s = self.world.now_s
 
     # What happens
 
@@ -338,8 +431,43 @@ class _Run:
         """rm -rf DIR/* beside running caches."""
         for disk in self.disks.values():
             disk.remove_all(f"{disk.root}/kv")
-        self._happened()
+        self._happened(fails=True)
         self.truth.memory_is_lost()
+
+    async def _wipe(self, operation: Operation) -> None:
+        """Somebody deletes our bookkeeping beside running caches."""
+        for place in self._of_files:
+            disk, name = place.disk, operation.values["name"]
+            with contextlib.suppress(OSError):
+                directory = disk.find_directory(f"{disk.root}/kv/.tiercache")
+                if name in directory.names and name == "ledger":
+                    disk.remove(directory, name, directory.names[name])
+                elif name != "ledger":
+                    disk.remove_all(f"{disk.root}/kv/.tiercache/{name}".rstrip("/"))
+        self._happened(fails=True)
+
+    async def _prune(self, operation: Operation) -> None:
+        """Somebody deletes chunks beside running caches."""
+        for place in self._of_files:
+            disk = place.disk
+            for key in place.look().chunks:
+                if self.world.chance.random() < operation.values["share"]:
+                    directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
+                    disk.remove(directory, key.hex(), directory.names[key.hex()])
+        self._happened()
+
+    async def _spoil(self, operation: Operation) -> None:
+        """Files can be read no more."""
+        for place in self._of_files:
+            spoilt = self._weather_of[place.disk].spoilt
+            for file in place.look().chunks.values():
+                if self.world.chance.random() < operation.values["share"]:
+                    spoilt.add((place.disk.root, file.number))
+        self._happened()
+
+    async def _clock(self, operation: Operation) -> None:
+        """A wall clock is set."""
+        self.world.clock_error_s += operation.values["by_s"]
 
     async def _no_threads(self, operation: Operation) -> None:
         self._no_threads_of(self.nodes[operation.process].process, operation.values["for_s"])
@@ -351,19 +479,20 @@ class _Run:
             process.no_threads = False
 
         self.world.at(self.world.now_s + for_s, again)
-        self._happened()
+        self._happened(fails=True)
 
     async def _kill(self, operation: Operation) -> None:
         node = self.nodes[operation.process]
         self._die(node)
         await asyncio.sleep(operation.values["away_s"])
-        self._start(operation.process, operation.values["no_threads_s"])
+        self._start(operation.process, no_threads_s=operation.values["no_threads_s"])
 
     async def _rest(self, operation: Operation) -> None:
         """Nobody comes for a while, or for longer than what hangs is waited for."""
         await asyncio.sleep(operation.values["for_s"])
 
     def _die(self, node: Node) -> None:
+        self.somebody_died = True
         node.process.die()
         self._happened()
         if self.setting.processes == 1:
@@ -376,6 +505,9 @@ class _Run:
             if disk.can_lose_power:
                 disk.cut_power(self.world.chance)
         self.machine.cut_power()
+        for place in self.places.values():
+            place.is_certain = False
+        self._happened(fails=True)
         self.truth.power_was_cut()
         for number in range(self.setting.processes):
             self._start(number)
@@ -384,7 +516,10 @@ class _Run:
         values = operation.values
         await self._close(operation.process, values["timeout_s"], values.get("cancel_s"))
         await asyncio.sleep(values["away_s"])
-        self._start(operation.process, values["no_threads_s"])
+        directories = values.get("directories", 2)
+        config = self._config(operation.process, directories=directories)
+        self._start(operation.process, config, values["no_threads_s"])
+        self.nodes[operation.process].reaches_all = directories > 1
 
     async def _close(self, number: int, timeout_s: float | None, cancel_s: float | None = None) -> None:
         node = self.nodes[number]
@@ -413,6 +548,7 @@ class _Run:
         loop = node.process.loop
         assert loop is not None
         if self._faults():
+            self.somebody_died = True
             node.process.die()
             loop.is_dead = False  # what ends as garbage is still an error of nobody
             return
@@ -441,6 +577,7 @@ class _Run:
             await self._started(node)
             if node.state == "open" and self.machine.is_broken_for(node.process, node.cache):
                 await self._close(number, 1.0)
+                self.somebody_died = True
                 node.process.die()
                 self._start(number)
                 await asyncio.sleep(5.0)
@@ -451,24 +588,46 @@ class _Run:
         for number, node in self.nodes.items():
             if node.state != "open":
                 raise Violation(f"process {number} is {node.state} though nothing fails")
-            await self._within(node, number)
-        await asyncio.sleep(_RECENT_S)
+            first = self.setting.keys + number * _PROBES
+            await node.on_loop(functools.partial(node.works_again, _WORKS_AGAIN_S, first))
+        if self.places:
+            await self._owed_by_files()
+        while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
+            await asyncio.sleep(1.0)
+        faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
+        for node in self.nodes.values():
+            check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)
         for number in self.nodes:
             await self._close(number, 5.0)
+        if self.places:
+            await self._reopened()
 
-    async def _within(self, node: Node, number: int) -> None:
-        """`works_again`, in the node's own loop."""
-        loop = node.process.loop
-        assert loop is not None
-        ended = asyncio.Event()
-        here = asyncio.get_running_loop()
+    @property
+    def _of_files(self) -> list[Place]:
+        return list(self.places.values())
 
-        async def check() -> None:
-            try:
-                await node.works_again(_WORKS_AGAIN_S, self.setting.keys + number * _PROBES)
-            except BaseException as error:
-                node._fail(error)
-            here.call_soon_threadsafe(ended.set)
+    async def _owed_by_files(self) -> None:
+        nodes = list(self.nodes.values())
+        first = self.setting.keys + self.setting.processes * _PROBES
+        await check_promises(nodes[0], nodes[1:], self._of_files, first)
+        cap_bytes = max(place.cap_bytes for place in self._of_files) * len(self.places)
+        await check_fills(nodes[-1], self._of_files, range(first + 1, first + 2 + cap_bytes // FILE_BYTES))
 
-        loop.call_soon_threadsafe(lambda: node._tasks.add(loop.create_task(check())))
-        await ended.wait()
+    async def _reopened(self) -> None:
+        """A last process finds what the others have left."""
+        lowered = self.seed % 4 == 3
+        if lowered:
+            for place in self._of_files:
+                place.cap_bytes //= 2
+                place.kept_from_s = float("inf")
+        self._start(0, self._config(0, share=0.5 if lowered else 1.0, servers=False))
+        node = self.nodes[0]
+        await self._started(node)
+        if node.state != "open":
+            raise Violation("a last process does not start")
+        names = {name: number for number, name in enumerate(self.keys)}
+        spoilt = set().union(*(weather.spoilt for weather in self.weathers.values()))
+        await node.on_loop(functools.partial(check_reopened, node, self._of_files, names, spoilt))
+        await self._close(0, 5.0)
+        for place in self._of_files:
+            place.check_left(self.keys)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import importlib
 import multiprocessing
 import re
 import signal
 import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tiercache.testing.simulation.plan import Operation, Setting, setting_of
 from tiercache.testing.simulation.run import Outcome, run_seed
@@ -27,6 +26,33 @@ _LONGEST_CPU_S = 120.0
 _SHRINK_S = 60.0
 _NUMBER = re.compile(r"\b[0-9a-f]*[0-9][0-9a-f.]*\b")
 _KIND_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class Own:
+    """A tier of somebody's own that takes part in every seed: module:Class, and its settings. Without a name: none does."""
+
+    name: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def problem(self) -> str:
+        """Why there is no such tier; empty where there is."""
+        module_name, _, class_name = self.name.partition(":")
+        if not self.name:
+            return ""
+        if not module_name or not class_name:
+            return f"expected module:Class, found {self.name!r}"
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            return f"{module_name}: {error}"
+        return "" if hasattr(module, class_name) else f"{module_name} has no {class_name}"
+
+    def setting_of(self, seed: int) -> Setting:
+        return setting_of(seed, own=self.name, own_options=self.options)
+
+
+OURS = Own()
 
 
 @dataclass
@@ -76,7 +102,7 @@ def run_seeds(
     seeds: int | None,
     minutes: float | None,
     jobs: int,
-    tier: str = "",
+    own: Own = OURS,
     told: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Run `seeds` seeds from `first` on, or for so long; whichever ends first. `told` hears of it after each batch."""
@@ -90,7 +116,7 @@ def run_seeds(
             return None
         return next(batches, None)
 
-    for batch in _alone(more, tier) if jobs == 1 else _together(more, tier, jobs):
+    for batch in _alone(more, own) if jobs == 1 else _together(more, own, jobs):
         report.add(batch)
         report.seconds = time.monotonic() - began_s
         told(report)
@@ -98,9 +124,9 @@ def run_seeds(
     return report
 
 
-def failure_of(seed: int, tier: str = "", shrink: bool = True) -> Failure | None:
+def failure_of(seed: int, own: Own = OURS, shrink: bool = True) -> Failure | None:
     """Run it again, and look for less that fails. None where it does not fail."""
-    setting = setting_for(seed, tier)
+    setting = own.setting_of(seed)
     with _limited():
         outcome = run_seed(seed, setting=setting)
     if outcome.failure is None:
@@ -127,32 +153,18 @@ def failure_of(seed: int, tier: str = "", shrink: bool = True) -> Failure | None
     )  # fmt: skip
 
 
-def setting_for(seed: int, tier: str) -> Setting:
-    """The seed's own, or with that tier, module:Class, for its only one."""
-    setting = setting_of(seed)
-    if not tier:
-        return setting
-    return replace(setting, tiers=("own",), fittings=replace(setting.fittings, own=tier))
-
-
 def kind_of(error: BaseException) -> str:
     """Equal for two failures that look alike: numbers do not count."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {_NUMBER.sub('#', lines[0] if lines else '')[:_KIND_LENGTH]}"
 
 
-def prepare() -> None:
-    """In a process that is to run many: what is there now is never garbage."""
-    gc.collect()
-    gc.freeze()
-
-
-def run_batch(seeds: Sequence[int], tier: str = "") -> Batch:
+def run_batch(seeds: Sequence[int], own: Own = OURS) -> Batch:
     batch = Batch()
     for seed in seeds:
         began_s = time.process_time()
         with _limited():
-            outcome = run_seed(seed, setting=setting_for(seed, tier))
+            outcome = run_seed(seed, setting=own.setting_of(seed))
         batch.seeds += 1
         batch.operations += len(outcome.operations)
         batch.chunks += outcome.chunks
@@ -161,10 +173,6 @@ def run_batch(seeds: Sequence[int], tier: str = "") -> Batch:
         if outcome.failure is not None:
             batch.failed.append(seed)
             break
-    with warnings.catch_warnings():
-        # Coroutines of dead processes that had not begun.
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        gc.collect()
     return batch
 
 
@@ -176,18 +184,18 @@ def _batches(first: int, seeds: int | None) -> Iterator[Sequence[int]]:
         start = end
 
 
-def _alone(more: Callable[[], Sequence[int] | None], tier: str) -> Iterator[Batch]:
+def _alone(more: Callable[[], Sequence[int] | None], own: Own) -> Iterator[Batch]:
     while (seeds := more()) is not None:
-        yield run_batch(seeds, tier)
+        yield run_batch(seeds, own)
 
 
-def _together(more: Callable[[], Sequence[int] | None], tier: str, jobs: int) -> Iterator[Batch]:
+def _together(more: Callable[[], Sequence[int] | None], own: Own, jobs: int) -> Iterator[Batch]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin) as pool:
         running: set[Future[Batch]] = set()
         while True:
             while len(running) < jobs and (seeds := more()) is not None:
-                running.add(pool.submit(run_batch, seeds, tier))
+                running.add(pool.submit(run_batch, seeds, own))
             if not running:
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)
@@ -197,7 +205,6 @@ def _together(more: Callable[[], Sequence[int] | None], tier: str, jobs: int) ->
 
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
-    prepare()
 
 
 @contextlib.contextmanager

@@ -58,9 +58,7 @@ class Stand:
 class System:
     """What the simulated processes find. `calls.process` and the world's current strand say who asks."""
 
-    def __init__(
-        self, world: World, calls: FileCalls, stumble: Callable[[], None], also: Collection[str] = ()
-    ) -> None:
+    def __init__(self, world: World, calls: FileCalls, stumble: Callable[[], None], also: Collection[str] = ()) -> None:
         """`also`: packages and modules besides tiercache's that run in the simulation; they are imported by now."""
         self.also = also
         self.world = world
@@ -96,7 +94,7 @@ class System:
 
     def _all_stands(self) -> dict[Any, Any]:
         threads = self.threads
-        now = self._now
+        now, wall = self._now, self.wall_s
         return {
             asyncio: Stand(asyncio, gather=gather),
             threading: Stand(
@@ -116,8 +114,8 @@ class System:
                 monotonic=now,
                 perf_counter=now,
                 monotonic_ns=lambda: int(now() * 1e9),
-                time=lambda: _EPOCH_S + now(),
-                time_ns=lambda: int((_EPOCH_S + now()) * 1e9),
+                time=wall,
+                time_ns=lambda: int(wall() * 1e9),
                 sleep=self._sleep,
             ),
             random: self.world.chance,
@@ -131,6 +129,10 @@ class System:
 
     def _now(self) -> float:
         return self.world.now_s
+
+    def wall_s(self) -> float:
+        """What clocks on the wall say, which may be wrong."""
+        return _EPOCH_S + self.world.now_s + self.world.clock_error_s
 
     def _sleep(self, seconds: float) -> None:
         self._process()

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 
 from tiercache.testing.simulation.files import Disk, Torn
+from tiercache.testing.simulation.inodes import SECTOR_BYTES
 from tiercache.testing.simulation.world import Strand, World
 
 KINDS_OF_DISKS = ("eio", "short", "torn", "slow", "hung", "full")
@@ -17,6 +18,9 @@ _CALM_S = 40e-6
 _SLOW_S = 0.03
 _WRITES = frozenset({"pwrite", "pwritev", "write"})
 _READS = frozenset({"pread", "preadv", "read"})
+_SMALL = ("/ledger", ".lock", "/evictor")
+"""What is read and written in one call within one sector: all of it or nothing, as every file system does it."""
+_SMALL_CALLS = _WRITES | _READS
 _MAY_FAIL = (
     _WRITES | _READS | {"open", "fdatasync", "fsync", "fallocate", "rename", "rename_new", "link", "unlink", "scandir"}
 )
@@ -38,6 +42,10 @@ class Weather:
         self.hung = False
         self.met: Counter[str] = Counter()
         self.last_fault_s = float("-inf")
+        self.last_failure_s = world.now_s - 1e6
+        """The last fault that was not just a full device."""
+        self.spoilt: set[tuple[str, int]] = set()
+        """Files that cannot be read: roots of their disks, and their numbers."""
         self._held: list[Strand] = []
         self._asking: list[asyncio.Future[None]] = []
 
@@ -45,10 +53,22 @@ class Weather:
     def calm(self) -> bool:
         return not (self.rates or self.hung or (self.slow and self._slow_is_fault))
 
+    @property
+    def faultless(self) -> bool:
+        """Whether nothing has ever gone wrong."""
+        return not self.met and not self.spoilt
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is more than full."""
+        return self.slow or self.hung or bool(self.rates.keys() - {"full"})
+
     def turn(self, kind: str, rate: float) -> None:
         """Faults of one kind from now on."""
         if kind != "slow" or self._slow_is_fault:
             self.last_fault_s = self.world.now_s
+            if kind != "full":
+                self.last_failure_s = self.world.now_s
         if kind == "slow":
             self.slow = True
         elif kind == "hung":
@@ -60,6 +80,8 @@ class Weather:
         """No faults any more; what hung goes on."""
         if not self.calm:
             self.last_fault_s = self.world.now_s
+            if self.fails:
+                self.last_failure_s = self.world.now_s
         self.rates.clear()
         self.slow = self.hung = False
         held, self._held = self._held, []
@@ -104,17 +126,27 @@ class Weather:
     def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
         """At the beginning of each call to a disk: as `FileCalls` wants it."""
         self.hold()
+        if self.spoilt and name in _READS and self._is_spoilt(disk, target):
+            self.met["spoilt"] += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if not self.rates:
             return None
+        is_small = name in _SMALL_CALLS and isinstance(target, str) and target.endswith(_SMALL)
         if name in _MAY_FAIL and self.strikes("eio"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if name in _WRITES and self.strikes("torn"):
-            return Torn(self.below(8192))
+            return Torn(SECTOR_BYTES * self.below(2) if is_small else self.below(8192))
         if name in _WRITES and self.strikes("full"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if (name in _WRITES or name in _READS) and self.strikes("short"):
+        if (name in _WRITES or name in _READS) and not is_small and self.strikes("short"):
             return 4096 * self.below(3)
         return None
+
+    def _is_spoilt(self, disk: Disk, target: object) -> bool:
+        try:
+            return (disk.root, disk.find(str(target)).number) in self.spoilt
+        except OSError:
+            return False
 
     # For coroutines
 

@@ -73,6 +73,8 @@ class World:
         self.seed = seed
         self.chance = random.Random(seed)
         self.now_s = 1_000.0
+        self.clock_error_s = 0.0
+        """By how much wall clocks are fast."""
         self.steps = 0
         self.turns = 0
         """Steps at this instant, and callbacks of event loops."""

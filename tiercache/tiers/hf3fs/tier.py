@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ class Hf3fsTier(DiskTier):
         for mount, directory in found.items():
             if mount is None:
                 raise ConfigError(f"{self.option}: {directory} does not lie on a 3FS mount (type fuse.hf3fs)")
-            if Path(mount) != Path(expected).resolve():
+            if Path(mount) != Path(os.path.realpath(expected)):
                 raise ConfigError(f"{self.option}: expected all on the mount {expected}, found {directory} on {mount}")
         return Path(expected)
 

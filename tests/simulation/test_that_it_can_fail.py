@@ -1,0 +1,54 @@
+"""A cache that is wrong on purpose is found out, and what is said of it is enough to see why."""
+
+from typing import Any
+
+import pytest
+
+from tiercache.core.breaker import Breaker
+from tiercache.testing.simulation.run import run_seed
+from tiercache.testing.simulation.seeds import failure_of
+from tiercache.tiers.cpu import CpuTier
+
+_SEEDS = 30
+
+
+def _first_failure() -> tuple[int, BaseException]:
+    for seed in range(_SEEDS):
+        if (failure := run_seed(seed).failure) is not None:
+            return seed, failure
+    pytest.fail(f"{_SEEDS} seeds found nothing")
+
+
+def test_memory_that_does_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTier, "forget", lambda self, key: None)
+    _, failure = _first_failure()
+    assert "it was forgotten" in str(failure)
+
+
+def test_a_breaker_that_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
+    monkeypatch.setattr(Breaker, "answered", lambda *_: None)
+    _, failure = _first_failure()
+    assert "after the last fault" in str(failure)
+
+
+def test_bytes_that_change_while_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish: Any = CpuTier.publish
+
+    def publish_changed(self: CpuTier, key: bytes, slot: Any, *arguments: Any, **named: Any) -> Any:
+        self.pool.view(slot)[8:9] ^= 1
+        return publish(self, key, slot, *arguments, **named)
+
+    monkeypatch.setattr(CpuTier, "publish", publish_changed)
+    _, failure = _first_failure()
+    assert "torn" in str(failure) or "wrong bytes" in str(failure)
+
+
+def test_few_operations_are_left_of_a_failing_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTier, "forget", lambda self, key: None)
+    seed, _ = _first_failure()
+    failure = failure_of(seed)
+    assert failure is not None
+    assert "it was forgotten" in failure.error
+    assert len(failure.operations) <= 4 < failure.of
+    assert "forget" in {operation.kind for operation in failure.operations}

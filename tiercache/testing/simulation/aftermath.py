@@ -1,0 +1,185 @@
+"""What tiers on files owe to those who use them, asked when all faults are over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from tiercache.cache import TierCache
+from tiercache.errors import TierUnavailable
+from tiercache.testing.simulation.node import Node
+from tiercache.testing.simulation.oracle import Violation
+from tiercache.testing.simulation.places import Place, is_good
+from tiercache.testing.simulation.plan import FILE_BYTES
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.remote.fs import FsTier
+from tiercache.tiers.scanning import Shelf
+
+_SCANNED_S = 5.0
+_TRIMMED_S = {"disk": 1.0, "fs": 10.0}
+"""Until a cap that was lowered is kept, after the first scan: the fs tier waits for an election and looks at the count."""
+_LOWEST_FILL = {"disk": 31 / 32, "fs": 0.85}
+"""A full directory may count a 32nd of the cap more than there is; the fs tier evicts down to nine tenths, and others hold a
+part of the count that they do not use."""
+
+
+def file_tiers(cache: TierCache) -> Iterator[tuple[str, DiskTier]]:
+    """The disk and fs tiers, by the names of their configuration."""
+    for tier in cache.tiers:
+        found = tier.mounted if isinstance(tier, FsTier) else tier
+        if isinstance(found, DiskTier) and found.name in _TRIMMED_S:
+            yield tier.name, found
+
+
+def shelves(cache: TierCache) -> list[Shelf]:
+    return [shelf for _, tier in file_tiers(cache) for shelf in tier._shelves]
+
+
+def place_of(shelf: Shelf, places: Sequence[Place]) -> Place:
+    return next(place for place in places if place.disk.owns(str(shelf.volume.root)))
+
+
+def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
+    """Of an open cache in which nothing is under way."""
+    for shelf in shelves(node.cache):
+        ledger, place = shelf.volume.ledger, place_of(shelf, places)
+        found = place.look()
+        ended = list(ledger._done)
+        writing = ledger._in_flight_bytes - sum(done.settled_bytes + done.unspent_bytes for done in ended)
+        unborn = found.unborn.get(shelf.volume._owner.name, 0)
+        if writing > unborn:
+            raise Violation(f"{place.disk.root}: {writing} bytes are charged for files, of which {unborn} are there")
+        deleting = ledger._announced_bytes - sum(done.announced_bytes for done in ended)
+        if deleting:
+            raise Violation(f"{place.disk.root}: {deleting} bytes are still about to be deleted")
+        if shelf.scanning is not None or shelf.noted_while_scanning:
+            raise Violation(f"{place.disk.root}: a scan that does not end")
+        tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier._shelves)
+        known = set(shelf.index.order.entries)
+        if (faultless and alone) or tier.name == "fs":
+            there = found.chunks.keys() - tier._refused.keys()
+            if known - tier._refused.keys() != there:
+                raise Violation(
+                    f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
+                )
+        if faultless and tier.name != "fs":  # which may hold a part of the count that it has not spent
+            place.check_count()
+
+
+async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Place], key: int) -> None:
+    """What one process stores is found by all; what it forgets is found by none, and can be stored by another."""
+    await store(node, [key], places)
+    for reader in (node, *others):
+        await reader.on_loop(lambda reader=reader: _read(reader, key, there=True))  # type: ignore[misc]
+    await node.on_loop(lambda: _forget(node, key))
+    left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
+    if left:
+        raise Violation(f"key {key} was removed, and lies in {left}")
+    for reader in (node, *others):
+        await reader.on_loop(lambda reader=reader: _read(reader, key, there=False))  # type: ignore[misc]
+    await store((*others, node)[0], [key], places)
+
+
+async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> None:
+    """Put keys that nobody has, one after the other, and see that the last of them is written."""
+
+    async def work() -> None:
+        for attempt in range(3):
+            for key in keys:
+                await node.cache.put(node.keys[key], node.truth.payload(key))
+                report = await node.cache.flush(10.0)
+                if not report.complete:
+                    raise Violation(f"all is well, and key {key} is not written in 10 s: {report}")
+                node.cache.clear_hot()
+            missing = [name for name, tier in file_tiers(node.cache) if not _lies(node, tier, keys[-1], places)]
+            if not missing:
+                return
+            if attempt:  # the first may be one touch only
+                raise Violation(
+                    f"all is well, and key {keys[-1]} is not written to {missing}: {node.cache.statistics()}"
+                )
+
+    await node.on_loop(work)
+
+
+def _lies(node: Node, tier: DiskTier, key: int, places: Sequence[Place]) -> bool:
+    return any(node.keys[key] in place_of(shelf, places).look().chunks for shelf in tier._shelves)
+
+
+async def _read(node: Node, key: int, *, there: bool) -> None:
+    node.cache.clear_hot()
+    async with node.cache.get(node.keys[key]) as lease:
+        if (lease is not None) != there:
+            raise Violation(f"key {key}: expected {'a hit' if there else 'a miss'} in every process")
+        if lease is not None:
+            node.truth.check(key, lease.view, node.truth.floor[key])
+    node.cache.clear_hot()
+
+
+async def _forget(node: Node, key: int) -> None:
+    node.truth.forget_begins(key)
+    generation = node.truth.newest[key]
+    try:
+        await node.cache.forget([node.keys[key]], deadline_s=10.0)
+    except TierUnavailable as error:
+        raise Violation(f"all is well, and key {key} is not removed: {error}") from error
+    node.truth.forget_ended(key, generation)
+
+
+async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) -> None:
+    """What is counted and not there comes back: all of the cap can be used, or all of the device."""
+    await store(node, keys, places)
+    # Looked at anew in a quiet moment: beside writes, what they are about stays uncertain.
+    scans_s = [shelf.next_scan_s for shelf in shelves(node.cache)]
+    await asyncio.sleep(max(0.0, max(scans_s) - asyncio.get_running_loop().time()))
+    for key in keys[:3]:
+        await store(node, [key], places)
+        await asyncio.sleep(2.0)
+    await store(node, keys, places)
+    for shelf in shelves(node.cache):
+        place = place_of(shelf, places)
+        kind = "fs" if place.disk.root.endswith("fs") else "disk"
+        lowest_bytes = place.cap_bytes * _LOWEST_FILL[kind] - 3 * FILE_BYTES
+        found = place.look()
+        if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
+            raise Violation(
+                f"{place.disk.root}: {place.cap_bytes} bytes may be used, and no more than {found.occupied_bytes} are: "
+                f"{found.counted_bytes} are counted"
+            )
+
+
+async def check_reopened(
+    node: Node, places: Sequence[Place], truth_keys: dict[bytes, int], spoilt: set[tuple[str, int]]
+) -> None:
+    """A cache that was opened anew knows all that lies there, and it alone; good chunks are read and bad ones are put aside.
+    `spoilt`: files that cannot be read, as `Weather.spoilt`."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _SCANNED_S
+    while not all(shelf.scanned for shelf in shelves(node.cache)):
+        if loop.time() > until_s:
+            raise Violation(f"a first scan takes longer than {_SCANNED_S:.0f} s")
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(max(_TRIMMED_S[name] for name, _ in file_tiers(node.cache)))
+    for place in places:
+        place.is_certain, place.kept_from_s = True, 0.0
+        place.check_count()
+        place.check(loop.time(), loop.time() - 1e6)
+    check_shelves(node, places, faultless=True, alone=True)
+    for name, tier in file_tiers(node.cache):
+        for shelf in tier._shelves:
+            place = place_of(shelf, places)
+            for raw, file in sorted(place.look().chunks.items()):
+                key = truth_keys[raw]
+                good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
+                if len(tier._shelves) == 1 and node.cache.tiers[0].name == name:
+                    await _read(node, key, there=True) if good else await _read_bad(node, key, place)
+    check_shelves(node, places, faultless=False, alone=True)
+
+
+async def _read_bad(node: Node, key: int, place: Place) -> None:
+    node.cache.clear_hot()
+    async with node.cache.get(node.keys[key]) as lease:
+        if lease is not None and len(node.cache.tiers) == 1:
+            raise Violation(f"key {key} was read from a file that is damaged")
+    if node.keys[key] in place.look().chunks:
+        raise Violation(f"key {key}: a damaged file stays where it was found")

@@ -595,16 +595,14 @@ class Node:
         """Nothing is queued: what was stored is in the tier, or was counted since."""
         if not self._alone or not self._knows(writer.tier):
             return
-        if isinstance(writer.tier, RemoteTier):
-            if asyncio.get_running_loop().time() - self._server_lied_s < _REMEMBERED_S:
-                return
-        elif self._faults():
+        is_remote = isinstance(writer.tier, RemoteTier)
+        if self._faults() and not is_remote:
             return
         place = self.cache._fan_out.writers.index(writer)
         missing = []
         for key, began in self._stored.items():
-            evicted_s = -1e9 if self._server is None else self._server.evicted_s.get(self.keys[key], -1e9)
-            if evicted_s < began.at_s - _REMEMBERED_S and not self._in_tier(writer.tier, self.keys[key]):
+            misled_s = self._misled_s(key) if is_remote else float("-inf")
+            if misled_s + _REMEMBERED_S < began.at_s and not self._in_tier(writer.tier, self.keys[key]):
                 missing.append((began.at_s, began.lost[place], key))
         missing.sort(reverse=True)
         for count, (_, lost, _) in enumerate(missing, start=1):
@@ -652,9 +650,12 @@ class Node:
             return self._server is not None and name in self._server.values
         return tier.contains(name)
 
-    @property
-    def _server_lied_s(self) -> float:
-        return float("-inf") if self._server is None else self._server.lied_s
+    def _misled_s(self, key: int) -> float:
+        """When the cache last had a reason to believe of a server that it has what it has not."""
+        server = self._server
+        return (
+            float("-inf") if server is None else max(server.lied_s, server.evicted_s.get(self.keys[key], server.lied_s))
+        )
 
     def _is_there(self, key: int) -> bool:
         name = self.keys[key]

@@ -99,6 +99,7 @@ def whole_file(number: int, fingerprint: bytes) -> bytes:
 @pytest.mark.parametrize("damage", DAMAGES)
 async def test_damaged_file_is_a_miss_and_quarantined(tmp_path: Path, damage: str, direct: bool) -> None:
     async with opened(tmp_path, direct=direct) as tier:
+        await tier.scanned()  # which removes what is torn
         await fill(tier, range(1, 3))
         key, payload = chunk(1)
         path = Path(tier.path(key))

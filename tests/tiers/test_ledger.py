@@ -125,6 +125,31 @@ def test_the_pledge_is_a_little_less_than_what_is_unspent(tmp_path: Path) -> Non
         assert read_record(pledge.fileno()).pledged_bytes == 0
 
 
+def test_writes_that_overlap_leave_the_record_at_their_most_until_all_have_ended(tmp_path: Path) -> None:
+    with (tmp_path / "pledge").open("w+b") as pledge:
+        ledger = Ledger(tmp_path / "ledger", 10_000, pledge=pledge.fileno())
+
+        def standing() -> tuple[int, int]:
+            record = read_record(pledge.fileno())
+            return record.outstanding_bytes, record.owed_bytes
+
+        ledger.charge(100)
+        for _ in range(5):
+            ledger.announce(50)
+            ledger.charge(100, freed_bytes=50, announced_bytes=50)
+            assert standing() == (200, 50)
+            ledger.settle(100)
+            assert standing() == (200, 50), "one is under way"
+        ledger.settle(100)
+        assert standing() == (0, 0)
+        ledger.charge(100)
+        ledger.release(30)
+        assert standing() == (100, 0), "credits are not part of a stream of writes"
+        ledger.correct(-100)
+        assert standing() == (0, 0)
+        ledger.close()
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 300), st.lists(st.tuples(st.integers(0, 2), st.integers(-150, 150)), max_size=60))
 def test_the_file_counts_what_is_used_and_what_is_unspent(allowance: int, changes: list[tuple[int, int]]) -> None:

@@ -126,6 +126,8 @@ def open_regular(path: Path | str, flags: int) -> int:
             if not stat.S_ISREG(mode):
                 raise NotAFile(path, mode) from error
         raise
+    if flags & os.O_EXCL:
+        return descriptor  # of a file that was made just now
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):

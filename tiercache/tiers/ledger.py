@@ -24,8 +24,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tiercache.core.reckoning import reckoned_bytes
 from tiercache.errors import TierUnavailable
@@ -52,8 +52,7 @@ class LedgerLost(FileNotFoundError):
     it: another volume is in use by now, if any."""
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """What stands in the file."""
 
     counted_bytes: int = 0
@@ -71,8 +70,7 @@ class Count:
         )
 
 
-@dataclass(frozen=True)
-class _Done:
+class _Done(NamedTuple):
     """What is over. Noted even while the lock is somebody else's, or it would stay counted for good."""
 
     settled_bytes: int = 0
@@ -158,11 +156,11 @@ class Ledger:
             missing_bytes = amount_bytes - self._spare_bytes
             if missing_bytes > 0 and not self._charge_file(missing_bytes, freed_bytes):
                 return False
-            self._note(spare_bytes=self._spare_bytes - amount_bytes)
+            self._note(spare_bytes=self._spare_bytes - amount_bytes, falls=False)
             self._spare_bytes -= amount_bytes
             self._in_flight_bytes += amount_bytes
             self._spent = True
-            self._note(eager=False)
+            self._note(eager=False, falls=False)
             if self._freed_bytes > self.allowance_bytes // _STEPS:
                 self._credit()
             return True
@@ -190,7 +188,7 @@ class Ledger:
 
     def settle(self, amount_bytes: int) -> None:
         """A file that was charged for has its name now. Does not raise."""
-        self._end(_Done(settled_bytes=amount_bytes))
+        self._end(_Done(settled_bytes=amount_bytes), falls=False)
 
     def add(self, amount_bytes: int) -> None:
         """Something is there that was not charged for, cap or no cap."""
@@ -202,7 +200,7 @@ class Ledger:
         with self._open_lock(_LOCK_WAIT_S):
             self._announced_bytes += amount_bytes
             try:
-                self._note()
+                self._note(falls=False)
             except BaseException:
                 self._announced_bytes -= amount_bytes
                 raise
@@ -267,7 +265,7 @@ class Ledger:
                 charged_bytes=now.charged_bytes - marked.charged_bytes,
                 credited_bytes=now.credited_bytes - marked.credited_bytes,
             )
-            self._store(replace(now, counted_bytes=right_bytes, trusted=True))
+            self._store(now._replace(counted_bytes=right_bytes, trusted=True))
             return right_bytes - now.counted_bytes
 
     def trust(self) -> None:
@@ -275,7 +273,7 @@ class Ledger:
         with self._open_lock(_LOCK_WAIT_S), self._file_lock(_LOCK_WAIT_S):
             now = self._current()
             if not now.trusted:
-                self._store(replace(now, trusted=True))
+                self._store(now._replace(trusted=True))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -298,12 +296,12 @@ class Ledger:
     def _outstanding_bytes(self) -> int:
         return self._spare_bytes + self._in_flight_bytes
 
-    def _end(self, done: _Done) -> None:
+    def _end(self, done: _Done, *, falls: bool = True) -> None:
         self._done.append(done)
         with suppress(TierUnavailable, OSError), self._open_lock(_SHORT_WAIT_S):
             if self._freed_bytes > self.allowance_bytes // _STEPS:
                 self._credit()
-            self._note(eager=False)
+            self._note(eager=False, falls=falls)
 
     def _take_up(self) -> None:
         """What ended meanwhile."""
@@ -325,7 +323,7 @@ class Ledger:
             step_bytes = max(missing_bytes, min(self.allowance_bytes, room_bytes // _SMALLEST_SHARE)) if fits else 0
             if fits:
                 # Before it counts: whoever sees the charge must see what it is for.
-                self._note(outstanding_bytes=self._outstanding_bytes + step_bytes)
+                self._note(outstanding_bytes=self._outstanding_bytes + step_bytes, falls=False)
             elif after == now:
                 return False
             self._store_crediting(after.changed(charged_bytes=step_bytes))
@@ -365,13 +363,20 @@ class Ledger:
             raise
 
     def _note(
-        self, spare_bytes: int | None = None, outstanding_bytes: int | None = None, *, eager: bool = True
+        self,
+        spare_bytes: int | None = None,
+        outstanding_bytes: int | None = None,
+        *,
+        eager: bool = True,
+        falls: bool = True,
     ) -> None:
-        """Keep our record true. `eager`: before something changes, so it has to be written; else it may be late."""
+        """Keep our record true. `eager`: before something changes, so it has to be written; else it may be late. `falls`: as
+        for `Record.update`; a chunk that is written does not change the record twice, where the next one is on its way."""
         spare_bytes = self._spare_bytes if spare_bytes is None else min(spare_bytes, self._spare_bytes)
         outstanding_bytes = self._outstanding_bytes if outstanding_bytes is None else outstanding_bytes
         try:
-            self._record.update(max(0, spare_bytes), outstanding_bytes, self._announced_bytes + self._freed_bytes)
+            owed_bytes = self._announced_bytes + self._freed_bytes
+            self._record.update(max(0, spare_bytes), outstanding_bytes, owed_bytes, falls=falls)
         except OSError:
             if eager:
                 raise

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _RECORD = struct.Struct("<8sQQQ")
 _MAGIC = b"TIERRECD"
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(NamedTuple):
     pledged_bytes: int = 0
     outstanding_bytes: int = 0
     owed_bytes: int = 0
@@ -35,15 +34,22 @@ class Record:
         self._is_certain = True
         """Whether that stands there: a call that failed may have written all the same."""
 
-    def update(self, spare_bytes: int, outstanding_bytes: int, owed_bytes: int) -> None:
+    def update(self, spare_bytes: int, outstanding_bytes: int, owed_bytes: int, *, falls: bool = True) -> None:
         """Write what is to be written so that the file is true. Raises OSError, and the file is as it was, or as it
-        was to be; the next call writes it again."""
+        was to be; the next call writes it again.
+
+        Without `falls`, an amount that stands there and is too much by now may wait, while anything at all is outstanding or
+        owed (with steps, those are all the slack there is).
+        """
         if self._descriptor < 0:
             return
         step_bytes, written = self._step_bytes, self._written
         pledged_bytes = written.pledged_bytes
         if spare_bytes < pledged_bytes or spare_bytes >= pledged_bytes + 2 * max(1, step_bytes):
             pledged_bytes = max(0, spare_bytes - max(1, step_bytes))
+        if not falls and not step_bytes and (outstanding_bytes or owed_bytes):
+            outstanding_bytes = max(outstanding_bytes, written.outstanding_bytes)
+            owed_bytes = max(owed_bytes, written.owed_bytes)
         wanted = Standing(
             pledged_bytes,
             _above(outstanding_bytes, written.outstanding_bytes, step_bytes),

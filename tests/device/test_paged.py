@@ -100,7 +100,7 @@ def test_an_upload_that_the_driver_refuses_keeps_no_memory(monkeypatch: pytest.M
         pytest.skip("no compiler")
     tensor = torch.from_numpy(driver.view(driver.allocate(8192))).reshape(2, 4, 4, 1, 256)
     free_bytes, _ = driver.memory_bytes()
-    monkeypatch.setattr(driver, "record", refused)
+    monkeypatch.setattr(driver, "copy", refused)
     with pytest.raises(DeviceError, match="it refuses"):
         PagedKv(driver, [tensor], "NHD", planes_first=True)
     assert driver.memory_bytes()[0] == free_bytes

@@ -43,6 +43,10 @@ class Geometry:
         return self.heads * self.row_bytes
 
 
+_given_up: list[tuple[Span, np.ndarray]] = []
+"""Memory of uploads of which a driver did not say that they have ended."""
+
+
 class PagedKv:
     """The KV tensors of an engine's layers.
 
@@ -88,9 +92,13 @@ class PagedKv:
             try:
                 stream = driver.current_stream()
                 driver.copy(self._table.address, self._addresses.ctypes.data, self._addresses.nbytes, stream)
-                driver.finish(stream)
             except BaseException:
                 self.close()
+                raise
+            try:
+                driver.finish(stream)
+            except BaseException:
+                _given_up.append((self._table, self._addresses))  # the copy may still run
                 raise
 
     @property

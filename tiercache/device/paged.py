@@ -291,9 +291,7 @@ def gather_reference(kv: PagedKv, blocks: Sequence[int], first_token: int, token
     return rows.view(kv.planes[0].dtype)
 
 
-def scatter_reference(
-    kv: PagedKv, chunk: Any, skip: int, blocks: Sequence[int], first_token: int, tokens: int
-) -> None:
+def scatter_reference(kv: PagedKv, chunk: Any, skip: int, blocks: Sequence[int], first_token: int, tokens: int) -> None:
     """What `scatter` must do to the engine's blocks; `chunk` as `gather_reference` returns it."""
     import torch
 
@@ -321,7 +319,9 @@ def _plane_views(tensor: Any, layout: str, planes_first: bool | None) -> list[An
     if layout not in LAYOUTS:
         raise LayoutError(f"layout: expected one of {', '.join(LAYOUTS)}, found {layout!r}")
     if tensor.dim() != 5:
-        raise LayoutError(f"{layout}: expected five dimensions, one of them the 2 of K and V, found {tuple(tensor.shape)}")
+        raise LayoutError(
+            f"{layout}: expected five dimensions, one of them the 2 of K and V, found {tuple(tensor.shape)}"
+        )
     if planes_first is None:
         first, second = tensor.shape[0] == 2, tensor.shape[1] == 2
         if first == second:
@@ -330,7 +330,9 @@ def _plane_views(tensor: Any, layout: str, planes_first: bool | None) -> list[An
             )
         planes_first = first
     if tensor.shape[0 if planes_first else 1] != 2:
-        raise LayoutError(f"{layout}: expected K and V in dimension {0 if planes_first else 1}, found {tuple(tensor.shape)}")
+        raise LayoutError(
+            f"{layout}: expected K and V in dimension {0 if planes_first else 1}, found {tuple(tensor.shape)}"
+        )
     planes = [tensor[number] if planes_first else tensor[:, number] for number in range(2)]
     return [plane.transpose(1, 2) if layout == "HND" else plane for plane in planes]
 
@@ -350,7 +352,13 @@ def _geometry(plane: Any) -> Geometry:
 
 def _word_bytes(geometry: Geometry, addresses: np.ndarray) -> int:
     """The widest word that every row of every plane is aligned to."""
-    numbers = [geometry.row_bytes, geometry.block_stride, geometry.token_stride, geometry.head_stride, *addresses.tolist()]
+    numbers = [
+        geometry.row_bytes,
+        geometry.block_stride,
+        geometry.token_stride,
+        geometry.head_stride,
+        *addresses.tolist(),
+    ]
     return next(word for word in _WORDS if not any(number % word for number in numbers))
 
 

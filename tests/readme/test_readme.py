@@ -59,6 +59,14 @@ def replay(command: str, shell: Shell, place: Path) -> None:
     assert "TTFT" in shell(command).stdout
 
 
+def torture(command: str, shell: Shell, place: Path) -> None:
+    """For seconds instead of minutes."""
+    named = command.replace("DIR", str(place)).replace("--minutes 5", "--minutes 0.1")
+    assert named != command
+    said = shell(named).stdout
+    assert re.search(r"\b0  wrong bytes|\b0 failed", said)
+
+
 def example(command: str, shell: Shell, place: Path) -> None:
     """With a shorter question."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -138,6 +146,7 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     rf"tiercache bench {PLAIN}": bench,
     r"python -m tiercache\.bench\.gpu --twin": gpu_bench,
     rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
+    rf"tiercache torture {PLAIN}": torture,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
     r"pip install 'tiercache\[\w+\]'": extra,
     rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,

@@ -569,8 +569,9 @@ class Node:
         if self.state != "open" or sum(self._forgets[key] for key in began.keys) != began.forgets:
             return
         if stored >= len(set(began.keys)):
-            for key in began.keys:
-                self._stored[key] = began
+            if stored == len(began.keys):  # else one that is named twice may be counted for another
+                for key in began.keys:
+                    self._stored[key] = began
             return
         now_s = asyncio.get_running_loop().time()
         if now_s < began.until_s - 1e-6:

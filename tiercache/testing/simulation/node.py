@@ -700,7 +700,8 @@ class Node:
             well = {
                 writer: writer.counters.dropped
                 for writer in cache._fan_out.writers
-                if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time()) and not writer.stuck
+                if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
+                if not (writer.stuck or len(writer._removals))
             }
             await self._put_many(several)
             if self._device is not None:

@@ -112,6 +112,27 @@ async def test_late_read_that_fails_gives_its_slot_back(bench: Bench) -> None:
     assert bench.is_whole()
 
 
+async def test_want_of_memory_is_no_sign_against_a_tier() -> None:
+    """Reads that wait for slots have the places, and others wait for those."""
+    async with opened("a", slots=8, concurrency=2) as cache:
+        for number in range(16):
+            tier("a").chunks[key(100 + number)] = payload(number)
+        leases = []
+        for number in range(8):
+            if await cache.put(key(number), bytes(CHUNK_BYTES), deadline_s=0.1):
+                leases.append(cache.cpu.lease(key(number)))
+        while (slot := cache.cpu.try_reserve(Purpose.READ)) is not None:
+            leases.append(cache.cpu.publish(key(50 + len(leases)), slot, 1, Purpose.READ))
+        got = await asyncio.gather(*(found(cache, key(100 + number), 8.0) for number in range(16)))
+        assert not any(got)
+        assert cache.statistics().breakers == {"a": "closed"}
+        for lease in leases:
+            assert lease is not None
+            lease.release()
+        assert await found(cache, key(100)) == payload(0)
+        assert await is_whole(cache)
+
+
 async def test_hung_tier_leaves_another_its_share_of_a_small_arena() -> None:
     """Its reads hang in as many slots as they can get, and writes take what is left."""
     async with opened("well", "hung", slots=16, concurrency=16) as cache:

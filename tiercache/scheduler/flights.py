@@ -262,6 +262,7 @@ class Flights:
             if placed:
                 source.places.release(purpose)
         source.tier.traffic.begin(flight.key)
+        source.reading += 1
         flight.begun = True
         return read
 
@@ -274,9 +275,9 @@ class Flights:
         finally:
             if not came:
                 source.places.withdraw(purpose, turn)
-        if not came and purpose is Purpose.READ:
+        if not came and purpose is Purpose.READ and source.reading >= source.places.count:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
-            # nothing: others go before it.
+            # nothing: others go before it. Nor does a place whose owner waits for memory.
             source.waited_in_vain(began_s)
         return came
 
@@ -370,6 +371,7 @@ class Flights:
     def _end(self, read: _Read, length: int | None) -> Lease | None:
         """Give back what a read took that has ended, and make what it brought a hot chunk, unless it was forgotten."""
         read.source.places.release(read.purpose)
+        read.source.reading -= 1
         self.cpu.under_way.end(read.passage)
         lease = None
         if length is None or self._closed or read.passage.forgot(read.key):

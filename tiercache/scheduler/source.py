@@ -39,6 +39,8 @@ class Source:
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         concurrency = tier.traits.read_concurrency
         self.places = Places(concurrency if most_slots is None else min(concurrency, most_slots))
+        self.reading = 0
+        """Reads that the tier has begun and not ended."""
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
 
     @property

@@ -45,6 +45,8 @@ _CLEANUP_S = 0.2
 """How long a put waits that is made in the clean-up of a cancelled caller."""
 _REMEMBERED_S = 11.0
 """For so long a cache may believe that a server has what it has evicted."""
+_PATIENCE_S = 1.0
+"""How long a get waits for a remote tier, its `timeout_s`, before it goes on."""
 _AT_A_TIME = 4
 """Keys that are put at once to see whether everything is written."""
 _CLOSE_S = 1.2
@@ -569,8 +571,9 @@ class Node:
         if self.state != "open" or sum(self._forgets[key] for key in began.keys) != began.forgets:
             return
         if stored >= len(set(began.keys)):
-            for key in began.keys:
-                self._stored[key] = began
+            if stored == len(began.keys):  # else one that is named twice may be counted for another
+                for key in began.keys:
+                    self._stored[key] = began
             return
         now_s = asyncio.get_running_loop().time()
         if now_s < began.until_s - 1e-6:
@@ -582,7 +585,8 @@ class Node:
     def _check_found(self, began: _Began, found: int) -> None:
         """What is in memory, or in a tier that knows it, is found while there is time."""
         now_s = asyncio.get_running_loop().time()
-        if found >= began.there or now_s >= began.until_s - 1e-6 or self.state != "open" or self._faults():
+        until_s = min(began.until_s, began.at_s + _PATIENCE_S)  # where others wait for memory, a tier is not waited for
+        if found >= began.there or now_s >= until_s - 1e-6 or self.state != "open" or self._faults():
             return
         if sum(self._forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:
             return
@@ -696,7 +700,8 @@ class Node:
             well = {
                 writer: writer.counters.dropped
                 for writer in cache._fan_out.writers
-                if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time()) and not writer.stuck
+                if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
+                if not (writer.stuck or len(writer._removals))
             }
             await self._put_many(several)
             if self._device is not None:

@@ -166,6 +166,9 @@ def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
         if chance.random() < share:
             (kind,) = chance.choices(list(events), list(events.values()))
             found.append(_event(chance, kind, process, after_s, setting))
+            if found[-1].values.get("fault") == "hung" and chance.random() < 0.4:
+                # Longer than anybody waits for anything, with all that is under way.
+                found.append(Operation("rest", process, 0.0, (), None, {"for_s": 45.0}))
         else:
             (kind,) = chance.choices(uses, use_weights)
             found.append(_use(chance, kind, process, after_s, setting))

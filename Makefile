@@ -1,4 +1,4 @@
-# make demo   what the cache does, with real vLLM and a real model, on this machine
+# make demo   what the cache does, with real vLLM and a real model, on this machine; DEMO='--tokens 2000' asks for less
 # make test   all tests
 # make lint   ruff and mypy
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
@@ -19,7 +19,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 .PHONY: demo test lint bench gpu-check setup clean
 
 demo: setup
-	@$(BIN)/python -m tiercache.demo
+	@$(BIN)/python -m tiercache.demo $(DEMO)
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder

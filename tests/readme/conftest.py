@@ -38,11 +38,11 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def environment() -> dict[str, str]:
     """This Python and this tree first; nothing that configures the cache, or tells a make that it is another's. A vLLM
-    computes on one core: another test may have one beside it."""
+    computes on one core, as another test may have one beside it, and is two processes instead of three: each imports it."""
     others = ("TIERCACHE_", "LMCACHE_", "PYTEST", "MAKE", "MFLAGS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     paths = {"PATH": f"{sys.prefix}/bin:{kept['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    one_core = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    one_core = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return kept | paths | one_core | {"HF_HUB_OFFLINE": "1"}
 
 

@@ -26,19 +26,20 @@ def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
 
 
 def test_demo(shell: Shell, place: Path) -> None:
+    """With a shorter question."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from tiercache.demo.model import prepare_model
 
     (place / "demo").mkdir()
     (place / "demo" / "model").symlink_to(prepare_model(REPOSITORY / "demo" / "model"))
-    run = shell(f"{MAKE} demo")
+    run = shell(f"{MAKE} demo DEMO='--tokens 1500'")
     assert "Every cached answer is, to the letter" in run.stdout
     assert run.stderr == "", "no warning of a library, no progress bar"
     assert "\r" not in run.stdout
     report = json.loads((place / "demo" / "ttft.json").read_text())
     assert report["same_text"] is True
     ttft_s = {one["name"]: one["ttft_s"] for one in report["runs"]}
-    assert ttft_s["cold"] > 20 * ttft_s["cpu"], "a hit that takes as long as a prefill is none"
+    assert ttft_s["cold"] > 3 * ttft_s["cpu"], "a hit that takes as long as a prefill is none"
 
 
 def test_test(shell: Shell) -> None:

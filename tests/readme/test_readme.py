@@ -17,6 +17,7 @@ import pytest
 from tests.readme.blocks import KINDS, REPOSITORY, Block, blocks, inline_commands, other_blocks, read_me, shell_commands
 from tests.readme.conftest import Shell
 from tiercache import Config
+from tiercache.demo.server import quickest_dtype
 
 EXCERPT = REPOSITORY / "tests/replay/excerpts/mooncake_conversation.jsonl"
 ELSEWHERE = re.compile(r"make \S+")
@@ -85,8 +86,8 @@ def extra(command: str, shell: Shell, place: Path) -> None:
 
 
 def serve(command: str, shell: Shell, place: Path) -> None:
-    """With the model that `make demo` uses, in its bfloat16, a smaller cache, and a port of its own; asked by
-    examples/query_twice.py. Without vLLM's own prefix cache, which would leave nothing to load."""
+    """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py. Without
+    vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes longer than all else."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     link_model(place)
     port = free_port()
@@ -94,7 +95,8 @@ def serve(command: str, shell: Shell, place: Path) -> None:
     named = command.replace("MODEL ", "demo/model ").replace("examples/configs/local_disk.yaml", "small.yaml")
     assert named.count("small.yaml") == named.count("demo/model ") == 1
     script = f"""
-        {named} --port {port} --max-model-len 4096 --no-enable-prefix-caching >server.log 2>&1 &
+        {named} --port {port} --max-model-len 4096 --no-enable-prefix-caching --enforce-eager \\
+            --dtype {quickest_dtype()} >server.log 2>&1 &
         trap 'kill $!; wait $!' EXIT
         until curl -sf http://127.0.0.1:{port}/health; do kill -0 $! || exit 1; sleep 0.2; done
         python examples/query_twice.py text.txt --url http://127.0.0.1:{port}/v1 --tokens 8

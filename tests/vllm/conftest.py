@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.vllm import engines
-from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, STEP_TOKENS, drive
+from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, drive
 
 
 @pytest.fixture(scope="session")
@@ -29,26 +29,26 @@ def model(imported: None) -> str:
 
 @pytest.fixture(scope="session")
 def prompts() -> list[str]:
-    """Two prompts of about 1,100 tokens that share nothing."""
+    """Two prompts of about 280 tokens that share nothing."""
 
     licence = (REPOSITORY / "LICENSE").read_text()
     return [
-        licence[:5500] + "\nQuestion: What is this document about?\nAnswer:",
-        licence[6000:11300] + "\nQuestion: Who is the licensor?\nAnswer:",
+        licence[:1340] + "\nQuestion: What is this document about?\nAnswer:",
+        licence[6000:7425] + "\nQuestion: Who is the licensor?\nAnswer:",
     ]
 
 
 @pytest.fixture(scope="session")
 def continued() -> str:
-    """A prompt of about 1,700 tokens that goes on where the text of the first of `prompts` ends."""
-    return (REPOSITORY / "LICENSE").read_text()[:8500] + "\nQuestion: What may a contributor do?\nAnswer:"
+    """A prompt of about 430 tokens that goes on where the text of the first of `prompts` ends."""
+    return (REPOSITORY / "LICENSE").read_text()[:2125] + "\nQuestion: What may a contributor do?\nAnswer:"
 
 
 @pytest.fixture(scope="session")
 def oracles(model: str, prompts: list[str], continued: str) -> list[dict[str, Any]]:
     """vLLM's own prefix-cache hits, for `prompts` and `continued`."""
     (cold, hit, _, continued_hit), _ = drive(
-        {"model": model, "enable_prefix_caching": True, "max_num_batched_tokens": STEP_TOKENS},
+        {"model": model, "enable_prefix_caching": True},
         [["generate", prompts], ["generate", prompts], ["generate", [continued]], ["generate", [continued]]],
     )
     assert all(answer["cached"] == 0 for answer in cold)

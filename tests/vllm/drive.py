@@ -23,7 +23,6 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -65,7 +64,8 @@ class Driver:
         extra = settings.pop("tiercache", None)
         if extra is not None:
             settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-        self.llm = LLM(**({"max_model_len": 4096, "seed": 0, "enforce_eager": True, "dtype": "float32"} | settings))
+        ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
+        self.llm = LLM(**(ours | {"seed": 0} | settings))
 
     def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
         from vllm import SamplingParams

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import BLOCK_TOKENS, STEP_TOKENS, drive, same_answer, tiercache_settings
+from tests.vllm.engines import CHUNK_TOKENS, drive, same_answer, tiercache_settings
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 ROUNDS = 5
 CHUNKS = 4
-"""Of each prompt: 1,024 of its tokens are whole blocks."""
+"""Of each prompt: 256 of its tokens are whole blocks."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,6 @@ def life(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": tiercache_settings(directory, control_socket=socket),
         },
         [step for _, step in steps],
@@ -100,7 +99,7 @@ Life = tuple[dict[str, Any], str]
 
 def test_announced_tokens_get_the_names_that_a_request_gets(life: Life) -> None:
     answers, _ = life
-    assert answers["wrong"]["prompt_tokens"] // BLOCK_TOKENS == 2 * CHUNKS
+    assert answers["wrong"]["prompt_tokens"] // CHUNK_TOKENS == CHUNKS
     assert answers["found"]["found"] == answers["found"]["asked"] == CHUNKS
     assert answers["found salted"]["found"] == 0
     assert answers["found after salted"]["found"] == answers["found"]["found"]
@@ -151,7 +150,9 @@ def test_after_a_reset_announced_tokens_get_the_new_names(life: Life) -> None:
 def test_prefetched_prompt_answers_about_as_soon_as_a_hit_in_ram(life: Life) -> None:
     """The exact ratio is examples/prefetch_gateway.py's to measure; this would notice a prefetch that does nothing."""
     answers, _ = life
-    prefetched, cpu = (median(answers[f"{name} {number}"] for number in range(ROUNDS)) for name in ("prefetched", "cpu"))
+    prefetched, cpu = (
+        median(answers[f"{name} {number}"] for number in range(ROUNDS)) for name in ("prefetched", "cpu")
+    )
     print(f"first token: prefetched {prefetched:.4f} s, CPU tier {cpu:.4f} s, ratio {prefetched / cpu:.3f}")
     assert prefetched < 2 * cpu
 
@@ -164,7 +165,6 @@ def test_worker_in_a_process_of_its_own_names_announced_tokens_alike(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "distributed_executor_backend": "mp",
             "tiercache": tiercache_settings(tmp_path / "kv", control_socket=socket),
         },

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import STEP_TOKENS, close_answer, drive, same_answer, tiercache_settings
+from tests.vllm.engines import CHUNK_TOKENS, close_answer, drive, same_answer, tiercache_settings
 from tiercache.testing.hf3fs import Hf3fsEmulator
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -54,7 +54,6 @@ def first_life(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": tiercache_settings(directory),
         },
         steps,
@@ -104,10 +103,10 @@ def test_what_was_computed_beside_a_failed_load_is_not_stored(
     """The step that waited for the load went on with garbage, over several new chunks, before the engine rolled it back."""
     _, answers, log = first_life
     assert answers["all_damaged"] > 5
-    assert re.search(r"Loaded 0 out of 1024 tokens for request \S+ in \S+ ms; the rest is computed instead", log)
+    assert re.search(r"Loaded 0 out of 256 tokens for request \S+ in \S+ ms; the rest is computed instead", log)
     (damaged,), (healed,), theirs = answers["continued_damaged"], answers["continued_healed"], oracles[2]
     assert close_answer(damaged, theirs)
-    assert healed["cached"] == theirs["cached"] > 1500
+    assert healed["cached"] == theirs["cached"] > 375
     assert close_answer(healed, theirs)
 
 
@@ -121,8 +120,8 @@ def test_operators_find_the_lines_they_know(first_life: tuple[Path, dict[str, An
     assert len(lines) == 16
     cold, cpu, disk = lines[0:2], lines[2:4], lines[4:6]
     assert all(int(hit) == int(load) == 0 for _, _, _, hit, _, _, load in cold)
-    assert all(int(hit) == int(ram) == int(load) > 1000 for _, _, _, hit, ram, _, load in cpu)
-    assert all(int(hit) == int(flash) == int(load) > 1000 for _, _, _, hit, _, flash, load in disk)
+    assert all(int(hit) == int(ram) == int(load) > 250 for _, _, _, hit, ram, _, load in cpu)
+    assert all(int(hit) == int(flash) == int(load) > 250 for _, _, _, hit, _, flash, load in disk)
     assert len(re.findall(r"Stored \d+ out of total \d+ tokens for request", log)) >= 4
 
 
@@ -134,7 +133,6 @@ def test_new_process_loads_asynchronously_what_the_old_one_stored(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": tiercache_settings(directory, enable_async_loading=True, local_cpu=False),
         },
         [["generate", prompts], ["damage_files", str(directory), "truncate", 2], ["generate", prompts]],
@@ -155,7 +153,6 @@ def test_scheduler_and_worker_in_two_processes(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "distributed_executor_backend": "mp",
             "tiercache": tiercache_settings(tmp_path),
         },
@@ -179,14 +176,13 @@ def test_many_requests_in_little_memory(
             "model": model,
             "enable_prefix_caching": True,
             "prefix_caching_hash_algo": "xxhash",
-            "max_num_batched_tokens": STEP_TOKENS,
-            "max_model_len": 2048,
+            "max_model_len": 512,
             "num_gpu_blocks_override": 20,
             "tiercache": tiercache_settings(tmp_path, save_decode_cache=True, device=device),
         },
         [
-            ["generate_together", prompts, 240],
-            ["generate_together", prompts, 240],
+            ["generate_together", prompts, 60],
+            ["generate_together", prompts, 60],
             ["reset_everything"],
             ["generate", prompts],
         ],
@@ -195,8 +191,8 @@ def test_many_requests_in_little_memory(
     assert first["preempted"] >= 1 and second["preempted"] >= 1
     for answers in (first, second):
         for tokens, theirs in zip(answers["tokens"], oracle, strict=True):
-            assert len(tokens) == 240 and tokens[:4] == theirs["tokens"][:4]
-    assert all(cached >= 1024 for cached in second["cached"])
+            assert len(tokens) == 60 and tokens[:4] == theirs["tokens"][:4]
+    assert all(cached >= 256 for cached in second["cached"])
     assert reset
     assert [answer["cached"] for answer in after] == [0, 0]
     for ours, theirs in zip(after, oracle, strict=True):
@@ -229,7 +225,6 @@ def device_life(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": device_settings(directory),
         },
         steps,
@@ -270,7 +265,6 @@ def test_new_process_with_device_memory_loads_what_the_old_one_stored(
         {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": device_settings(directory) | {"enable_async_loading": True},
         },
         [
@@ -310,9 +304,9 @@ def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_
 ) -> None:
     """3FS is the only storage below RAM. Wrong KV changes the answer at last: what was compared is what was loaded."""
     settings: dict[str, Any] = {
-        "chunk_size": 256,
+        "chunk_size": CHUNK_TOKENS,
         "save_unfull_chunk": True,
-        "max_local_cpu_size": 0.5,
+        "max_local_cpu_size": 0.25,
         "max_hf3fs_size": 1.0,
         "remote_storage_plugins": ["hf3fs.primary"],
         "extra_config": {
@@ -323,7 +317,6 @@ def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_
     engine = {
         "model": model,
         "enable_prefix_caching": False,
-        "max_num_batched_tokens": STEP_TOKENS,
         "tiercache": settings,
     }
     (_, flushed, _, loaded, statistics), _ = drive(
@@ -354,16 +347,15 @@ def test_redis_below_the_cpu_tier_gives_the_prefix_caches_answer_to_another_engi
 
     with servers.running(tmp_path) as server:
         settings: dict[str, Any] = {
-            "chunk_size": 256,
+            "chunk_size": CHUNK_TOKENS,
             "save_unfull_chunk": True,
-            "max_local_cpu_size": 0.5,
+            "max_local_cpu_size": 0.25,
             "remote_storage_plugins": ["redis.shared"],
             "extra_config": {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"},
         }
         engine = {
             "model": model,
             "enable_prefix_caching": False,
-            "max_num_batched_tokens": STEP_TOKENS,
             "tiercache": settings,
         }
         (_, flushed, written), _ = drive(engine, [["generate", prompts], ["flush"], ["statistics"]])

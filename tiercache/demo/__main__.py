@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from tiercache.demo.model import ModelFailed, prepare_model
 from tiercache.demo.progress import working
-from tiercache.demo.question import ask, long_message
+from tiercache.demo.question import PROMPT_TOKENS, ask, long_message
 from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
 from tiercache.demo.server import Server, ServerFailed, serving
 
@@ -31,16 +32,23 @@ max_local_disk_size: 2.0
 BLOCK_TOKENS = 128
 """vLLM's on the CPU; only whole blocks are stored."""
 WARM_UP = "Say hello."
+_FEWEST_TOKENS, _MOST_TOKENS = 512, 8000
+"""A few chunks at least; what the server takes at most, with the answer."""
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tiercache.demo", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="length of the question")
+    tokens = parser.parse_args().tokens
+    if not _FEWEST_TOKENS <= tokens <= _MOST_TOKENS:
+        parser.error(f"--tokens: expected {_FEWEST_TOKENS} to {_MOST_TOKENS}, found {tokens}")
     console = Console(highlight=False)
     place = Path("demo").resolve()
     place.mkdir(exist_ok=True)
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
     try:
-        runs = measure(place, console)
+        runs = measure(place, tokens, console)
     except (ModelFailed, ServerFailed) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
@@ -63,13 +71,13 @@ def main() -> int:
     return 1 if found else 0
 
 
-def measure(place: Path, console: Console) -> dict[str, Run]:
+def measure(place: Path, tokens: int, console: Console) -> dict[str, Run]:
     """Ask four times: cold; from vLLM's own prefix cache, the reference; from our CPU tier, once vLLM's is emptied; from
     disk, in a new process. The reference has the same KV, so a hit of ours must give the same answer to the letter."""
     with working("preparing the model (once, about 20 s)", console):
         model = prepare_model(place / "model")
     with working("cutting the prompt", console):
-        message = long_message(model)
+        message = long_message(model, tokens)
     kv = place / "kv"
     shutil.rmtree(kv, ignore_errors=True)
     config = place / "tiercache.yaml"

@@ -20,7 +20,7 @@ from tiercache.config import Config
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
-from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
+from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves, scans_end
 from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
@@ -606,6 +606,8 @@ class _Run:
         faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
         if "fs" in self.places:
             await asyncio.sleep(_REFRESHED_S)
+        for node in self.nodes.values():
+            await node.on_loop(functools.partial(scans_end, node))
         for node in self.nodes.values():
             check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)
         for number in self.nodes:

@@ -29,8 +29,8 @@ class Quarantine:
         os.rename(path, self.directory / f"{os.path.basename(path)}.{time.time_ns()}")
 
     def trim(self, ledger: Ledger, cap_bytes: int) -> None:
-        """Keep the last few, and of a small cap no more than a part: chunks need it. What cannot be removed, or is no file, is
-        no reason to keep others."""
+        """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
+        is no reason to keep others."""
         kept = []
         for path in self._paths():
             with contextlib.suppress(OSError):

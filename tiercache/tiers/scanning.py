@@ -40,7 +40,7 @@ class Shelf:
         self.removed_while_listing: set[ChunkKey] | None = None
         """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
         self._looking: dict[ChunkKey, list[int]] = {}
-        """Of chunks that are looked for at the moment: who does, and how often one was stored or found since the first began."""
+        """Of chunks that are looked for now: how many look, and how often it was stored or found since the first began."""
         self.next_scan_s = 0.0
         self.scan_took_s = 0.0
         """The last one."""

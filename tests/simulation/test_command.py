@@ -29,7 +29,7 @@ def test_one_seed_with_all_that_happens_in_it_is_the_same_each_time() -> None:
 def test_json() -> None:
     found = json.loads(tiercache("torture", "--seeds", 2, "--jobs", 1, "--from", 7, "--json").stdout)
     assert (found["seeds"], found["failed"], found["failure"]) == (2, [], None)
-    assert found["operations"] == 600
+    assert found["operations"] >= 600
     assert found["chunks"] > found["operations"]
 
 

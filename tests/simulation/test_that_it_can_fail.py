@@ -1,11 +1,16 @@
 """A cache that is wrong on purpose is found out, and what is said of it is enough to see why."""
 
+import contextlib
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tiercache.core.breaker import Breaker
-from tiercache.testing.simulation.run import run_seed
+from tiercache.testing.simulation import seeds
+from tiercache.testing.simulation.plan import Operation, Setting
+from tiercache.testing.simulation.run import Outcome, run_seed
 from tiercache.testing.simulation.seeds import failure_of
 from tiercache.tiers.cpu import CpuTier
 
@@ -52,3 +57,41 @@ def test_few_operations_are_left_of_a_failing_seed(monkeypatch: pytest.MonkeyPat
     assert "it was forgotten" in failure.error
     assert len(failure.operations) <= 4 < failure.of
     assert "forget" in {operation.kind for operation in failure.operations}
+
+
+def _spins(*_: object) -> None:
+    with contextlib.suppress(AssertionError):  # as a loop that goes on whatever is raised in it
+        while True:
+            pass
+    while True:
+        pass
+
+
+def test_a_seed_that_spins_is_ended_and_not_run_again_to_make_it_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTier, "forget", _spins)
+    monkeypatch.setattr(seeds, "_LONGEST_CPU_S", 3.0)
+    monkeypatch.setattr(seeds, "_AGAIN_S", 0.5)
+    began_s = time.process_time()
+    failure = failure_of(0)
+    assert failure is not None
+    assert "something spins" in failure.error
+    assert len(failure.operations) == failure.of
+    assert time.process_time() - began_s < 6.0
+
+
+def test_parts_of_a_failing_seed_that_spin_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_part(seed: int, operations: Sequence[Operation] | None, *, setting: Setting) -> Outcome:
+        if operations is not None:
+            monkeypatch.setattr(CpuTier, "forget", _spins)
+        return run_seed(seed, operations, setting=setting)
+
+    monkeypatch.setattr(CpuTier, "forget", lambda self, key: None)
+    seed, _ = _first_failure()
+    monkeypatch.setattr(seeds, "run_seed", run_part)
+    monkeypatch.setattr(seeds, "_SHRINK_S", 3.0)
+    monkeypatch.setattr(seeds, "_AGAIN_S", 0.5)
+    began_s = time.process_time()
+    failure = failure_of(seed)
+    assert failure is not None
+    assert "it was forgotten" in failure.error
+    assert time.process_time() - began_s < 20.0

@@ -136,6 +136,33 @@ def test_who_runs_on_without_time_passing_is_found_to_spin(monkeypatch: pytest.M
     world.end()
 
 
+def test_where_only_timers_go_on_the_run_fails_at_its_end() -> None:
+    world = World(0)
+    world.ends_s = 5_000.0
+
+    def looks_again_and_again() -> None:
+        while True:
+            world.pause(0.25)
+
+    with pytest.raises(SimulationError, match="no end at 5000 s; what has not ended: strand 0 of 1, strand 1 of 1"):
+        run(world, world.wait, looks_again_and_again)
+    assert world.now_s == 5_000.25
+    world.end()
+
+
+def test_a_strand_that_is_alone_and_sleeps_again_and_again_ends_there_too() -> None:
+    world = World(0)
+    world.ends_s = 5_000.0
+
+    def sleeps() -> None:
+        while True:
+            world.pause(1.0)
+
+    with pytest.raises(SimulationError, match="no end at 5001 s"):
+        run(world, sleeps)
+    world.end()
+
+
 def test_what_a_strand_raises_the_run_raises() -> None:
     world = World(0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -131,6 +132,38 @@ async def test_quarantine_is_bounded_and_counted(tmp_path: Path) -> None:
         for number in range(1, 21):
             flip(Path(tier.path(chunk(number)[0])), 5000)
             assert not await is_hit(tier, number)
+        assert len(list((tmp_path / "quarantine").iterdir())) == 8
+        assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
+
+
+async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        for number in range(1, 9):
+            await fill(tier, range(number, number + 1))
+            flip(Path(tier.path(chunk(number)[0])), 5000)
+            assert not await is_hit(tier, number)
+        assert len(list((tmp_path / "quarantine").iterdir())) == 2
+        await fill(tier, range(11, 15))
+        assert tier.statistics().evicted == 0
+
+
+async def test_what_could_not_be_removed_from_quarantine_goes_with_the_next_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with opened(tmp_path) as tier:
+        await fill(tier, range(1, 13))
+        with monkeypatch.context() as device:
+            device.setattr(Path, "unlink", fails)
+            for number in range(1, 13):
+                flip(Path(tier.path(chunk(number)[0])), 5000)
+                assert not await is_hit(tier, number)
+        assert len(list((tmp_path / "quarantine").iterdir())) == 12
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
         assert len(list((tmp_path / "quarantine").iterdir())) == 8
         assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
 

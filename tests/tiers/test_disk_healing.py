@@ -11,10 +11,12 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.remote.fs.mount import why_no_fuse
@@ -441,6 +443,33 @@ async def test_chunks_that_are_read_while_the_first_scan_runs_are_known_after_it
         await tier.scanned()
         assert tier.statistics().resident == 14
         assert all(tier.contains(chunk(number)[0]) for number in range(1, 15))
+
+
+async def test_a_chunk_that_is_stored_while_a_read_finds_nothing_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, goes_on = threading.Event(), threading.Event()
+    read = Volume.read
+
+    def slow_read(self: Volume, key: bytes, into: np.ndarray) -> int | None:
+        found = read(self, key, into)
+        looked.set()
+        goes_on.wait(10.0)
+        return found
+
+    monkeypatch.setattr(Volume, "read", slow_read)
+    async with opened(tmp_path) as tier:
+        await tier.scanned()
+        reading = asyncio.create_task(is_hit(tier, 1))
+        await asyncio.to_thread(looked.wait, 10.0)
+        await fill(tier, range(1, 2))
+        goes_on.set()
+        assert not await reading
+        key, _ = chunk(1)
+        assert tier.contains(key)
+        Path(tier.path(key)).unlink()
+        assert not await is_hit(tier, 1)
+        assert not tier.contains(key)
 
 
 async def test_writes_that_find_the_directory_emptied_together_open_one_volume(

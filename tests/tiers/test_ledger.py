@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -44,6 +45,39 @@ def test_a_charge_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert not ledger.charge(2)
         assert ledger.used_bytes == counted(tmp_path) == CAP - 1
         assert ledger.charge(1)
+
+
+class _Turns:
+    """The lock of a ledger, which one thread gets only when another has had it."""
+
+    def __init__(self, ledger: Ledger, waits: str) -> None:
+        self._lock = ledger._lock
+        self._waits = waits
+        self.waiting, self.may_go_on = threading.Event(), threading.Event()
+
+    def acquire(self, timeout: float) -> bool:
+        if threading.current_thread().name == self._waits:
+            self.waiting.set()
+            assert self.may_go_on.wait(10.0)
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_what_one_writer_has_freed_makes_room_for_one_file_and_not_for_two(tmp_path: Path) -> None:
+    with opened(tmp_path) as ledger:
+        assert ledger.charge(CAP)
+        ledger.settle(CAP)
+        ledger.announce(100)
+        turns = ledger._lock = _Turns(ledger, "evicts")  # type: ignore[assignment]
+        evicts = threading.Thread(target=lambda: ledger.charge(100, 100, 100), name="evicts")
+        evicts.start()
+        assert turns.waiting.wait(10.0)
+        ledger.charge(100)
+        turns.may_go_on.set()
+        evicts.join()
+        assert ledger.counted_bytes == CAP
 
 
 def test_what_others_did_is_known_after_a_refresh_or_a_change(tmp_path: Path) -> None:

@@ -334,6 +334,7 @@ class Flights:
             if not await _came(late.task, lambda: source.until_s(flight.deadline_s, began_s)):
                 source.waited_in_vain(began_s)
                 return None
+            self._late_ended(late)
             return None if flight.forgotten else self.cpu.hold(flight.key)
         finally:
             late.joined -= 1
@@ -341,20 +342,23 @@ class Flights:
                 late.landed.release()
 
     def _leave_behind(self, read: _Read) -> None:
-        def ended(_: asyncio.Task[int | None]) -> None:
-            self._stuck.discard(read.task)
-            if self._late.get(where) is read:
-                del self._late[where]
-            read.landed = self._end(read, self._outcome(read))
-            if read.landed is not None:
-                self.counters.kept += 1
-                if not read.joined:
-                    read.landed.release()
-
-        where = (read.source.tier.name, read.key)
         self._stuck.add(read.task)
-        self._late[where] = read
-        read.task.add_done_callback(ended)
+        self._late[read.source.tier.name, read.key] = read
+        read.task.add_done_callback(lambda _: self._late_ended(read))
+
+    def _late_ended(self, read: _Read) -> None:
+        """By whoever comes to it first: those who wait for its task may run before its callbacks do."""
+        if read.task not in self._stuck:
+            return
+        self._stuck.remove(read.task)
+        where = (read.source.tier.name, read.key)
+        if self._late.get(where) is read:
+            del self._late[where]
+        read.landed = self._end(read, self._outcome(read))
+        if read.landed is not None:
+            self.counters.kept += 1
+            if not read.joined:
+                read.landed.release()
 
     def _outcome(self, read: _Read) -> int | None:
         """The payload's length; None on a miss and on a failure, which is counted."""

@@ -154,7 +154,7 @@ class DiskTier(Tier):
             found = await self._metadata.submit(_existing, unknown)
             for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
                 if key not in shelf.index:
-                    shelf.index.add(key, occupied_bytes)
+                    shelf.add(key, occupied_bytes)
             there = self.prefix(part)
             position += there
             if there < len(part):
@@ -181,6 +181,7 @@ class DiskTier(Tier):
     async def _read_from(
         self, shelf: Shelf, key: ChunkKey, read: Callable[[Volume], asyncio.Future[int | None]]
     ) -> int | None:
+        began = shelf.look_for(key)
         try:
             length = await to_the_end(read(shelf.volume))
         except CorruptChunk as error:
@@ -198,9 +199,12 @@ class DiskTier(Tier):
             logger.warning("a chunk cannot be read and was put aside: %s", error)
             await self._metadata.submit(shelf.volume.set_aside, key)
             raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
+        finally:
+            is_latest = shelf.looked(key, began)
         self._blame.succeeded()
         if length is None:
-            shelf.index.remove(key)
+            if is_latest:  # else it was stored after we had looked
+                shelf.index.remove(key)
             return None
         if key in shelf.index:
             shelf.index.touch(key)
@@ -257,7 +261,7 @@ class DiskTier(Tier):
             logger.warning("a chunk cannot be stored: %s", error)
             return False
         self._refused.pop(key, None)
-        shelf.index.add(key, occupied_bytes)
+        shelf.add(key, occupied_bytes)
         shelf.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes

@@ -151,8 +151,7 @@ class Ledger:
         `freed_bytes` of `announced_bytes` (see `announce`) were deleted to make room for it. They are taken off in any
         case, and suffice for as much even above the cap, where it was lowered: the count does not grow.
         """
-        self._done.append(_Done(announced_bytes=announced_bytes, freed_bytes=freed_bytes))
-        with self._open_lock(_LOCK_WAIT_S):
+        with self._open_lock(_LOCK_WAIT_S, _Done(announced_bytes=announced_bytes, freed_bytes=freed_bytes)):
             missing_bytes = amount_bytes - self._spare_bytes
             if missing_bytes > 0 and not self._charge_file(missing_bytes, freed_bytes):
                 return False
@@ -406,12 +405,21 @@ class Ledger:
         self._count = count
 
     @contextmanager
-    def _open_lock(self, wait_s: float) -> Iterator[None]:
-        with self._lock_within(wait_s):
-            if self._closing:
-                raise LedgerLost(errno.ENOENT, "the ledger is closed", str(self._path))
-            self._take_up()
-            yield
+    def _open_lock(self, wait_s: float, done: _Done | None = None) -> Iterator[None]:
+        """`done` is noted in any case, and not before it is our turn: whoever came first would give what it freed to a file
+        of his own, and it would suffice for ours as well."""
+        try:
+            with self._lock_within(wait_s):
+                if done is not None:
+                    self._done.append(done)
+                    done = None
+                if self._closing:
+                    raise LedgerLost(errno.ENOENT, "the ledger is closed", str(self._path))
+                self._take_up()
+                yield
+        finally:
+            if done is not None:
+                self._done.append(done)
 
     @contextmanager
     def _lock_within(self, wait_s: float) -> Iterator[None]:

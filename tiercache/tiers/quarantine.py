@@ -12,6 +12,8 @@ from tiercache.tiers.access import Access, occupied_bytes
 from tiercache.tiers.ledger import Ledger
 
 _KEEPS = 8
+_SHARE = 4
+"""The part of the cap that these may take."""
 
 
 class Quarantine:
@@ -26,8 +28,9 @@ class Quarantine:
         self._access.make_directory(self.directory)
         os.rename(path, self.directory / f"{os.path.basename(path)}.{time.time_ns()}")
 
-    def trim(self, ledger: Ledger) -> None:
-        """Keep the last few. What cannot be removed, or is no file, is no reason to keep others."""
+    def trim(self, ledger: Ledger, cap_bytes: int) -> None:
+        """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
+        is no reason to keep others."""
         kept = []
         for path in self._paths():
             with contextlib.suppress(OSError):
@@ -36,8 +39,12 @@ class Quarantine:
                     kept.append((status.st_mtime_ns, path, occupied_bytes(status)))
                 elif not stat.S_ISDIR(status.st_mode):
                     path.unlink()
-        kept.sort()
-        for _, path, occupied in kept[:-_KEEPS]:
+        kept.sort(reverse=True)
+        left_bytes = cap_bytes // _SHARE
+        for place, (_, path, occupied) in enumerate(kept):
+            left_bytes -= occupied
+            if place < _KEEPS and left_bytes >= 0:
+                continue
             ledger.announce(occupied)
             gone = False
             with contextlib.suppress(OSError):

@@ -39,6 +39,8 @@ class Shelf:
         """Read or written since the scan began: what it found out about them may be older."""
         self.removed_while_listing: set[ChunkKey] | None = None
         """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
+        self._looking: dict[ChunkKey, list[int]] = {}
+        """Of chunks that are looked for now: how many look, and how often it was stored or found since the first began."""
         self.next_scan_s = 0.0
         self.scan_took_s = 0.0
         """The last one."""
@@ -56,6 +58,27 @@ class Shelf:
     def note(self, key: ChunkKey) -> None:
         if self.scanning is not None:
             self.noted_while_scanning.add(key)
+
+    def look_for(self, key: ChunkKey) -> int:
+        """Somebody looks whether it is there, until `looked`, which gets what this returns."""
+        looking = self._looking.setdefault(key, [0, 0])
+        looking[0] += 1
+        return looking[1]
+
+    def looked(self, key: ChunkKey, since: int) -> bool:
+        """Whether nobody has stored or found it since."""
+        looking = self._looking[key]
+        looking[0] -= 1
+        if not looking[0]:
+            del self._looking[key]
+        return looking[1] == since
+
+    def add(self, key: ChunkKey, occupied_bytes: int) -> None:
+        """It is there: who looks for it and found nothing, looked before."""
+        self.index.add(key, occupied_bytes)
+        looking = self._looking.get(key)
+        if looking is not None:
+            looking[1] += 1
 
     def removed(self, key: ChunkKey) -> None:
         """It is gone, whatever somebody has seen before."""

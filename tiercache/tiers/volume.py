@@ -359,8 +359,7 @@ class Volume:
                 # Publishing never replaces a file, so it would stay for ever.
                 self.delete(key, occupied_bytes(os.lstat(path)))
             return
-        with contextlib.suppress(OSError, TierUnavailable):
-            self._quarantine.trim(self.ledger)
+        self._trim_quarantine()
 
     def set_aside(self, key: ChunkKey) -> None:
         """As `quarantine`, for a file that cannot be read. Another user's may be good, and stays."""
@@ -375,6 +374,10 @@ class Volume:
         """
         return self._surveyor.scan(top)
 
+    def _trim_quarantine(self) -> None:
+        with contextlib.suppress(OSError, TierUnavailable):
+            self._quarantine.trim(self.ledger, self.cap_bytes)
+
     def scan_quarantine(self) -> int:
         """Bytes that lie in quarantine."""
         return self._quarantine.occupied_bytes()
@@ -383,6 +386,7 @@ class Volume:
         """Before the first directory is scanned: what is needed to correct the count afterwards."""
         self.bury_the_dead()
         self.require_manifest()
+        self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
         marked = self.ledger.mark()
         own_bytes = self.ledger.outstanding_bytes
         others_bytes = sum(each.outstanding_bytes for each in self._owner.others())

@@ -39,6 +39,16 @@ def place_of(shelf: Shelf, places: Sequence[Place]) -> Place:
     return next(place for place in places if place.disk.owns(str(shelf.volume.root)))
 
 
+async def scans_end(node: Node) -> None:
+    """A write may have begun one a moment ago."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + _SCANNED_S
+    while scanning := [shelf.volume.root for shelf in shelves(node.cache) if shelf.scanning is not None]:
+        if loop.time() > until_s:
+            raise Violation(f"a scan that does not end: {scanning}")
+        await asyncio.sleep(0.01)
+
+
 def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
     """Of an open cache in which nothing is under way."""
     for shelf in shelves(node.cache):
@@ -52,8 +62,8 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
         deleting = ledger._announced_bytes - sum(done.announced_bytes for done in ended)
         if deleting:
             raise Violation(f"{place.disk.root}: {deleting} bytes are still about to be deleted")
-        if shelf.scanning is not None or shelf.noted_while_scanning:
-            raise Violation(f"{place.disk.root}: a scan that does not end")
+        if shelf.noted_while_scanning:
+            raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier._shelves)
         known = set(shelf.index.order.entries)
         if (faultless and alone) or tier.name == "fs":
@@ -154,11 +164,7 @@ async def check_reopened(
     """A cache that was opened anew knows all that lies there, and it alone; good chunks are read and bad ones are put aside.
     `spoilt`: files that cannot be read, as `Weather.spoilt`."""
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + _SCANNED_S
-    while not all(shelf.scanned for shelf in shelves(node.cache)):
-        if loop.time() > until_s:
-            raise Violation(f"a first scan takes longer than {_SCANNED_S:.0f} s")
-        await asyncio.sleep(0.01)
+    await scans_end(node)
     await asyncio.sleep(max(_TRIMMED_S[name] for name, _ in file_tiers(node.cache)))
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 
 from tiercache.tables import INDENT, Line, say
-from tiercache.testing.simulation.run import run_seed
-from tiercache.testing.simulation.seeds import OURS, Failure, Own, Report, failure_of, run_seeds
+from tiercache.testing.simulation.seeds import OURS, Failure, Own, Report, failure_of, run_limited, run_seeds
 
 _TOLD_EVERY_S = 5.0
 _LAST_LINES = 40
@@ -59,7 +58,7 @@ def torture_command(asked: Torture) -> int:
 
 
 def _show_one(seed: int, asked: Torture, console: Console) -> int:
-    outcome = run_seed(seed, setting=asked.own.setting_of(seed))
+    outcome = run_limited(seed, asked.own.setting_of(seed))
     failure = failure_of(seed, asked.own) if outcome.failure is not None else None
     if asked.as_json:
         found = {

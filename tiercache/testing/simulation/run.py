@@ -20,7 +20,7 @@ from tiercache.config import Config
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.layout import Layout
 from tiercache.testing.simulation import remote
-from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves
+from tiercache.testing.simulation.aftermath import check_fills, check_promises, check_reopened, check_shelves, scans_end
 from tiercache.testing.simulation.coverage import Coverage
 from tiercache.testing.simulation.files import Disk, FileCalls
 from tiercache.testing.simulation.machine import Machine, disks_of, place_of
@@ -59,6 +59,8 @@ _BESIDE_BYTES = 32 * 4096
 _CALLS_A_LOOK = 32
 _RECENT_S = 130.0
 _TRACE_LINES = 4000
+_LONGEST_S = 50_000.0
+"""What no run takes, of its own time: those of 300 operations take 1,000 s."""
 
 
 @dataclass
@@ -139,6 +141,7 @@ class _Run:
         self.setting = setting
         self.operations = operations
         self.world = World(seed)
+        self.world.ends_s = self.world.now_s + _LONGEST_S
         self._key_count = setting.keys + setting.processes * _PROBES + _FILLERS
         self.truth = Truth(self._key_count, generations=setting.processes == 1)
         self.layout = Layout("simulated", chunk_tokens=16, bytes_per_token=CHUNK_BYTES // 16)
@@ -167,6 +170,7 @@ class _Run:
         if own:
             importlib.import_module(own)
         self.system = System(self.world, self.calls, self._stumble, [own] if own else [])
+        self._director: Process | None = None
         self.nodes: dict[int, Node] = {}
         self.all_nodes: list[Node] = []
         self.numbers = 1
@@ -203,8 +207,8 @@ class _Run:
             remote.SERVERS[_URL] = self.server
         try:
             with self.system.installed(), self.machine.installed():
-                director = Process(self.world, 1)
-                director.run("director", self._direct)
+                self._director = Process(self.world, 1)
+                self._director.run("director", self._direct)
                 try:
                     self.world.run()
                     failure = self._failed() or self._nobodys()
@@ -268,6 +272,9 @@ class _Run:
     def _before(self, name: str, disk: Disk, target: object) -> object:
         strand = self.world.current
         if strand is None or (weather := self._weather_of.get(disk)) is None:
+            return None
+        if strand.process is self._director:
+            self._found(Violation(f"{name} {target}: a call of the director, who would wait with the mount"))
             return None
         place = self.places.get(disk.root.rpartition("/")[2])
         if place is not None:
@@ -599,6 +606,8 @@ class _Run:
         faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
         if "fs" in self.places:
             await asyncio.sleep(_REFRESHED_S)
+        for node in self.nodes.values():
+            await node.on_loop(functools.partial(scans_end, node))
         for node in self.nodes.values():
             check_shelves(node, self._of_files, faultless=faultless, alone=len(self.nodes) == 1)
         for number in self.nodes:

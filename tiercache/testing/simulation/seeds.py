@@ -21,9 +21,13 @@ from tiercache.testing.simulation.world import SimulationError
 
 _BATCH = 8
 """Seeds that a process takes at a time."""
-_LONGEST_CPU_S = 120.0
+_LONGEST_CPU_S = 60.0
 """Of one seed: a loop without a wait in it stops the simulated clock, and only a real one ends it."""
+_AGAIN_S = 5.0
+"""After so much more it is told once more: what spins may have caught it."""
 _SHRINK_S = 60.0
+_SHRINK_TIMES = 5.0
+"""So many times what the whole seed took, and a second, a part of it may take."""
 _NUMBER = re.compile(r"\b[0-9a-f]*[0-9][0-9a-f.]*\b")
 _KIND_LENGTH = 48
 
@@ -53,6 +57,10 @@ class Own:
 
 
 OURS = Own()
+
+
+class Spins(SimulationError):
+    """A run that took more CPU time than any takes."""
 
 
 @dataclass
@@ -127,30 +135,42 @@ def run_seeds(
 def failure_of(seed: int, own: Own = OURS, shrink: bool = True) -> Failure | None:
     """Run it again, and look for less that fails. None where it does not fail."""
     setting = own.setting_of(seed)
-    with _limited():
-        outcome = run_seed(seed, setting=setting)
+    began_s = time.process_time()
+    outcome = run_limited(seed, setting)
     if outcome.failure is None:
         return None
+    longest_s = 1.0 + _SHRINK_TIMES * (time.process_time() - began_s)
     kind = kind_of(outcome.failure)
     shortest = outcome
     until_s = time.monotonic() + _SHRINK_S
 
     def fails(operations: Sequence[Operation]) -> bool:
         nonlocal shortest
-        if time.monotonic() > until_s:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
             return False
-        with _limited():
-            again = run_seed(seed, operations, setting=setting)
+        again = run_limited(seed, setting, operations, min(longest_s, left_s))
         if again.failure is None or kind_of(again.failure) != kind:
             return False
         shortest = again
         return True
 
-    if shrink:
+    if shrink and not isinstance(outcome.failure, Spins):  # each part that spins would take as long
         shrunk(outcome.operations, fails)
     return Failure(
         seed, setting, kind, _said(shortest), shortest.operations, len(outcome.operations), shortest.trace
     )  # fmt: skip
+
+
+def run_limited(
+    seed: int, setting: Setting, operations: Sequence[Operation] | None = None, cpu_s: float | None = None
+) -> Outcome:
+    """A seed that fails with `Spins` where it takes more CPU time than that; without it, more than any seed takes."""
+    with _limited(_LONGEST_CPU_S if cpu_s is None else cpu_s) as told:
+        outcome = run_seed(seed, operations, setting=setting)
+    if told:
+        outcome.failure = told[0]  # whatever came of that
+    return outcome
 
 
 def kind_of(error: BaseException) -> str:
@@ -163,8 +183,7 @@ def run_batch(seeds: Sequence[int], own: Own = OURS) -> Batch:
     batch = Batch()
     for seed in seeds:
         began_s = time.process_time()
-        with _limited():
-            outcome = run_seed(seed, setting=own.setting_of(seed))
+        outcome = run_limited(seed, own.setting_of(seed))
         batch.seeds += 1
         batch.operations += len(outcome.operations)
         batch.chunks += outcome.chunks
@@ -208,20 +227,23 @@ def _begin() -> None:
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
-    """What runs for too long gets an error; in the main thread, the one that can be told."""
+def _limited(cpu_s: float) -> Iterator[list[Spins]]:
+    """What runs for too long gets an error; in the main thread, the one that can be told. Yields what it was told."""
+    told: list[Spins] = []
 
     def ends(number: int, frame: object) -> None:
-        raise SimulationError(f"{_LONGEST_CPU_S:.0f} s of CPU time, and no end: something spins without a wait")
+        signal.setitimer(signal.ITIMER_VIRTUAL, _AGAIN_S)
+        told.append(Spins(f"{cpu_s:.0f} s of CPU time, and no end: something spins without a wait"))
+        raise told[-1]
 
     try:
         before = signal.signal(signal.SIGVTALRM, ends)
     except ValueError:
-        yield
+        yield told
         return
-    signal.setitimer(signal.ITIMER_VIRTUAL, _LONGEST_CPU_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
     try:
-        yield
+        yield told
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

@@ -4,6 +4,8 @@ The daemon is no process of the run: it serves at the world's instants, and what
 died. Its traps are those of the real one (see tiercache.testing.hf3fs.client): descriptors are known by number, a piece does
 not keep its buffer, an operation keeps the memory mapped for as long as it may write to it, and one that takes long holds
 back the room of all that came after it.
+
+The daemon keeps no object of a process: whose last reference that was would make calls where the daemon drops it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import errno
 import mmap
 import os
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,7 +81,9 @@ class RingWeather(Weather):
 class _Job:
     """An operation on its way through the daemon."""
 
-    ring: Ring
+    ring: weakref.ref[Ring]
+    library: Library
+    reads: bool
     piece: Piece
     file: File
     offset: int
@@ -182,11 +187,12 @@ class Daemon:
         if weather.dead or ring.generation != self.generation:
             return
         if memory is None:
-            self.world.at(self.world.now_s + _SERVES_S, lambda: ring.completed(piece, -errno.EINVAL))
+            asks = weakref.ref(ring)
+            self.world.at(self.world.now_s + _SERVES_S, lambda: _complete(asks, piece, -errno.EINVAL))
             return
         fates = ("silent", "stuck", "late", "ring-error", "ring-short")
         fate = next((kind for kind in fates if weather.strikes(kind)), "")
-        job = _Job(ring, piece, file, offset, memory, self.generation, fate)
+        job = _Job(weakref.ref(ring), ring.library, ring.reads, piece, file, offset, memory, self.generation, fate)
         self._jobs.add(job)
         self.hold(file)
         if fate == "stuck":
@@ -220,9 +226,9 @@ class Daemon:
             result = second if second < 0 else first + second
         self._end(job)
         if job.fate == "silent":
-            job.ring.library.unheard += 1
+            job.library.unheard += 1
         else:
-            job.ring.completed(job.piece, result)
+            _complete(job.ring, job.piece, result)
 
     def _waits(self, call: Callable[[], None]) -> bool:
         if self.weather.hung:
@@ -234,7 +240,7 @@ class Daemon:
         place = job.piece.start + start
         with job.memory[place : place + length] as part:
             try:
-                if job.ring.reads:
+                if job.reads:
                     return job.file.read_into(part[: max(0, job.file.size - job.offset - start)], job.offset + start)
                 return job.file.write([part], job.offset + start, length)
             except OSError as error:
@@ -412,6 +418,13 @@ class Ring:
         if _is_living(self.library):
             with contextlib.suppress(OSError, GreenletExit):
                 os.unlink(self.link)
+
+
+def _complete(asks: weakref.ref[Ring], piece: Piece, result: int) -> None:
+    """Nobody is told whose ring is gone."""
+    ring = asks()
+    if ring is not None:
+        ring.completed(piece, result)
 
 
 def _is_living(library: Library) -> bool:

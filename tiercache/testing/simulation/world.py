@@ -73,6 +73,8 @@ class World:
         self.seed = seed
         self.chance = random.Random(seed)
         self.now_s = 1_000.0
+        self.ends_s = float("inf")
+        """When a run that goes on is said never to end: timers that are set again and again keep the clock going."""
         self.clock_error_s = 0.0
         """By how much wall clocks are fast."""
         self.steps = 0
@@ -208,6 +210,9 @@ class World:
         if at_s > self.now_s:
             self.now_s = at_s
             self.turns = 0
+            if at_s > self.ends_s:
+                waiting = ", ".join(f"{strand.name} of {strand.process.number}" for strand in self.strands)
+                self._fail(SimulationError(f"no end at {at_s:.0f} s; what has not ended: {waiting}"))
 
     # For strands
 

@@ -1,0 +1,97 @@
+"""The simulated 3FS: what of it is a process's, and what is its daemon's."""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+import tiercache.cache  # noqa: F401 - whose modules the system takes the place of
+from tiercache.testing.simulation.disk import Disk
+from tiercache.testing.simulation.files import FileCalls
+from tiercache.testing.simulation.process import Process
+from tiercache.testing.simulation.shared_memory import SharedMemory
+from tiercache.testing.simulation.system import ROOT, System
+from tiercache.testing.simulation.usrbio import Daemon, RingWeather
+from tiercache.testing.simulation.world import World
+
+MOUNT = f"{ROOT}/hf3fs"
+
+
+class Mount:
+    """One, with two processes and what they ask of it."""
+
+    def __init__(self) -> None:
+        self.world = World(0)
+        self.disk = Disk(MOUNT, 1 << 20, lambda: self.world.now_s)
+        self.memory = SharedMemory(f"{ROOT}/shm", lambda: self.world.now_s)
+        self.weather = RingWeather(self.world, "hf3fs")
+        self.calls = FileCalls([self.disk, self.memory.disk], self._before)
+        self.memory.calls = self.calls
+        self.daemon = Daemon(self.world, self.disk, self.weather, self.memory)
+        self.daemon.calls = self.calls
+        self.asked: list[tuple[Process, str]] = []
+        self.processes = [Process(self.world, number, self._entered) for number in (1, 2)]
+
+    def _entered(self, process: Process) -> None:
+        self.calls.process = process
+
+    def _before(self, name: str, disk: Disk, target: object) -> object:
+        if disk is not self.disk:
+            return None
+        assert self.world.current is not None
+        self.asked.append((self.world.current.process, name))
+        return self.weather.before(name, disk, target)
+
+    def run(self, *calls: Callable[[], None]) -> None:
+        """One in each process, until the last of them has ended."""
+        left = list(calls)
+
+        def strand(call: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                call()
+                left.remove(call)
+                if not left:
+                    self.world.stop()
+
+            return run
+
+        with System(self.world, self.calls, lambda: None).installed():
+            for process, call in zip(self.processes, calls, strict=True):
+                self.world.start(process, call.__name__, strand(call))
+            self.world.run()
+            self.world.end()
+
+    def ask(self) -> None:
+        """The calling process reads a block by a ring that it drops then."""
+        library = self.daemon.library()
+        segment, path = self.memory.mkstemp("iov")
+        os.ftruncate(segment, 4096)
+        buffer = memoryview(self.memory.mmap(segment, 4096))
+        iov = library.make_iovec(SimpleNamespace(name=os.path.basename(path), buf=buffer), MOUNT)
+        file = os.open(f"{MOUNT}/file", os.O_RDWR | os.O_CREAT)
+        library.register_fd(file)
+        ring = library.make_ioring(MOUNT, 4, True, 0, None, None, -1)
+        ring.prepare(iov[0:4096], True, file, 0)
+
+
+@pytest.mark.parametrize("fault", ["stuck", "late", "silent"])
+def test_no_ring_outlives_its_process_s_use_of_it_in_the_daemon(fault: str) -> None:
+    """Else whoever makes the daemon drop what it works on makes calls to the mount, which may hang."""
+    mount = Mount()
+    owner, _ = mount.processes
+
+    def asks() -> None:
+        mount.weather.turn(fault, 1.0)
+        mount.ask()
+        assert mount.daemon.library().rings == 0
+
+    def ends_the_daemon() -> None:
+        mount.world.pause(0.1)
+        mount.weather.turn("hung", 1.0)
+        mount.weather.turn("dead", 1.0)
+        mount.weather.clear()
+
+    mount.run(asks, ends_the_daemon)
+    assert {process for process, _ in mount.asked} == {owner}
+    assert (owner, "unlink") in mount.asked

@@ -139,6 +139,15 @@ async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
     assert account.fetched_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
 
 
+async def test_a_closed_cache_pins_nothing(tmp_path: Path) -> None:
+    """Nobody would let go of it. A program that pins part by part may come after the end."""
+    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+        tokens = list(range(16 * cache.cpu.pool.count))
+        await cache.store(tokens, [payload_of(1)] * cache.cpu.pool.count)
+    assert cache.ahead.pin(cache.keys(tokens)) == 0
+    assert (cache.ahead.pinned, any(cache.cpu.budget.held)) == (0, False)
+
+
 async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) -> None:
     """What was hot already, what was fetched and what is pinned: together no more than the share."""
     share = cache.cpu.pool.count // 2

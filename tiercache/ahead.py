@@ -122,10 +122,12 @@ class Ahead:
         """Keep those of `keys` hot that are, for `ttl_s` from now; returns how many are pinned. Prefetch the others first.
 
         Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
-        writes their part of it. A chunk that was prefetched counts as used then.
+        writes their part of it. A chunk that was prefetched counts as used then. A closed cache pins nothing.
         """
         check_keys(keys)
         check_seconds("ttl_s", ttl_s)
+        if self._closed:
+            return 0
         pinned = 0
         for key in keys:
             old = self._pins.pop(key, None)

@@ -83,6 +83,22 @@ async def test_asker_cancelled_in_the_moment_of_arrival_leaks_nothing(bench: Ben
         assert bench.is_whole()
 
 
+async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
+    """As a task is that nobody keeps: its coroutine is closed, and hears of no cancellation."""
+    (key,) = bench.keep_on_tier(range(1, 2))
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    asker = reader.fetch(key, soon())
+    asker.send(None)
+    await bench.tier.until_entered(1)
+    asker.close()
+    bench.tier.gate.set()
+    while reader.flights:
+        await asyncio.sleep(0)
+    assert bench.cpu.contains(key)
+    assert bench.is_whole()
+
+
 async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_ends(bench: Bench) -> None:
     (key,) = bench.keep_on_tier(range(1, 2))
     reader = reader_of(bench)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, is_hit, small_device
-from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical_bytes, refresher_of, store
+from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical_bytes, refresher_of, store, until
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers import ledger
 from tiercache.tiers.base import Tier
 from tiercache.tiers.election import Election
 from tiercache.tiers.evictor import EvictorSettings
@@ -38,6 +39,12 @@ def election(tmp_path: Path) -> Iterator[Election]:
     assert other.campaign()
     yield other
     other.resign()
+
+
+@pytest.fixture
+def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a lock that a test holds. A thread that waits for it does not keep the clock from jumping."""
+    monkeypatch.setattr(ledger, "_LOCK_WAIT_S", 0.3)
 
 
 class TestWekaTier(test_contract.TestDiskTier):
@@ -221,18 +228,32 @@ async def test_writer_goes_on_when_the_elected_instance_made_room(tmp_path: Path
 
 
 async def test_a_count_that_cannot_be_had_for_a_while_ends_neither_eviction_nor_the_refresh(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
 ) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier:
         await store(tier, range(5, 7))
         await tier.refreshed()
         with tier._shelves[0].volume.ledger._lock:
             assert not await evictor_of(tier).room(0, 0.0)  # calls it
-            async with asyncio.timeout(20):
-                while not ("eviction failed" in caplog.text and "could not be listed" in caplog.text):
-                    await asyncio.sleep(0.05)
+            refresher_of(tier).hint()
+            await until(lambda: "eviction failed" in caplog.text and "could not be listed" in caplog.text)
         assert await evictor_of(tier).room(FILE_BYTES + 8192, 20.0)
         assert len(tier._tasks) == 2, "both go on; a refresh that took long is repeated later"
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+async def test_who_wants_room_when_an_eviction_fails_gets_it_as_soon_as_that_can_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None, comes: str
+) -> None:
+    async with opened(tmp_path, cap_chunks=10) as tier:
+        await store(tier, range(5, 7))
+        with tier._shelves[0].volume.ledger._lock:
+            waits = asyncio.create_task(evictor_of(tier).room(FILE_BYTES + 8192 if comes == "before" else 0, 60.0))
+            await until(lambda: "eviction failed" in caplog.text)
+            if comes == "after":
+                waits.cancel()
+                waits = asyncio.create_task(evictor_of(tier).room(FILE_BYTES + 8192, 60.0))
+        assert await waits
 
 
 async def test_an_elected_instance_that_hangs_is_replaced(tmp_path: Path, election: Election) -> None:

@@ -158,7 +158,10 @@ class Flights:
                 return None
             lease = arrival.result()  # it came at this very moment
         except BaseException:
-            if arrival.done() and not arrival.cancelled() and (landed := arrival.result()) is not None:
+            if not arrival.done():
+                if not arrival.get_loop().is_closed():
+                    arrival.cancel()  # this was closed and not cancelled: it could still come
+            elif not arrival.cancelled() and (landed := arrival.result()) is not None:
                 landed.release()
             raise
         if lease is None:

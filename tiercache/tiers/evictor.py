@@ -110,6 +110,7 @@ class Evictor:
                 except (OSError, TierUnavailable) as error:
                     logger.warning("%s: eviction failed: %s", self.shelf.volume.root, error)
                     await self._rest(_IDLE_PAUSE_S)
+                    self._call.set()  # who called is still there, and who called meanwhile as well
         finally:
             self._resign()
 

@@ -15,7 +15,7 @@ from tests.remote.redis.test_failures import eventually
 from tests.remote.redis.tiers import make_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
-from tiercache.tiers.remote.redis import RedisTier
+from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.layout import head_name, new_manifest, segments_of
 from tiercache.tiers.remote.redis.topology import slot_of
 
@@ -88,6 +88,33 @@ async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier,
         assert await tier.remove(key)
         assert [names(node) for node in (source, target)] == [0, 0]
         assert await tier.read(key, into) is None
+    finally:
+        move_names(source, target, slot(1))
+        move_ends(cluster, slot(1), target)
+        move_back(cluster, target, slot(1))
+
+
+async def test_who_dies_while_removing_a_chunk_whose_slot_is_moving_leaves_segments_that_expire(
+    tier: RedisTier, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, payload = chunk(1, LENGTH)
+    await tier.write(key, payload, LENGTH)
+    source, target = move_begins(cluster, slot(1))
+    move_names(source, target, slot(1), 5)
+
+    def die(*_: object) -> None:
+        raise TierUnavailable("killed before the last step")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(chunks, "unlink", die)
+            with pytest.raises(TierUnavailable):
+                await tier.remove(key)
+        assert names(source) + names(target) == 10, "all but the head"
+        for node in (source, target):
+            with node.client() as client:
+                left = client.keys("*")
+                assert left and all(client.execute_command("ASKING") and client.ttl(name) > 0 for name in left)
     finally:
         move_names(source, target, slot(1))
         move_ends(cluster, slot(1), target)

@@ -71,6 +71,7 @@ class Outcome:
     setting: Setting
     operations: list[Operation]
     failure: BaseException | None
+    """Without the frames in which it was raised: they would keep all of the run."""
     digest: str
     """Equal for equal runs."""
     steps: int
@@ -79,6 +80,8 @@ class Outcome:
     """Operations by what became of them, and faults that were met."""
     trace: list[str] = field(default_factory=list)
     """The last lines of what happened."""
+    said: str = ""
+    """The failure, and the innermost lines where it was raised."""
 
     @property
     def chunks(self) -> int:
@@ -97,12 +100,14 @@ def run_seed(
         outcome = run.outcome()
         nobody_died = not run.somebody_died
         if outcome.failure is not None:
+            outcome.said = _text_of(outcome.failure)
             _let_go_of_frames(outcome.failure)
         del run
         gc.collect()
     if warned and nobody_died and outcome.failure is None:
         said = "; ".join(dict.fromkeys(str(each.message) for each in warned))
         outcome.failure = Violation(f"nobody died, and when all was gone Python said: {said}")
+        outcome.said = _text_of(outcome.failure)
     return outcome
 
 
@@ -128,11 +133,18 @@ def _quiet() -> Iterator[list[warnings.WarningMessage]]:
             gc.enable()
 
 
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """What they keep is to go with the run."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _text_of(failure: BaseException) -> str:
+    return "".join(traceback.format_exception(failure, limit=-6)).rstrip()
+
+
+def _let_go_of_frames(failure: BaseException) -> None:
+    """Even one that is cleared keeps its function, and with that what the function has closed over."""
+    errors: list[BaseException | None] = [failure]
+    for error in errors:
+        if error is not None:
+            error.__traceback__ = None
+            behind = (error.__cause__, error.__context__, *getattr(error, "exceptions", ()))
+            errors += [one for one in behind if one not in errors]
 
 
 class _Run:

@@ -8,14 +8,13 @@ import multiprocessing
 import re
 import signal
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from tiercache.testing.simulation.plan import Operation, Setting, setting_of
-from tiercache.testing.simulation.run import Outcome, run_seed
+from tiercache.testing.simulation.run import run_seed
 from tiercache.testing.simulation.shrink import shrunk
 from tiercache.testing.simulation.world import SimulationError
 
@@ -158,7 +157,7 @@ def failure_of(seed: int, own: Own = OURS, shrink: bool = True) -> Failure | Non
     if shrink and not isinstance(outcome.failure, Spins):  # each part that spins would take as long
         shrunk(outcome.operations, fails)
     return Failure(
-        seed, setting, kind, _said(shortest), shortest.operations, len(outcome.operations), shortest.trace
+        seed, setting, kind, shortest.said, shortest.operations, len(outcome.operations), shortest.trace
     )  # fmt: skip
 
 
@@ -247,9 +246,3 @@ def _limited(cpu_s: float) -> Iterator[list[Spins]]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-
-
-def _said(outcome: Outcome) -> str:
-    error = outcome.failure
-    assert error is not None
-    return "".join(traceback.format_exception(error, limit=-6)).rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -14,17 +15,18 @@ from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.redis.channel import Channel
 from tiercache.tiers.remote.redis.exchanges import (
     Missing,
+    expire,
     fetch,
     get_head,
     keep,
     look,
     send,
     set_head,
-    take_head,
+    take_away,
     unlink,
 )
 from tiercache.tiers.remote.redis.existence import existing
-from tiercache.tiers.remote.redis.failures import FOREIGN_TYPE, Forwarded, ServerError, failure
+from tiercache.tiers.remote.redis.failures import FOREIGN_TYPE, Scattered, ServerError, failure
 from tiercache.tiers.remote.redis.layout import (
     SMALLEST_SEGMENT_BYTES,
     Segment,
@@ -78,7 +80,7 @@ class Chunks:
         except HeaderError as error:
             raise CorruptChunk(f"{self._servers.name}: {error}") from error
         except Missing:
-            self._forget(key, head)
+            self._forget(name, head)
             return None
         return self._tier.verified(key, head[:PACKED_BYTES], into, payload_bytes)
 
@@ -106,7 +108,7 @@ class Chunks:
     def remove(self, key: ChunkKey) -> bool:
         """Whether it was there. What is not ours is left alone. Raises TierUnavailable."""
         state, beginning, length = self._looked(key)
-        return state in ("ours", "broken") and self._drop(key, lies_elsewhere(beginning, length))
+        return state in ("ours", "broken") and self._drop(head_name(self._prefix, key), beginning, length)
 
     def exist(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """Whether there is something under the name of each. Raises TierUnavailable."""
@@ -119,33 +121,31 @@ class Chunks:
         manifest = new_manifest(len(payload), self._segment_bytes)
         segments = segments_of(name, manifest, payload)
         unpublished_ms = round((_UNPUBLISHED_S + len(segments) * self._timeout_s) * 1000)
-        published = False
+        names = [segment.name for segment in segments]
+        head = header + manifest
         try:
             self._together(name, list(segments), lambda channel, left: send(channel, left, unpublished_ms))
-            published = self._run(
-                name, lambda channel: set_head(channel, name, header + manifest, _NO_BYTES, self._ttl_ms)
-            )
-            if published:
-                self._together(name, list(segments), self._keep)
-        except Missing:
-            head, _ = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
-            stands = published and head == header + manifest
-            self._try_to_unlink(name, [*([name] if stands else []), *(segment.name for segment in segments)])
-            if published and not stands:
-                return True  # it was there, and somebody has removed it already, or stored another copy since
-            raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
+            published = self._run(name, lambda channel: set_head(channel, name, head, _NO_BYTES, self._ttl_ms))
         except TierFull:
-            self._try_to_unlink(name, [segment.name for segment in segments])
+            self._try_to_unlink(name, names)
             raise
         if not published:
-            self._try_to_unlink(name, [segment.name for segment in segments])
-        return published
+            self._try_to_unlink(name, names)
+            return False
+        try:
+            self._together(name, list(segments), self._keep)
+        except Missing:
+            if self._drop(name, head, len(head)):
+                raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
+            # It was there, and somebody has removed it already, or stored another copy since; or the head was evicted.
+            self._try_to_unlink(name, names)
+        return True
 
     def _keep(self, channel: Channel, segments: list[Segment]) -> None:
         keep(channel, segments, None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS)
 
     def _whole_state(self, key: ChunkKey) -> State:
-        """As `_state`, with a look at the segments: who published the chunk may have died before they were to stay. Then
+        """As `state_of`, with a look at the segments: who published the chunk may have died before they were to stay. Then
         they are to stay from now on; a chunk whose segments have gone is broken."""
         state, beginning, length = self._looked(key)
         if state == "ours" and lies_elsewhere(beginning, length):
@@ -157,33 +157,35 @@ class Chunks:
                 return "broken"
         return state
 
-    def _state(self, key: ChunkKey) -> tuple[State, bytes]:
-        state, beginning, _ = self._looked(key)
-        return state, beginning
-
     def _looked(self, key: ChunkKey) -> tuple[State, bytes, int]:
         """What lies under the name of the head, its beginning, and its length (-1 where there is nothing)."""
         name = head_name(self._prefix, key)
         beginning, length = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
         return state_of(key, self._tier.fingerprint, beginning, length), beginning, length
 
-    def _forget(self, key: ChunkKey, head: bytes) -> None:
+    def _forget(self, name: bytes, head: bytes) -> None:
         """Remove what is left of a chunk that has lost a segment, unless it was written anew; best effort."""
-        try:
-            if self._state(key)[1] == head:
-                self._drop(key, True)
-        except (TierUnavailable, TierFull):
-            return
+        with contextlib.suppress(TierUnavailable, TierFull):
+            self._drop(name, head, len(head))
 
-    def _drop(self, key: ChunkKey, segmented: bool) -> bool:
-        name = head_name(self._prefix, key)
-        if not segmented:
-            return self._unlink(name, [name])
-        # Whoever takes the head away removes the segments that it names, not those of a writer that came in between.
-        value, length = self._run(name, lambda channel: take_head(channel, name), foreign=(b"", 0))
-        if lies_elsewhere(value, length):
-            self._unlink(name, list(segment_names(name, value, self._tier.settings.chunk_bytes)))
-        return length > 0
+    def _drop(self, name: bytes, beginning: bytes, length: int) -> bool:
+        """Remove the value that `_looked` found, with its segments, unless another one is there by now. Whether it was."""
+        names = [name]
+        if lies_elsewhere(beginning, length):
+            names += segment_names(name, beginning, self._tier.settings.chunk_bytes)
+        try:
+            return self._run(name, lambda channel: take_away(channel, names, beginning, length), several=True)
+        except Scattered:
+            return self._drop_one_by_one(names, beginning, length)
+
+    def _drop_one_by_one(self, names: list[bytes], beginning: bytes, length: int) -> bool:
+        """Its slot is moving. Should we not come to the end, the segments expire."""
+        name, *segments = names
+        expiring = [Segment(each, _NO_BYTES) for each in segments]
+        self._together(name, expiring, lambda channel, left: expire(channel, left, round(_UNPUBLISHED_S * 1000)))
+        was_there = self._run(name, lambda channel: take_away(channel, [name], beginning, length))
+        self._unlink(name, segments)
+        return was_there
 
     def _try_to_unlink(self, name: bytes, names: list[bytes]) -> None:
         """What stays behind expires."""
@@ -203,12 +205,12 @@ class Chunks:
         return found
 
     def _together(
-        self, name: bytes, segments: list[Segment], exchange: Callable[[Channel, list[Segment]], None]
+        self, name: bytes, segments: list[Segment], exchange: Callable[[Channel, list[Segment]], object]
     ) -> None:
         """`exchange` about all of `segments`; about one after the other while their slot moves between two servers."""
         try:
             self._run(name, lambda channel: exchange(channel, segments), several=True)
-        except Forwarded:
+        except Scattered:
             for segment in list(segments):
                 self._run(segment.name, lambda channel, alone=[segment]: exchange(channel, alone))  # type: ignore[misc]
 

@@ -18,6 +18,23 @@ _WINDOW = 2
 """Segments asked for or sent and not answered: the next one is on its way when one is done, and the server holds no more
 than these in memory for us."""
 
+_TAKE_AWAY = b"""
+if redis.pcall('STRLEN', KEYS[1]) ~= tonumber(ARGV[2])
+or redis.pcall('GETRANGE', KEYS[1], 0, %d) ~= ARGV[1] then
+  return 0
+end
+local first
+for number = 1, #KEYS do
+  local answer = redis.pcall('UNLINK', KEYS[number])
+  if type(answer) == 'table' then
+    return answer
+  end
+  first = first or answer
+end
+return first
+""" % (HEAD_BYTES - 1)
+"""What goes wrong inside is the answer, so that it is said as without a script, by Redis 6.2 too."""
+
 
 class Missing(Exception):
     """A segment is not there: evicted, expired, or removed meanwhile."""
@@ -77,16 +94,10 @@ def look(channel: Channel, name: bytes) -> tuple[bytes, int]:
     return beginning, length if there == 1 else -1
 
 
-def take_head(channel: Channel, name: bytes) -> tuple[bytes, int]:
-    """The value, which is gone from the server now, and its length; of a longer one than a head, only that."""
-    channel.request(command(b"GETDEL", name))
-    length = channel.value_bytes()
-    if length is None:
-        return b"", 0
-    if length <= HEAD_BYTES:
-        return channel.take(length), length
-    channel.skip(length)
-    return b"", length
+def take_away(channel: Channel, names: list[bytes], beginning: bytes, length: int) -> bool:
+    """Unlink all of `names`, in one step, if the first of them still is what `look` has found. Whether it was."""
+    channel.request(command(b"EVAL", _TAKE_AWAY, b"%d" % len(names), *names, beginning, b"%d" % length))
+    return channel.reply() == 1
 
 
 def fetch(channel: Channel, segments: list[Segment]) -> None:
@@ -125,9 +136,9 @@ def send(channel: Channel, segments: list[Segment], ttl_ms: int) -> None:
     _in_window(channel, segments, _WINDOW, request, receive)
 
 
-def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
-    """Give `segments` another expiry, or none. Raises Missing when one is gone."""
-    doubtful: list[Segment] = []
+def expire(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> list[Segment]:
+    """Give those of `segments` that are there another expiry, or none. Returns those with which there was nothing to do."""
+    unchanged: list[Segment] = []
 
     def request(segment: Segment) -> None:
         if ttl_ms is None:
@@ -137,18 +148,25 @@ def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
 
     def receive(segment: Segment) -> None:
         if channel.reply() != 1:
-            doubtful.append(segment)
+            unchanged.append(segment)
 
-    def request_existence(segment: Segment) -> None:
+    _in_window(channel, segments, len(segments), request, receive)
+    return unchanged
+
+
+def keep(channel: Channel, segments: list[Segment], ttl_ms: int | None) -> None:
+    """As `expire`. Raises Missing when one is gone."""
+
+    def request(segment: Segment) -> None:
         channel.request(command(b"EXISTS", segment.name))
 
-    def receive_existence(segment: Segment) -> None:
+    def receive(segment: Segment) -> None:
         if channel.reply() != 1:
             raise Missing
 
-    _in_window(channel, segments, len(segments), request, receive)
     # PERSIST says the same of what is gone and of what has no expiry any more: who stores the same chunk finishes for us.
-    _in_window(channel, doubtful, len(doubtful), request_existence, receive_existence)
+    doubtful = expire(channel, segments, ttl_ms)
+    _in_window(channel, doubtful, len(doubtful), request, receive)
 
 
 def unlink(channel: Channel, segments: list[Segment]) -> bool:

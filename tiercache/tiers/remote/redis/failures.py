@@ -50,6 +50,10 @@ class Forwarded(Exception):
             raise BrokenConnection(f"not a redirection: {error.text[:100]!r}") from problem
 
 
+class Scattered(Exception):
+    """Names of one slot, which is moving, lie on two servers, or on another one: to be asked for one by one."""
+
+
 def failure(name: str, place: object, error: ServerError) -> TierFull | TierUnavailable:
     """What the scheduler is told about an error that nobody could do anything about."""
     if error.code == "OOM":

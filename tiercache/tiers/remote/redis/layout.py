@@ -10,6 +10,12 @@ finds the segments of one writer or none. Segments expire until the head is ther
 it: a writer that is killed half-way leaves nothing for longer than a minute and its time-outs. One that is killed between
 the last two steps leaves a chunk that goes when its segments expire, which is a miss like any eviction; whoever stores the
 chunk until then gives them their final expiry, and afterwards stores it anew.
+
+A head is taken away with all that it names in one step, by a script (EVAL), and only if it still is the one that was looked
+at: segments that never expire always have a head, whoever writes, removes or dies meanwhile. (While the slot moves between
+two servers of a cluster there is no such step. Then segments are to expire before their head goes, and only who dies just
+when the writer gives them their final expiry leaves them behind.) A server that evicts may take a head alone; it comes to
+the segments in their turn.
 """
 
 from __future__ import annotations

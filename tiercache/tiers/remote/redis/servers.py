@@ -14,6 +14,7 @@ from tiercache.tiers.remote.redis.failures import (
     BrokenConnection,
     Forwarded,
     Refused,
+    Scattered,
     ServerError,
     TooSlow,
     failure,
@@ -49,7 +50,7 @@ class Servers:
         """What `exchange` returns, on a connection to the server of `name`. It may be called again, on another one.
 
         `exchange` lets ServerErrors pass once it has read the replies of all that it asked. Those that are not about the
-        whereabouts of `name` end up in the caller's hands. `several`: it is about several names of a slot; Forwarded is
+        whereabouts of `name` end up in the caller's hands. `several`: it is about several names of a slot; Scattered is
         raised when they no longer lie together. Raises TierUnavailable.
         """
         target: Endpoint | None = None
@@ -70,10 +71,10 @@ class Servers:
                     break
             except ServerError as error:
                 problem = error
+                if several and error.code in ("ASK", "TRYAGAIN"):
+                    raise Scattered from None
                 if error.code in ("MOVED", "ASK"):
                     forwarded = Forwarded(error)
-                    if forwarded.once and several:
-                        raise forwarded from None
                     target = self.topology.forwarded(forwarded, endpoint)
                     asking = forwarded.once
                 elif error.code == "TRYAGAIN":

@@ -1,0 +1,181 @@
+"""Writers and removers that meet, and answers that are lost: a segment that never expires always has a head."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+from tests.remote.redis.servers import Server, until
+from tests.remote.redis.tiers import make_tier
+from tiercache.errors import TierUnavailable
+from tiercache.testing.contract import chunk, page_aligned
+from tiercache.tiers.remote.redis import RedisTier, chunks
+from tiercache.tiers.remote.redis.channel import Channel
+from tiercache.tiers.remote.redis.failures import BrokenConnection
+from tiercache.tiers.remote.redis.layout import Segment, head_name
+
+SEGMENT_BYTES = 64 << 10
+LENGTH = 5 * SEGMENT_BYTES + 1000
+KEY, PAYLOAD = chunk(7, LENGTH)
+HEAD = head_name("tiercache", KEY)
+TAKES_AWAY = (b"EVAL", b"GETDEL", b"UNLINK", b"DEL")
+
+
+@pytest.fixture
+async def tier(server: Server) -> AsyncIterator[RedisTier]:
+    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES)
+    await tier.open()
+    yield tier
+    await tier.close()
+
+
+@pytest.fixture
+async def other(server: Server) -> AsyncIterator[RedisTier]:
+    other = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES, name="redis.other")
+    await other.open()
+    yield other
+    await other.close()
+
+
+def nobodys(client: object) -> list[bytes]:
+    """Segments that stay for ever and that no head names."""
+    head = client.get(HEAD) or b""  # type: ignore[attr-defined]
+    write_id = head[-16:].hex().encode()
+    kept = [name for name in client.keys("{*") if client.ttl(name) == -1]  # type: ignore[attr-defined]
+    return sorted(name for name in kept if name.split(b":")[-2] != write_id)
+
+
+def calls(client: object, name: str) -> int:
+    return client.info("commandstats").get(f"cmdstat_{name}", {"calls": 0})["calls"]  # type: ignore[attr-defined, no-any-return]
+
+
+def names_in(request: bytes) -> tuple[bytes, bool]:
+    """The command, and whether it names the head."""
+    words = request.split(b"\r\n")
+    return words[2].upper(), HEAD in words
+
+
+def once_before(monkeypatch: pytest.MonkeyPatch, commands: tuple[bytes, ...], happens: Callable[[], object]) -> None:
+    """`happens` before the next request that is one of `commands` about the head, and has ended when it is sent."""
+    request = Channel.request
+    begun = threading.Event()
+
+    def requested(self: Channel, *parts: bytes, **named: int) -> None:
+        command, about_head = names_in(bytes(parts[0]))
+        if about_head and command in commands and not begun.is_set():
+            begun.set()
+            happens()
+        request(self, *parts, **named)
+
+    monkeypatch.setattr(Channel, "request", requested)
+
+
+async def is_whole(tier: RedisTier) -> bool:
+    into = page_aligned(LENGTH)
+    return await tier.read(KEY, into) == LENGTH and np.array_equal(into, PAYLOAD)
+
+
+async def test_a_head_that_comes_while_it_is_looked_at_is_not_removed_as_what_is_left_of_one(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await tier.write(KEY, PAYLOAD, LENGTH)
+    with server.client() as client, monkeypatch.context() as patch:
+        client.rename(HEAD, b"not yet")
+        looked = calls(client, "getrange")
+
+        def publish() -> None:
+            until(lambda: calls(client, "getrange") > looked)
+            client.rename(b"not yet", HEAD)
+
+        once_before(patch, (b"STRLEN",), publish)
+        await tier.remove(KEY)
+        assert nobodys(client) == []
+    assert await is_whole(tier)
+
+
+@pytest.mark.parametrize("segment_bytes", [SEGMENT_BYTES, 2 * LENGTH], ids=["in segments", "one value"])
+async def test_what_another_stores_while_the_chunk_is_removed_stays(
+    tier: RedisTier, other: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch, segment_bytes: int
+) -> None:
+    remover = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=segment_bytes, name="redis.remover")
+    await remover.open()
+    await remover.write(KEY, PAYLOAD, LENGTH)
+
+    def store_anew() -> None:
+        assert other._chunks.remove(KEY)
+        assert other._chunks.put(KEY, PAYLOAD[:LENGTH])
+
+    with server.client() as client, monkeypatch.context() as patch:
+        once_before(patch, TAKES_AWAY, store_anew)
+        await remover.remove(KEY)
+        assert nobodys(client) == []
+    assert await is_whole(tier)
+    await remover.close()
+
+
+async def test_a_writer_whose_segment_was_evicted_leaves_what_another_has_stored_since(
+    tier: RedisTier, other: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = chunks.keep
+    with server.client() as client, monkeypatch.context() as patch:
+
+        def evicted(channel: Channel, left: list[Segment], ttl_ms: int | None) -> None:
+            patch.setattr(chunks, "keep", keep)
+            client.delete(left[2].name)
+            keep(channel, left, ttl_ms)
+
+        def store_anew() -> None:
+            assert other._chunks.remove(KEY)
+            assert other._chunks.put(KEY, PAYLOAD[:LENGTH])
+
+        patch.setattr(chunks, "keep", evicted)
+        once_before(patch, TAKES_AWAY, store_anew)
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        assert nobodys(client) == []
+        assert len(client.keys("{*")) == 6
+    assert await is_whole(tier)
+
+
+async def test_a_removal_whose_answer_is_lost_leaves_no_segments(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await tier.write(KEY, PAYLOAD, LENGTH)
+    request = Channel.request
+    lost = threading.Event()
+    with server.client() as client, monkeypatch.context() as patch:
+
+        def requested(self: Channel, *parts: bytes, **named: int) -> None:
+            request(self, *parts, **named)
+            command, about_head = names_in(bytes(parts[0]))
+            if about_head and command in TAKES_AWAY and not lost.is_set():
+                lost.set()
+                until(lambda: not client.exists(HEAD))
+                raise BrokenConnection("the answer is lost")
+
+        patch.setattr(Channel, "request", requested)
+        await tier.remove(KEY)
+        assert lost.is_set()
+        assert client.dbsize() == 0
+
+
+async def test_a_removal_that_ends_after_its_head_leaves_no_segments(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process that is killed: nothing more is sent once the head is gone."""
+    await tier.write(KEY, PAYLOAD, LENGTH)
+    request = Channel.request
+    with server.client() as client, monkeypatch.context() as patch:
+
+        def requested(self: Channel, *parts: bytes, **named: int) -> None:
+            if not client.exists(HEAD):
+                raise TierUnavailable("killed")
+            request(self, *parts, **named)
+
+        patch.setattr(Channel, "request", requested)
+        with contextlib.suppress(TierUnavailable):
+            await tier.remove(KEY)
+        assert nobodys(client) == []

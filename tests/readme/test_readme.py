@@ -86,8 +86,8 @@ def extra(command: str, shell: Shell, place: Path) -> None:
 
 
 def serve(command: str, shell: Shell, place: Path) -> None:
-    """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py. Without
-    vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes longer than all else."""
+    """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py.
+    Without vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes long."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     link_model(place)
     port = free_port()

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 
 from tiercache.testing.simulation.plan import Operation, Setting, setting_of
-from tiercache.testing.simulation.run import run_seed
+from tiercache.testing.simulation.run import Outcome, run_seed
 from tiercache.testing.simulation.shrink import shrunk
 from tiercache.testing.simulation.world import SimulationError
 

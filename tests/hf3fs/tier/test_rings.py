@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,9 +19,9 @@ from tiercache.core.header import HEADER_BYTES
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine
+from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine, _lost_entries
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
-from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
+from tiercache.tiers.hf3fs.ring import Ring, RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, arena_segment
 
 PAGE = 4096
@@ -268,3 +269,38 @@ async def test_what_a_thread_did_not_foresee_makes_new_rings(bench: OpenBench, e
         opened.buffers = opened.engine.buffers
         assert await moved([opened.begin(file, 0)]) == [PAGE]
         opened.files.release(file)
+
+
+class _Jammed:
+    """The ring of a living daemon in which an early operation is never answered: it has entries, and no room."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def prepare(self, piece: object, read: bool, descriptor: int, offset: int) -> None:
+        if self._taken:
+            raise BlockingIOError(errno.EAGAIN, "an early operation has not ended")
+        self._taken += 1
+
+    def submit(self) -> None:
+        """It has begun."""
+
+    def wait(self, *, max_results: int, min_results: int, timeout: float) -> list[object]:
+        time.sleep(timeout)
+        return []
+
+
+async def test_a_ring_without_room_behind_what_is_late_has_lost_all_its_entries() -> None:
+    loop = asyncio.get_running_loop()
+    ring = Ring(_Jammed(), RingSettings(entries=8), read=False, loop=loop, settled=lambda _: None, name="jammed")
+    transfer = Transfer(0, [(b"first", 0), (b"second", 5)], loop.create_future(), loop.create_future(), loop.time())
+    try:
+        ring.submit(transfer)
+        async with asyncio.timeout(10.0):
+            while not ring.jammed:
+                await asyncio.sleep(0.001)
+        assert _lost_entries(ring, [transfer]) == 8
+        assert _lost_entries(ring, []) == 0, "it may be slow"
+    finally:
+        ring.close()
+        ring.join(10.0)

@@ -361,7 +361,7 @@ class RingEngine:
         """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it
         may only hang."""
         late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
-        lost = [(sum(each.missing for each in late[ring]), ring.entries) for ring in late]
+        lost = [(_lost_entries(ring, late[ring]), ring.entries) for ring in late]
         lost.append((sum(map(len, late.values())), now.buffers.count))
         if self._serves_others(now):
             in_arena = self._lacks_slots([each for part in late.values() for each in part])
@@ -422,6 +422,11 @@ class RingEngine:
         _take_away(equipment)
         if self.arena is not None:
             self.arena.unregister()
+
+
+def _lost_entries(ring: Ring, late: list[Transfer]) -> int:
+    """All of them where the room behind an operation that is never answered is used up."""
+    return ring.entries if late and ring.jammed else sum(each.missing for each in late)
 
 
 def _is_dead(registrations: int, name: str) -> bool:

@@ -81,6 +81,8 @@ class Ring:
         self.entries = settings.entries
         self.unfinished: dict[Transfer, None] = {}
         """Transfers that were submitted and have not been settled, the oldest first. The loop's."""
+        self.jammed = False
+        """Whether the last operation found no room though entries were free: one before it has not ended. The thread's."""
         self._ring = ring
         self._read = read
         self._batch = max(1, settings.io_depth)
@@ -147,11 +149,13 @@ class Ring:
                 # An operation that takes long holds back the room of all that came after it, although entries are free.
                 if operation[3]:
                     self._waiting.appendleft(operation)
+                self.jammed = True
                 break
             except OSError as error:
                 refused.append((operation, -(error.errno or errno.EIO)))
                 continue
             prepared += 1
+            self.jammed = False
             self._in_flight[id(operation[1])] = operation
             self._partial_count = (self._partial_count + 1) % self._batch
             self._partial = operation if self._partial_count else None

@@ -282,6 +282,41 @@ async def test_a_file_time_in_the_future_does_not_raise_the_cap(tmp_path: Path) 
         assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
 
 
+def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its removal nor a look whether it is there came through: it stays counted, and not for ever."""
+    volume = Volume(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
+    volume.open()
+    try:
+        unborn = volume.begin_write(chunk(1, 5000)[0], 5000, [])
+        Path(unborn.path).write_bytes(b"torn")
+
+        def fails(path: object, **rest: object) -> None:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+        with monkeypatch.context() as device:
+            device.setattr(os, "unlink", fails)
+            device.setattr(os, "lstat", fails)
+            volume.abandon_write(unborn)
+        assert Path(unborn.path).exists() and volume.ledger.outstanding_bytes == unborn.charged_bytes
+        following = volume.begin_write(chunk(2, 5000)[0], 5000, [])
+        assert not Path(unborn.path).exists()
+        volume.abandon_write(following)
+        assert volume.ledger.outstanding_bytes == 0
+    finally:
+        volume.close()
+
+
+async def test_a_read_that_ends_after_close_begins_no_scan(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        await tier.scanned()
+    (shelf,) = tier._shelves
+    shelf.next_scan_s = 0.0
+    tier._scan_soon(shelf)
+    assert shelf.scanning is None
+
+
 async def test_bursts_of_write_errors_cost_no_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the ledger itself cannot be written while they last."""
     async with opened(tmp_path, cap_chunks=16) as tier:

@@ -122,10 +122,10 @@ class DiskTier(Tier):
             self._begin_scan(shelf, first=True)
 
     async def close(self) -> None:
+        closed, self._closed = self._closed, True
         for scanning in list(self._scans):
             scanning.cancel()
         await asyncio.gather(*self._scans, return_exceptions=True)
-        closed, self._closed = self._closed, True
         for shelf in [] if closed else self._shelves:
             self._close_volume(shelf.volume)
         closing = list(self._closing)
@@ -487,7 +487,7 @@ class DiskTier(Tier):
 
     def _scan_soon(self, shelf: Shelf) -> None:
         """Look again what is there, but not all the time."""
-        if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
+        if not self._closed and shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
             self._begin_scan(shelf, first=False)
 
     async def _scanned_soon(self, shelf: Shelf) -> bool:

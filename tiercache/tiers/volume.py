@@ -20,6 +20,7 @@ import errno
 import logging
 import os
 import stat
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +49,9 @@ T = TypeVar("T")
 _PUBLISH_ATTEMPTS = 8
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+_MOST_ABANDONED = 1024
+_ABANDONED_AT_A_TIME = 4
+"""What a write tries to remove, of what earlier ones have left."""
 
 
 @dataclass
@@ -108,6 +112,8 @@ class Volume:
         self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
         self._quarantine = Quarantine(root / "quarantine", access)
         self._surveyor = Surveyor(root, self._owner, access)
+        self._abandoned: deque[Unborn] = deque(maxlen=_MOST_ABANDONED)
+        """What could not be removed, or may be there: the next writes try again."""
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
@@ -239,6 +245,9 @@ class Volume:
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> Unborn:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
         self._require_ours()
+        for _ in range(min(_ABANDONED_AT_A_TIME, len(self._abandoned))):
+            with contextlib.suppress(IndexError):  # another write took it
+                self.abandon_write(self._abandoned.popleft())
         victims = self._announce(victims)
         announced_bytes = sum(occupied for _, occupied in victims)
         freed_bytes = 0
@@ -280,11 +289,13 @@ class Volume:
         except OSError:
             try:
                 os.lstat(unborn.path)
-                return  # it stays, and stays counted
+                self._abandoned.append(unborn)  # it stays, and stays counted
+                return
             except _ABSENT:
                 pass
             except OSError:
-                return  # nobody knows: the mount is dead
+                self._abandoned.append(unborn)  # nobody knows: the mount is dead
+                return
         self.ledger.correct(-unborn.charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:

@@ -132,10 +132,17 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
 async def test_daemon_that_dies_while_worn_out_rings_drain(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory
 ) -> None:
-    rings = RingSettings(entries=16, rings=2, hang_s=0.8)
+    rings = RingSettings(entries=16, rings=2, hang_s=2.5)
     async with opened(mortal.mount / "chunks", rings=rings) as tier3:
         await put(tier3, memory, 1, 2)
         await tier3.scanned()
+        gate, examine = asyncio.Event(), tier3.engine._examine
+
+        async def examine_later() -> None:
+            await gate.wait()
+            await examine()
+
+        tier3.engine._examine = examine_later
         half = 16 * (1 if memory.arena is None else 2)
         mortal.control.lose(half, direction="write")
         writes = [asyncio.create_task(put(tier3, memory, number)) for number in range(10, 26)]
@@ -143,6 +150,7 @@ async def test_daemon_that_dies_while_worn_out_rings_drain(
         mortal.control.delay(30.0, 1, "read")
         slow = asyncio.create_task(tier3.read(chunk(2)[0], memory.make()))
         await until(tier3.engine, lambda: tier3.engine.in_flight == 17)
+        gate.set()  # not before: nothing is begun any more on rings that are known to be worn out
         async with asyncio.timeout(PATIENCE_S):
             while not tier3.engine._draining:
                 with contextlib.suppress(TierUnavailable):

@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _PREFIX,
         Option("mode", Choice(("standalone", "cluster")), "standalone", "of servers named by redis:// and valkey://",
                ("valkey_mode",)),
-        Option("username", _TEXT, None, "ACL user", ("username", "valkey_username")),
+        Option("username", _TEXT, None, "ACL user; it needs EVAL, too", ("username", "valkey_username")),
         Option("password", _TEXT, None, "its password", ("password", "valkey_password"), secret=True),
         Option("database", Optional(Whole(0)), None, "number of the database", ("valkey_database",)),
         Option("ttl_s", Optional(Number(above=True, unit="seconds")), None,

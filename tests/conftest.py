@@ -89,7 +89,7 @@ _TOGETHER = {
     "tests/readme": "",
 }
 """Folders whose tests share what is dear to make (one vLLM's answers, a server), as groups; "": each test for itself."""
-_FIRST = ("tests/vllm", "tests/readme", "tests/demo", "tests/bench")
+_FIRST = ("tests/vllm", "tests/readme", "tests/demo", "tests/bench", "tests/simulation/test_seeds.py")
 """What takes longest begins first, so that no process has it left at the end."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 import time
@@ -30,7 +31,7 @@ class Quarantine:
 
     def trim(self, ledger: Ledger, cap_bytes: int) -> None:
         """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
-        is no reason to keep others."""
+        is no reason to keep others. `cap_bytes` 0: nobody knows it here."""
         kept = []
         for path in self._paths():
             with contextlib.suppress(OSError):
@@ -40,7 +41,7 @@ class Quarantine:
                 elif not stat.S_ISDIR(status.st_mode):
                     path.unlink()
         kept.sort(reverse=True)
-        left_bytes = cap_bytes // _SHARE
+        left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
         for place, (_, path, occupied) in enumerate(kept):
             left_bytes -= occupied
             if place < _KEEPS and left_bytes >= 0:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiercache.core.eviction import ORDERS, CostAware, EvictionOrder, S3Fifo, Slru, make_order
+from tiercache.core.eviction.family import Family
 from tiercache.core.eviction.recent import Recent
 from tiercache.core.eviction.reuse import BUCKETS, MARGIN, bucket_of, expected_uses
 
@@ -354,3 +355,24 @@ def test_what_is_known_of_ages_counts_those_that_may_still_come() -> None:
     assert seen[bucket_of(40)] < young[0][bucket_of(40)] / 5, "those that have not come count"
     assert seen[bucket_of(49)] > 2 * seen[0], "nearer to its use a chunk is worth more"
     assert seen[bucket_of(80)] == 0.0, "after it, nothing"
+
+
+@pytest.mark.parametrize("policy", ["LRU", "COST"])
+def test_single_chunks_that_turn_out_to_be_a_prefix_are_learnt_in_one_pass(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a walk to the end of the prefix for each of them."""
+    order: EvictionOrder[int] = make_order(policy)
+    keys = [number.to_bytes(24, "big") for number in range(2000)]
+    for key in keys:
+        order.insert(key, 0)
+    steps = []
+    child = Family.child
+
+    def counted(family: Family, key: bytes) -> bytes | None:
+        steps.append(key)
+        return child(family, key)
+
+    monkeypatch.setattr(Family, "child", counted)
+    order.touch_prefix(keys)
+    assert len(steps) <= 2 * len(keys)

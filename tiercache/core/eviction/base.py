@@ -97,16 +97,18 @@ class EvictionOrder(ABC, Generic[V]):
         The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom.
         """
         entries, use, spared, parents = self.entries, self._use, self._spared, self._family.parents
+        recent_ends = self._recent.ends
         self._full = False
         ends: list[tuple[ChunkKey, int]] = []
         length = 0
         end: ChunkKey | None = None
         after: ChunkKey | None = None
+        tail: ChunkKey | None = None  # the next end of a prefix behind `after`, if it is known: no walk for each chunk
         for key in reversed(keys):
             if key not in entries:
                 if end is not None:
                     ends.append((end, length))
-                end, length, after = None, 0, None
+                end, length, after, tail = None, 0, None, None
                 continue
             if key in spared:
                 self._judge(key)
@@ -115,9 +117,11 @@ class EvictionOrder(ABC, Generic[V]):
                 end = key
             elif parents.get(after) != key and after != key:
                 self._family.leave(after)
-                self._adopt(after, key)
+                tail = self._adopt(after, key, tail)
             length += 1
             after = key
+            if key in recent_ends:
+                tail = key
         if end is not None:
             ends.append((end, length))
         self._awaited = not ends
@@ -210,19 +214,21 @@ class EvictionOrder(ABC, Generic[V]):
     def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
 
-    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
-        """Learn the parent of a resident; both are resident."""
+    def _adopt(self, key: ChunkKey, parent: ChunkKey, tail: ChunkKey | None = None) -> ChunkKey | None:
+        """Learn the parent of a resident; both are resident. `tail` is the next end of a prefix from `key` on, where it is
+        known; returns it, where it is known then."""
         self._family.add(key, parent)
         self._strays.pop(key, None)
         ends = self._recent.ends
         if parent not in ends:
-            return
-        end, steps = key, 0
+            return tail
+        end, steps = tail or key, 0
         while end not in ends and steps < len(self.entries) and (child := self._family.child(end)) is not None:
             end, steps = child, steps + 1
         if end in ends and end != parent:
             self._move_group(parent, end)
             self._recent.joined(end, parent)
+        return end if end in ends else None
 
     # What was just used
 

@@ -60,12 +60,13 @@ class CostAware(EvictionOrder[V]):
         self._queues[0][key] = self._clock - (1 << 40)
         self._queues[0].move_to_end(key, last=False)
 
-    def _adopt(self, key: ChunkKey, parent: ChunkKey) -> None:
-        super()._adopt(key, parent)
+    def _adopt(self, key: ChunkKey, parent: ChunkKey, tail: ChunkKey | None = None) -> ChunkKey | None:
+        found = super()._adopt(key, parent, tail)
         if not self._classes[key] and self._classes[parent]:
             # It came without its parent; until it is used its class is that of what it continues.
             self._classes[key] = _CONTINUES
             self._queues[_CONTINUES][key] = self._queues[0].pop(key)
+        return found
 
     def _use(self, key: ChunkKey) -> None:
         now = self._clock = self._clock + 1

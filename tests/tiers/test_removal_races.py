@@ -2,8 +2,10 @@
 
 import asyncio
 import errno
+import itertools
 import os
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,10 @@ from tests.tiers.test_disk import fill, is_hit, opened
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers import listing
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.survey import Scanned
 from tiercache.tiers.volume import Volume
 
 KEY = chunk(1)[0]
@@ -108,3 +113,96 @@ async def test_chunk_of_a_directory_that_is_away_is_not_taken_for_removed(tmp_pa
         away.rename(place)
         assert await tier.remove(KEY)
         assert not await is_hit(other, 1)
+
+
+class Held:
+    """KEY's file stays where it is, although it is evicted, until this `goes_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        self._began = asyncio.Event()
+        self._patch = monkeypatch
+        loop = asyncio.get_running_loop()
+        delete = Volume._delete_file
+
+        def delete_late(volume: Volume, key: ChunkKey) -> bool:
+            if key == KEY:
+                loop.call_soon_threadsafe(self._began.set)
+                assert self.goes_on.wait(10.0)
+            return delete(volume, key)
+
+        monkeypatch.setattr(Volume, "_delete_file", delete_late)
+
+    async def evict_first(self, tier: DiskTier) -> asyncio.Task[bool]:
+        """Fill the tier; the write that has to wait for the deletion of the oldest chunk, that of KEY."""
+        began = asyncio.create_task(self._began.wait())
+        for number in itertools.count(1):
+            writing = asyncio.create_task(tier.write(*chunk(number), CHUNK_BYTES))
+            await asyncio.wait([writing, began], return_when=asyncio.FIRST_COMPLETED)
+            if began.done():
+                break
+        assert not tier.contains(KEY) and Path(tier.path(KEY)).exists()
+        return writing
+
+    def hold_scans(self) -> None:
+        scan = Volume.scan
+
+        def scan_late(volume: Volume, top: str) -> Scanned:
+            found = scan(volume, top)
+            assert self.goes_on.wait(10.0)
+            return found
+
+        self._patch.setattr(Volume, "scan", scan_late)
+
+
+@pytest.fixture
+async def held(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Held]:
+    held = Held(monkeypatch)
+    yield held
+    held.goes_on.set()
+
+
+@pytest.mark.parametrize("look", ["scan", "probe", "read in a scan"])
+async def test_chunk_that_is_seen_while_it_is_evicted_is_stored_anew(tmp_path: Path, held: Held, look: str) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        writing = await held.evict_first(tier)
+        if look == "probe":
+            await tier.probe([KEY])
+        else:
+            if look == "read in a scan":
+                held.hold_scans()
+            tier._shelves[0].next_scan_s = 0.0
+            tier._scan_soon(tier._shelves[0])
+            if look == "scan":
+                await tier.scanned()
+            else:
+                assert await is_hit(tier, 1)
+        held.goes_on.set()
+        assert await writing
+        await tier.scanned()
+        assert not tier.contains(KEY)
+        await fill(tier, range(1, 2))
+        assert await is_hit(tier, 1)
+
+
+async def test_chunk_that_is_listed_while_it_is_evicted_is_stored_anew(tmp_path: Path, held: Held) -> None:
+    async with weka.opened(tmp_path, cap_chunks=8) as tier:
+        writing = await held.evict_first(tier)
+        await tier.refreshed()
+        held.goes_on.set()
+        assert await writing
+        assert not tier.contains(KEY)
+        await weka.store(tier, range(1, 2))
+        assert await is_hit(tier, 1)
+
+
+async def test_chunk_that_is_stored_while_it_is_evicted_is_stored(tmp_path: Path, held: Held) -> None:
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        writing = await held.evict_first(tier)
+        again = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
+        await fill(tier, range(1001, 1005))  # time enough for it to end, if it does not wait
+        held.goes_on.set()
+        assert await writing and await again
+        assert tier.contains(KEY) and await is_hit(tier, 1)

@@ -7,6 +7,7 @@ threads. `volume.py` is the half that blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import threading
@@ -151,9 +152,11 @@ class DiskTier(Tier):
         while position < len(keys):
             part = keys[position : position + _PROBED]
             unknown = [(self._places(key), key) for key in part if key not in self._refused]
-            found = await self._metadata.submit(_existing, unknown)
+            with contextlib.ExitStack() as looking:
+                gone = {shelf: looking.enter_context(shelf.looking_around()) for shelf in self._shelves}
+                found = await self._metadata.submit(_existing, unknown)
             for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
-                if key not in shelf.index:
+                if key not in shelf.index and key not in gone[shelf]:
                     shelf.add(key, occupied_bytes)
             there = self.prefix(part)
             position += there
@@ -208,7 +211,7 @@ class DiskTier(Tier):
             return None
         if key in shelf.index:
             shelf.index.touch(key)
-        elif shelf.scanning is not None:
+        elif is_latest and shelf.scanning is not None:
             shelf.index.add(key, file_bytes(length))  # the scan leaves alone what was noted
         shelf.note(key)
         return length
@@ -237,6 +240,7 @@ class DiskTier(Tier):
     ) -> bool:
         """`write` begins what does as `Volume.write`, perhaps several times."""
         shelf = self._shelf(key)
+        await shelf.left(key)
         if key in shelf.index:
             shelf.index.touch(key)
             return True
@@ -389,7 +393,8 @@ class DiskTier(Tier):
             victims = await self._make_room(shelf, needed_bytes, deficit_bytes)
             volume, index = shelf.volume, shelf.index
             try:
-                return await to_the_end(write(volume, victims))
+                with shelf.leaving([key for key, _ in victims]):
+                    return await to_the_end(write(volume, victims))
             except TierFull as error:
                 # Victims that somebody else had deleted were no attempt, and are out of the index now.
                 attempt += not (victims and isinstance(error, NothingFreed))
@@ -450,8 +455,6 @@ class DiskTier(Tier):
 
     def _evict(self, shelf: Shelf, needed_bytes: int, most: int | None = None) -> Victims:
         victims = shelf.index.evict(needed_bytes, most)
-        for key, _ in victims:
-            shelf.note(key)
         self._statistics.evicted += len(victims)
         return victims
 
@@ -538,7 +541,8 @@ class DiskTier(Tier):
             victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
             if not victims:
                 return
-            done = await self._metadata.submit(volume.delete_all, victims)
+            with shelf.leaving([key for key, _ in victims]):
+                done = await self._metadata.submit(volume.delete_all, victims)
             if done.error is not None:
                 logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)
                 for key, occupied_bytes in done.left:

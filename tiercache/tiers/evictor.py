@@ -151,7 +151,8 @@ class Evictor:
             while (goal_bytes := self._goal_bytes()) and (victims := shelf.index.evict(min(goal_bytes, _BATCH_BYTES))):
                 self._on_evict([key for key, _ in victims])
                 parts = [victims[start :: self._workers.threads] for start in range(self._workers.threads)]
-                done = await asyncio.gather(*(self._ask(shelf.volume.delete_all, part) for part in parts if part))
+                with shelf.leaving([key for key, _ in victims]):
+                    done = await asyncio.gather(*(self._ask(shelf.volume.delete_all, part) for part in parts if part))
                 self.evicted += sum(part.chunks for part in done)
                 freed_bytes += sum(part.freed_bytes for part in done)
                 self._tell()

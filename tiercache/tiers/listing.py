@@ -121,30 +121,25 @@ class Refresher:
         times_ns = await self._ask(volume, directory_times_ns, volume)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()
-            removed: set[ChunkKey] = set()
-            self.shelf.removed_while_listing = removed
-            try:
-                await self._list(volume, index, directory, removed)
-            finally:
-                self.shelf.removed_while_listing = None
+            with self.shelf.looking_around() as gone:
+                await self._list(volume, index, directory, gone)
             if index is not self.shelf.index:
                 return
             self._freshness.listed(directory, began_s)
 
-    async def _list(self, volume: Volume, index: SharedIndex, directory: int, removed: Container[ChunkKey]) -> None:
-        """Bring the index up to what lies in a subdirectory. What is `removed` meanwhile may have been seen before."""
+    async def _list(self, volume: Volume, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
+        """Bring the index up to what lies in a subdirectory. What is `gone` may have been seen before."""
         before = index.group(directory)
         listed = await self._ask(volume, list_keys, volume, directory)
         self.listings += 1
         if index is not self.shelf.index:
             return
-        gone = index.drop(before, listed)
-        if gone:
-            self._on_gone(gone)
+        if dropped := index.drop(before, listed):
+            self._on_gone(dropped)
         unknown = [key for key in index.unknown(directory, listed) if key not in self._ignored]
         for found in _steps(unknown):
             for key, occupied_bytes in await self._ask(volume, sizes, volume, found):
-                if key not in index and key not in removed:
+                if key not in index and key not in gone:
                     index.add(key, occupied_bytes)
 
     async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:

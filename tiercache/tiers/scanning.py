@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 
 import xxhash
 
@@ -37,10 +38,13 @@ class Shelf:
         self.scanning: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
         """Read or written since the scan began: what it found out about them may be older."""
-        self.removed_while_listing: set[ChunkKey] | None = None
-        """Since a listing of a subdirectory began, which may have seen them still; None where none is under way."""
+        self._looking_around: dict[int, set[ChunkKey]] = {}
+        """For each who looks at many files now: what was deleted meanwhile, and may have been seen still."""
+        self._leaving: dict[ChunkKey, asyncio.Future[None]] = {}
+        """Evicted, and perhaps not deleted yet: whoever looks may see them still. The future ends with the deletion."""
         self._looking: dict[ChunkKey, list[int]] = {}
-        """Of chunks that are looked for now: how many look, and how often it was stored or found since the first began."""
+        """Of chunks that are looked for now: how many look, and how often it was stored, found or deleted since the first
+        began."""
         self.next_scan_s = 0.0
         self.scan_took_s = 0.0
         """The last one."""
@@ -66,26 +70,71 @@ class Shelf:
         return looking[1]
 
     def looked(self, key: ChunkKey, since: int) -> bool:
-        """Whether nobody has stored or found it since."""
+        """Whether nobody has stored, found or deleted it since, nor is about to delete it: what was seen holds."""
         looking = self._looking[key]
         looking[0] -= 1
         if not looking[0]:
             del self._looking[key]
-        return looking[1] == since
+        return looking[1] == since and key not in self._leaving
 
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
         """It is there: who looks for it and found nothing, looked before."""
         self.index.add(key, occupied_bytes)
-        looking = self._looking.get(key)
-        if looking is not None:
-            looking[1] += 1
+        self._changed(key)
 
     def removed(self, key: ChunkKey) -> None:
         """It is gone, whatever somebody has seen before."""
         self.index.remove(key)
-        self.note(key)
-        if self.removed_while_listing is not None:
-            self.removed_while_listing.add(key)
+        self._goes([key])
+        self._changed(key)
+
+    @contextmanager
+    def looking_around(self) -> Iterator[set[ChunkKey]]:
+        """Somebody looks at many files; the chunks that may have been seen although they are gone."""
+        gone = set(self._leaving)
+        self._looking_around[id(gone)] = gone
+        try:
+            yield gone
+        finally:
+            del self._looking_around[id(gone)]
+
+    def begin_scan(self) -> None:
+        self.noted_while_scanning = set(self._leaving)
+
+    @contextmanager
+    def leaving(self, keys: Sequence[ChunkKey]) -> Iterator[None]:
+        """While chunks that were evicted from the index are deleted: they are not taken up again because they are seen, and
+        a write of one waits, so that it is not its file that is deleted."""
+        if not keys:
+            yield
+            return
+        end = asyncio.get_running_loop().create_future()
+        self._leaving.update(dict.fromkeys(keys, end))
+        self._goes(keys)
+        try:
+            yield
+        finally:
+            for key in keys:
+                if self._leaving.get(key) is end:
+                    del self._leaving[key]
+                    self._changed(key)
+            end.set_result(None)
+
+    async def left(self, key: ChunkKey) -> None:
+        """Wait until it is not being deleted."""
+        while (end := self._leaving.get(key)) is not None:
+            await asyncio.wait([end])
+
+    def _goes(self, keys: Sequence[ChunkKey]) -> None:
+        if self.scanning is not None:
+            self.noted_while_scanning.update(keys)
+        for gone in self._looking_around.values():
+            gone.update(keys)
+
+    def _changed(self, key: ChunkKey) -> None:
+        looking = self._looking.get(key)
+        if looking is not None:
+            looking[1] += 1
 
 
 async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
@@ -97,7 +146,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     volume, index = shelf.volume, shelf.index
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    shelf.noted_while_scanning.clear()
+    shelf.begin_scan()
     known = list(index.order.entries)
     found = Scanned()
     try:

@@ -387,7 +387,9 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 4 MiB."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting needs privileges that this user lacks")
     yield place
@@ -414,6 +416,18 @@ async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) ->
         ballast.unlink()
         assert await tier.write(key, payload, CHUNK_BYTES), "the key that failed can be stored again"
         assert await is_hit(tier, 1)
+
+
+async def test_on_a_full_device_victims_that_others_deleted_do_not_use_up_the_attempts(small_device: Path) -> None:
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await fill(tier, range(1, 41))
+        for number in range(1, 31):
+            Path(tier.path(chunk(number)[0])).unlink()
+        with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        await fill(tier, range(101, 104))
+        assert await is_hit(tier, 103)
 
 
 async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: Path) -> None:
@@ -488,7 +502,6 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
         assert volume.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     volume.close()
-
 
 
 def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_longer(tmp_path: Path) -> None:

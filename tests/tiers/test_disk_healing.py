@@ -37,7 +37,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.survey import Reckoning
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 __all__ = ["small_device"]
 
@@ -123,7 +123,7 @@ async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content
 KILLED_OPENER = """
 import os, sys, threading
 from pathlib import Path
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 def kill(event, arguments):
     if event in ("open", "os.remove", "os.rename") and ".tiercache" in str(arguments[0]):
@@ -289,7 +289,7 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
     volume = Volume(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
     volume.open()
     try:
-        unborn = volume.begin_write(chunk(1, 5000)[0], 5000, [])
+        unborn = volume.begin_write(chunk(1, 5000)[0], 5000, Victims())
         Path(unborn.path).write_bytes(b"torn")
 
         def fails(path: object, **rest: object) -> None:
@@ -300,7 +300,7 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
             device.setattr(os, "lstat", fails)
             volume.abandon_write(unborn)
         assert Path(unborn.path).exists() and volume.ledger.outstanding_bytes == unborn.charged_bytes
-        following = volume.begin_write(chunk(2, 5000)[0], 5000, [])
+        following = volume.begin_write(chunk(2, 5000)[0], 5000, Victims())
         assert not Path(unborn.path).exists()
         volume.abandon_write(following)
         assert volume.ledger.outstanding_bytes == 0

@@ -90,4 +90,3 @@ class Room:
                 self._left_bytes -= size_bytes
                 taken.set_result(None)
             self._waiting.popleft()
-

@@ -21,6 +21,7 @@ from tiercache.tiers.cpu import Lease
 
 logger = logging.getLogger("tiercache.writer")
 
+
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int

@@ -31,11 +31,9 @@ from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.manifest import NO_ROOM, WrongFormat
 from tiercache.tiers.scanning import Shelf, scan
 from tiercache.tiers.space import default_cap
-from tiercache.tiers.volume import NameTaken, NothingFreed, Volume
+from tiercache.tiers.volume import NameTaken, Victims, Volume
 
 logger = logging.getLogger("tiercache.disk")
-
-Victims = list[tuple[ChunkKey, int]]
 
 _ATTEMPTS = 4
 _SCAN_WAIT_S = 2.0
@@ -395,9 +393,9 @@ class DiskTier(Tier):
             try:
                 with shelf.leaving([key for key, _ in victims]):
                     return await to_the_end(write(volume, victims))
-            except TierFull as error:
+            except TierFull:
                 # Victims that somebody else had deleted were no attempt, and are out of the index now.
-                attempt += not (victims and isinstance(error, NothingFreed))
+                attempt += not victims.were_gone
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
                 await self._reopen(shelf, volume)
@@ -411,11 +409,11 @@ class DiskTier(Tier):
                 if error.errno not in NO_ROOM:
                     raise
                 # The device is fuller than our cap allows for: make room at our own expense, then say so.
-                attempt += 1
+                attempt += not victims.were_gone
                 if await self._close_deleted():
                     deficit_bytes = 0
                     continue
-                deficit_bytes = needed_bytes << attempt - 1
+                deficit_bytes = needed_bytes << max(0, attempt - 1)
                 if not index.used_bytes:
                     raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
                 deficit_bytes = min(deficit_bytes, index.used_bytes)
@@ -445,7 +443,7 @@ class DiskTier(Tier):
         if deficit_bytes > index.used_bytes and shelf.volume is volume and await self._scanned_soon(shelf):
             deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
         if shelf.volume is not volume:
-            return []  # it was replaced meanwhile, and what is there now says what it lacks
+            return Victims()  # it was replaced meanwhile, and what is there now says what it lacks
         if deficit_bytes > index.used_bytes:
             raise TierFull(
                 f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
@@ -454,7 +452,7 @@ class DiskTier(Tier):
         return self._evict(shelf, deficit_bytes)
 
     def _evict(self, shelf: Shelf, needed_bytes: int, most: int | None = None) -> Victims:
-        victims = shelf.index.evict(needed_bytes, most)
+        victims = Victims(shelf.index.evict(needed_bytes, most))
         self._statistics.evicted += len(victims)
         return victims
 

@@ -20,7 +20,7 @@ from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 logger = logging.getLogger("tiercache.gds")
 
@@ -98,7 +98,7 @@ class GdsTier(DiskTier, DeviceTier):
     async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
         files = self._files()
 
-        def write(volume: Volume, victims: list[tuple[ChunkKey, int]]) -> int:
+        def write(volume: Volume, victims: Victims) -> int:
             return volume.write_by(
                 key,
                 payload_bytes,
@@ -143,7 +143,9 @@ class GdsTier(DiskTier, DeviceTier):
             self.files = self._given_files
             return
         if self.device is None:
-            logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option)
+            logger.warning(
+                "%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option
+            )
             return
         driver, pool = self.device.driver, self.device.pool
         chunk_bytes, threads = self.settings.chunk_bytes, 2 * self.settings.threads

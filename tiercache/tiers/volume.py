@@ -40,7 +40,7 @@ from tiercache.tiers.owners import Owner
 from tiercache.tiers.quarantine import Quarantine
 from tiercache.tiers.survey import CHUNK_NAME, TOP_LEVELS, Reckoning, Scanned, Surveyor
 
-__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NameTaken", "NothingFreed", "Scanned", "Unborn", "Volume"]
+__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NameTaken", "Scanned", "Unborn", "Victims", "Volume"]
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -52,6 +52,17 @@ _NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXD
 _MOST_ABANDONED = 1024
 _ABANDONED_AT_A_TIME = 4
 """What a write tries to remove, of what earlier ones have left."""
+
+
+class Victims(list[tuple[ChunkKey, int]]):
+    """Chunks to delete before one is written, and the bytes that each occupies."""
+
+    freed_bytes = 0
+    """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+
+    @property
+    def were_gone(self) -> bool:
+        return bool(self) and not self.freed_bytes
 
 
 @dataclass
@@ -72,10 +83,6 @@ class Deleted:
     left: list[tuple[ChunkKey, int]] = field(default_factory=list)
     """Could not be deleted, for the reason in `error`."""
     error: OSError | None = None
-
-
-class NothingFreed(TierFull):
-    """There is no room, and all victims were gone already: somebody else deleted them."""
 
 
 class NameTaken(OSError):
@@ -205,7 +212,7 @@ class Volume:
             self.quarantine(key)
             raise
 
-    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> int:
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims) -> int:
         """Delete `victims`, then publish the chunk atomically. Returns the bytes it occupies.
 
         Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
@@ -218,9 +225,7 @@ class Volume:
 
         return self.write_by(key, payload_bytes, victims, create)
 
-    def write_by(
-        self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]], create: Callable[[str], int]
-    ) -> int:
+    def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
         that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
         discarded and theirs counts."""
@@ -242,25 +247,26 @@ class Volume:
             self._make_directory(os.path.dirname(unborn.path))
             return create(unborn.path)
 
-    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: list[tuple[ChunkKey, int]]) -> Unborn:
+    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> Unborn:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
         self._require_ours()
         for _ in range(min(_ABANDONED_AT_A_TIME, len(self._abandoned))):
             with contextlib.suppress(IndexError):  # another write took it
                 self.abandon_write(self._abandoned.popleft())
-        victims = self._announce(victims)
-        announced_bytes = sum(occupied for _, occupied in victims)
+        announced = self._announce(victims)
+        announced_bytes = sum(occupied for _, occupied in announced)
         freed_bytes = 0
         try:
-            for victim, occupied in victims:
+            for victim, occupied in announced:
                 freed_bytes += occupied if self._delete_file(victim) else 0
         except BaseException:
             self.ledger.release(freed_bytes, announced_bytes)
             raise
+        finally:
+            victims.freed_bytes += freed_bytes
         charged_bytes = file_bytes(payload_bytes)
         if not self.ledger.charge(charged_bytes, freed_bytes, announced_bytes):
-            full = TierFull if freed_bytes else NothingFreed
-            raise full(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
+            raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
         directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
         return Unborn(key, f"{directory}/{self._owner.new_name()}", charged_bytes)
 
@@ -339,10 +345,10 @@ class Volume:
     def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
         """Unlink many chunks and credit them together, to everybody at once."""
         done = Deleted()
-        victims = self._announce(victims)
-        announced_bytes = sum(occupied for _, occupied in victims)
+        announced = self._announce(Victims(victims))
+        announced_bytes = sum(occupied for _, occupied in announced)
         try:
-            for victim in victims:
+            for victim in announced:
                 try:
                     if self._delete_file(victim[0]):
                         done.chunks += 1
@@ -426,19 +432,20 @@ class Volume:
         if self._owner.lost:
             raise LedgerLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
 
-    def _announce(self, victims: list[tuple[ChunkKey, int]]) -> list[tuple[ChunkKey, int]]:
+    def _announce(self, victims: Victims) -> list[tuple[ChunkKey, int]]:
         """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to
         go before, which stays counted until the count is reckoned anew."""
-        if victims:
+        left: list[tuple[ChunkKey, int]] = victims
+        if left:
             try:
-                self.ledger.announce(sum(occupied for _, occupied in victims))
+                self.ledger.announce(sum(occupied for _, occupied in left))
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                self._delete_file(victims[0][0])
-                victims = victims[1:]
-                self.ledger.announce(sum(occupied for _, occupied in victims))
-        return victims
+                (first, occupied_bytes), *left = left
+                victims.freed_bytes += occupied_bytes if self._delete_file(first) else 0
+                self.ledger.announce(sum(occupied for _, occupied in left))
+        return left
 
     def _delete_file(self, key: ChunkKey) -> bool:
         path = self.path(key)

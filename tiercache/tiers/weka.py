@@ -24,12 +24,11 @@ from tiercache.memory.workers import Workers
 from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.device_files import DeviceFiles
-from tiercache.tiers.disk import Victims
 from tiercache.tiers.evictor import Evictor, EvictorSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.listing import Refresher
 from tiercache.tiers.scanning import Shelf
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 logger = logging.getLogger("tiercache.weka")
 
@@ -130,7 +129,7 @@ class WekaTier(GdsTier):
         volume, evictor = shelf.volume, self._shared[shelf].evictor
         if deficit_bytes <= 0:
             evictor.glance()
-            return []
+            return Victims()
         goal_bytes = volume.cap_bytes - needed_bytes
         if volume.ledger.used_bytes <= goal_bytes:
             # Not the cap was in the way but the device.
@@ -140,7 +139,7 @@ class WekaTier(GdsTier):
                 f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use, and for "
                 f"{self.settings.room_wait_s:.1f} s no instance made room"
             )
-        return []
+        return Victims()
 
     def _make_volume(self, directory: Path, cap_bytes: int) -> Volume:
         settings, allowance_bytes = self.settings, self.settings.allowance_bytes

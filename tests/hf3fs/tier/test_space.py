@@ -26,6 +26,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, tier
 from tiercache.tiers.remote.fs import FsTier
+from tiercache.tiers.volume import Victims
 
 LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
 
@@ -159,7 +160,7 @@ async def test_victims_are_closed_when_there_is_no_room_all_the_same(
         volume = tier3._shelves[0].volume
         volume.ledger.charge = lambda *amounts_bytes: False  # type: ignore[method-assign]
         with pytest.raises(TierFull):
-            volume.begin_write(b"k" * 32, CHUNK_BYTES, [(chunk(1)[0], file_bytes(CHUNK_BYTES))])
+            volume.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
         assert not tier3.files._kept
 
 

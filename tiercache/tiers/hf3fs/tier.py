@@ -34,7 +34,7 @@ from tiercache.memory.workers import Workers
 from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import Traits
 from tiercache.tiers.chunk_file import verify_chunk
-from tiercache.tiers.disk import DiskSettings, DiskTier, Victims
+from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
@@ -42,7 +42,7 @@ from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
 from tiercache.tiers.manifest import MANIFEST
 from tiercache.tiers.scanning import Shelf
-from tiercache.tiers.volume import Unborn, Volume
+from tiercache.tiers.volume import Unborn, Victims, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
 

@@ -81,6 +81,22 @@ def _has_loop(test: pytest.Function) -> bool:
     return any(inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) for one in functions)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config))
+
+
+class _Failures:
+    """Says at once what has failed: a run that is ended from outside never comes to its report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and (terminal := self._config.pluginmanager.get_plugin("terminalreporter")):
+            terminal.write_line(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext[-2000:]}")
+
+
 _TOGETHER = {
     "tests/vllm": "engines",
     "tests/remote/mooncake": "mooncake",

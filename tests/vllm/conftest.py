@@ -9,6 +9,7 @@ import pytest
 
 from tests.vllm import engines
 from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, drive
+from tests.vllm.shortened import shorten
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +22,10 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def model(imported: None) -> str:
+def model(imported: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     from tiercache.demo.model import prepare_model
 
-    return str(prepare_model(REPOSITORY / "demo" / "model"))
+    return str(shorten(prepare_model(REPOSITORY / "demo" / "model"), tmp_path_factory.mktemp("model") / "short"))
 
 
 @pytest.fixture(scope="session")

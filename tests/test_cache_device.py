@@ -264,9 +264,7 @@ async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
 
 
 async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"
-    ):
+    with pytest.raises(ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"):
         async with opened(weka_path=(str(tmp_path),)):
             pass
 
@@ -298,9 +296,7 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
         assert same(place, tensor)
 
 
-async def test_forgotten_chunk_does_not_come_back_from_a_queue(
-    opened: Opened, driver: TwinDriver, tmp_path: Path
-) -> None:
+async def test_forgotten_chunk_does_not_come_back_from_a_queue(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         tensors = chunks(driver, range(20))
         keys = [key_of(number) for number in range(20)]

@@ -64,9 +64,7 @@ async def test_single_rank_has_the_plain_name(name: str) -> None:
 
 async def test_what_killed_ranks_left_goes_with_the_next_start(name: str) -> None:
     ranks = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RANK, name, str(rank), stdout=asyncio.subprocess.PIPE
-        )
+        await asyncio.create_subprocess_exec(sys.executable, "-c", RANK, name, str(rank), stdout=asyncio.subprocess.PIPE)
         for rank in (0, 1)
     ]
     for process in ranks:

@@ -252,7 +252,9 @@ class TierCache:
 
     def keys(self, tokens: Sequence[int] | np.ndarray) -> list[ChunkKey]:
         """Keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set."""
-        return chunk_keys(self.namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk)
+        return chunk_keys(
+            self.namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk
+        )
 
     # Writing
 
@@ -444,9 +446,7 @@ class TierCache:
         check_seconds("ttl", ttl)
         priority = index(priority)
         if not self.cpu.keep:
-            raise ConfigError(
-                "prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true"
-            )
+            raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
         given = list(what)
         keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
         check_keys(keys)

@@ -161,8 +161,7 @@ def test_a_bad_value_causes_no_second_complaint(problem_of) -> None:
 
 
 LAUGHS = "".join(
-    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n"
-    for before, after in pairwise("abcdefghij")
+    f"{after}: &{after} {{{{{{merge}}[{', '.join(['*' + before] * 9)}]}}}}\n" for before, after in pairwise("abcdefghij")
 )
 """Each line stands for nine times the line before; 40 ms a level, and hours at the end, to whoever writes it all out."""
 

@@ -169,11 +169,7 @@ def test_built_directly_it_has_the_same_types() -> None:
 def test_every_variable_that_the_documents_name_may_be_in_the_engines_environment(tmp_path: Path) -> None:
     """What `serve-control` reads is no key, and no reason not to start."""
     repository = Path(__file__).parents[2]
-    pages = [
-        repository / "README.md",
-        *sorted((repository / "docs").rglob("*.md")),
-        repository / "tiercache" / "cli.py",
-    ]
+    pages = [repository / "README.md", *sorted((repository / "docs").rglob("*.md")), repository / "tiercache" / "cli.py"]
     pages += sorted((repository / "tiercache" / "control").glob("*.py"))
     named = {name for page in pages for name in re.findall(r"\b(?:TIERCACHE|LMCACHE)_[A-Z0-9_]+\b", page.read_text())}
     assert {"TIERCACHE_CONTROL_TOKEN", "TIERCACHE_CONFIG_FILE", "LMCACHE_CONFIG_FILE"} <= named

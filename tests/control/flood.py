@@ -78,11 +78,7 @@ def main() -> None:
     message = message_of(what)
     print("ready", flush=True)
     sys.stdin.readline()
-    kept = (
-        ask_and_never_read(path, connections)
-        if times == 0
-        else asyncio.run(ask_much(path, connections, message, times))
-    )
+    kept = ask_and_never_read(path, connections) if times == 0 else asyncio.run(ask_much(path, connections, message, times))
     sys.stdin.read()
     del kept
 

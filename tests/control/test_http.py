@@ -41,17 +41,7 @@ TOKEN = "correct-horse-battery-staple-42"
 async def serve(place: Path, *arguments: str, **environment: str) -> AsyncIterator[Any]:
     """A client of a server for the sockets at `place`; at the end, what the server printed is in `client.said`."""
     process = await asyncio.create_subprocess_exec(
-        *(
-            sys.executable,
-            "-u",
-            "-m",
-            "tiercache.cli",
-            "serve-control",
-            "--socket",
-            str(place / "c.sock"),
-            "--port",
-            "0",
-        ),
+        *(sys.executable, "-u", "-m", "tiercache.cli", "serve-control", "--socket", str(place / "c.sock"), "--port", "0"),
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -304,7 +294,9 @@ def test_server_refuses_to_start_open(tmp_path: Path) -> None:
         ("", "cache.example", True, "for loopback only"),
     ],
 )
-def test_wrong_token_stops_the_start(tmp_path: Path, content: str | None, host: str, no_token: bool, says: str) -> None:
+def test_wrong_token_stops_the_start(
+    tmp_path: Path, content: str | None, host: str, no_token: bool, says: str
+) -> None:
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content)

@@ -116,10 +116,7 @@ async def health(client: Any) -> str:
 @pytest.mark.parametrize("connections", [70, 127, 300])
 @pytest.mark.parametrize(
     "said",
-    [
-        b"",
-        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
-    ],
+    [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"],
     ids=["nothing", "half a body"],
 )
 async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path, connections: int, said: bytes) -> None:
@@ -142,7 +139,9 @@ async def test_every_request_is_answered_however_many_are_silent(tmp_path: Path,
 @pytest.mark.parametrize("sent", [b"", b" " * (65 << 10)], ids=["nothing", "65 KiB"])
 async def test_bodies_that_are_announced_and_not_sent_take_nobodys_room(tmp_path: Path, sent: bytes) -> None:
     """Four of 8 MiB are all that there is room for."""
-    begun = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 8388608\r\n\r\n"
+    begun = (
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 8388608\r\n\r\n"
+    )
     async with serve(tmp_path, "--no-token") as client:
         silent = [await connect(client) for _ in range(4)]
         for _, writer in silent:

@@ -254,7 +254,9 @@ async def test_each_rank_has_a_socket(tmp_path: Path) -> None:
     assert socket_path("/x", (3, 4), (1, 2)) == Path("/x.3.1") and socket_path("/x", (0, 1)) == Path("/x")
 
 
-async def test_too_many_connections_are_told_so(cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_connections_are_told_so(
+    cache: TierCache, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 1)
     _, writer = await asyncio.open_unix_connection(str(place))
     await asyncio.sleep(0)

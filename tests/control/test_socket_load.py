@@ -77,9 +77,7 @@ async def test_pipelined_messages_take_a_short_step_a_round(
     assert longest_s < LONGEST_S
 
 
-@pytest.mark.parametrize(
-    "what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"]
-)
+@pytest.mark.parametrize("what", ["lookup-tokens", "lookup-small", "lookup-nested", "lookup-keys", "pin-keys", "unpin-keys"])
 async def test_largest_message_takes_short_steps(cache: TierCache, place: Path, what: str) -> None:
     async with flood(place, what, 1, 1) as process:
         rounds = Rounds()

@@ -51,11 +51,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         if not known:
             self.before_all -= 1
             # Among those never used, LFU takes the first found; the others take the last found.
-            self.uses[key] = (
-                self.before_all,
-                self.before_all if self.policy != "LFU" else -(10**6) - self.before_all,
-                0,
-            )
+            self.uses[key] = (self.before_all, self.before_all if self.policy != "LFU" else -(10**6) - self.before_all, 0)
 
     @rule(key=KEYS)
     def touch(self, key: bytes) -> None:

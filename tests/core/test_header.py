@@ -10,10 +10,7 @@ HEADER = Header(b"k" * 24, b"f" * 16, 12345, 0xDEADBEEF)
 
 
 @given(
-    st.binary(min_size=1, max_size=32),
-    st.binary(min_size=16, max_size=16),
-    st.integers(0, 2**63),
-    st.integers(0, 2**64 - 1),
+    st.binary(min_size=1, max_size=32), st.binary(min_size=16, max_size=16), st.integers(0, 2**63), st.integers(0, 2**64 - 1)
 )
 def test_unpack_returns_what_was_packed(key: bytes, fingerprint: bytes, length: int, checksum: int) -> None:
     header = Header(key, fingerprint, length, checksum)

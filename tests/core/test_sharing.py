@@ -46,7 +46,9 @@ def test_what_left_while_the_listing_ran_is_not_gone_twice() -> None:
 
 
 changes = st.lists(
-    st.tuples(st.sampled_from(["add", "cold", "remove", "evict", "age", "touch"]), st.integers(0, 3), st.integers(0, 3))
+    st.tuples(
+        st.sampled_from(["add", "cold", "remove", "evict", "age", "touch"]), st.integers(0, 3), st.integers(0, 3)
+    )
 )
 
 

@@ -453,9 +453,7 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
     holds = [Hold(device.gather), Hold(device.offload)]
     driver.refuse = {call: number}
     put = asyncio.ensure_future(bench.put(1, 2, paged=True))
-    while (
-        put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.bridge.pending
-    ):
+    while put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.bridge.pending:
         await asyncio.sleep(0)
     assert not put.done(), "copies are under way"
     for hold in holds:

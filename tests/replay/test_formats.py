@@ -33,8 +33,7 @@ def test_equal_ids_are_equal_blocks_in_mooncake(tmp_path: Path) -> None:
 
 def session(name: str, *turns: tuple[float, list[int]], scope: str = "local") -> dict[str, object]:
     requests = [
-        {"t": t, "in": 64 * len(ids), "out": 5, "hash_ids": ids, "api_time": 2.0, "stop": "tool_use"}
-        for t, ids in turns
+        {"t": t, "in": 64 * len(ids), "out": 5, "hash_ids": ids, "api_time": 2.0, "stop": "tool_use"} for t, ids in turns
     ]
     return {"id": name, "block_size": 64, "hash_id_scope": scope, "requests": requests}
 
@@ -86,10 +85,7 @@ BAD = {
     "a negative id": (mooncake(5, -1), "line 2: can't convert negative int to unsigned"),
     "a huge id": (mooncake(5, 1 << 63), "line 2: Integer value out of range"),
     "a time before the last": (mooncake(-1, 1), "line 2: time: expected a number from 0 on, found -1.0"),
-    "a negative length": (
-        {**mooncake(5, 1), "input_length": -4},
-        "line 2: lengths: expected 0 or more tokens, found -4",
-    ),
+    "a negative length": ({**mooncake(5, 1), "input_length": -4}, "line 2: lengths: expected 0 or more tokens, found -4"),
 }
 
 

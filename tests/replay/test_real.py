@@ -37,9 +37,7 @@ async def test_the_cache_does_what_the_simulator_says(
     trace = Trace(EXCERPTS / f"{name}.jsonl", limit=requests)
     known = survey(trace)
     assert known.unique_blocks is not None
-    setting = Setting(
-        ram, flash, policy=policy, admission=admission, hardware=Hardware(CHUNK_BYTES // known.block_tokens)
-    )
+    setting = Setting(ram, flash, policy=policy, admission=admission, hardware=Hardware(CHUNK_BYTES // known.block_tokens))
     contents = Contents(CHUNK_BYTES)
     async with opened(setting, CHUNK_BYTES, known.unique_blocks, tmp_path, one_at_a_time=True) as cache:
         found = await play_serial(cache, contents, Renamed(trace), setting, known.block_tokens)

@@ -176,12 +176,7 @@ async def test_places_go_to_demand_and_in_turn() -> None:
 
     tasks = [
         asyncio.create_task(wait(name, purpose))
-        for name, purpose in (
-            ("p1", Purpose.PREFETCH),
-            ("p2", Purpose.PREFETCH),
-            ("r1", Purpose.READ),
-            ("r2", Purpose.READ),
-        )
+        for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
     ]
     await settle()
     places.release(Purpose.PREFETCH)

@@ -30,9 +30,7 @@ class Prefetching:
         self.prefetcher = Prefetcher(self.reader, self.plan)
         self.hints = Hints()
 
-    def hint(
-        self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0
-    ) -> PrefetchHandle:
+    def hint(self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0) -> PrefetchHandle:
         now_s = asyncio.get_running_loop().time()
         prediction = self.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         return self.prefetcher.begin(prediction, now_s + 1.0)

@@ -123,7 +123,7 @@ async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content
 KILLED_OPENER = """
 import os, sys, threading
 from pathlib import Path
-from tiercache.tiers.volume import Victims, Volume
+from tiercache.tiers.volume import Volume
 
 def kill(event, arguments):
     if event in ("open", "os.remove", "os.rename") and ".tiercache" in str(arguments[0]):

@@ -109,10 +109,7 @@ async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Pat
 
 
 async def test_elected_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
-    async with (
-        opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier,
-        other(tmp_path, 20) as process,
-    ):
+    async with opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier, other(tmp_path, 20) as process:
         await process.do("elect")
         write = asyncio.create_task(store(tier, range(1, 40)))
         await until(lambda: evictor_of(tier).elections >= 2)

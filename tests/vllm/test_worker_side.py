@@ -230,9 +230,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     sessions = worker.side.thread.cache.ahead.sessions
     go_on = worker.stops_its_loop()
     worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
-    worker.side.save(
-        StepWork(saves=[Save("r", [FIRST], 64)], turns=[Ended("r", Wishes("s", ended="tool"), [NAMES[1]], [])])
-    )
+    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[Ended("r", Wishes("s", ended="tool"), [NAMES[1]], [])]))
     worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
     go_on.set()
     assert worker.finishes(lambda: worker.has(NAMES[1]))
@@ -241,9 +239,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     assert sessions._population["tool"].count == 1
 
 
-def test_words_about_what_cannot_be_done_harm_nobody(
-    made: Callable[..., Worker], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_words_about_what_cannot_be_done_harm_nobody(made: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
     for _ in range(3):

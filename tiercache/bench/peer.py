@@ -51,9 +51,7 @@ class Peer:
         if plan.peer_python is None:
             return cls(None)
         plan.progress(f"starting LMCache ({part})")
-        return cls(
-            [str(plan.peer_python), str(_CHILD), part, str(chunk_bytes), str(count), str(plan.directory / "peer")]
-        )
+        return cls([str(plan.peer_python), str(_CHILD), part, str(chunk_bytes), str(count), str(plan.directory / "peer")])
 
     def add(self, figures: Figures, what: str, **names: tuple[str, str]) -> None:
         """Let the peer do `what`. For each part of its answer that `names` has: enter it as `peer.lmcache.<first name>`,

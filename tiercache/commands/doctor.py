@@ -92,9 +92,7 @@ def _memory() -> list[Finding]:
         advice = "needed only for local_cpu_use_hugepages: sysctl vm.nr_hugepages=<arena in MiB / 2>"
         findings.append(Finding("reserved huge pages", NOTE, pages, advice))
     elif not free:
-        findings.append(
-            Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or stop who has them")
-        )
+        findings.append(Finding("reserved huge pages", NOTE, pages, "all are in use: reserve more, or stop who has them"))
     else:
         findings.append(Finding("reserved huge pages", OK, pages))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -122,9 +120,7 @@ def _memory_limit() -> list[Finding]:
         return []
     if not limit.isdigit():
         return []
-    return [
-        Finding("memory limit", NOTE, f"{int(limit) / 2**30:.1f} GB", "max_local_cpu_size has to stay well below it")
-    ]
+    return [Finding("memory limit", NOTE, f"{int(limit) / 2**30:.1f} GB", "max_local_cpu_size has to stay well below it")]
 
 
 def huge_page_mode() -> str:
@@ -177,9 +173,7 @@ def _gpu(nodes: list[str]) -> Finding:
     except FileNotFoundError:
         return Finding("GPU", OK, ", ".join(nodes))
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(
-            "GPU", PROBLEM, f"nvidia-smi does not answer: {error}", "look at the driver: dmesg | grep -i nvrm"
-        )
+        return Finding("GPU", PROBLEM, f"nvidia-smi does not answer: {error}", "look at the driver: dmesg | grep -i nvrm")
     if run.returncode:
         said = (run.stdout + run.stderr).strip().splitlines()[:1]
         return Finding("GPU", PROBLEM, f"nvidia-smi: {''.join(said)}", "look at the driver: dmesg | grep -i nvrm")

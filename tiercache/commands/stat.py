@@ -140,17 +140,13 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
     print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}")
     print(f"the ledger {ledger}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
     if found["chunks"]:
-        print(
-            f"ages: newest {found['newest_s']:,} s, median {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s"
-        )
+        print(f"ages: newest {found['newest_s']:,} s, median {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s")
     if found["quarantined"]:
         size = _mib(found["quarantined_bytes"])
         print(f"{found['quarantined']} chunks in quarantine ({size}): they failed verification")
     if found["unfinished"]:
         size = _mib(found["unfinished_bytes"])
-        print(
-            f"{found['unfinished']} unfinished files ({size}): being written, or left by a crash until the next start"
-        )
+        print(f"{found['unfinished']} unfinished files ({size}): being written, or left by a crash until the next start")
     if found["foreign"]:
         print(f"{found['foreign']} files that are not chunks")
     for line in found["unreadable"]:

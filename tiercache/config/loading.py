@@ -159,9 +159,7 @@ class _Resolution:
         options = ("flash_admission", "flash_bytes_per_day")
         disk_only = [key for key in options if self.values.get(key) not in (None, 0, "all")]
         if disk_only and not disk:
-            warnings.append(
-                f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything"
-            )
+            warnings.append(f"{' and '.join(disk_only)}: of the disk tier only, which is off; other tiers write everything")
         if str(self.values.get("remote_url") or "").startswith("hf3fs://"):
             warnings.append(
                 "remote_url: hf3fs:// is the old form; use remote_storage_plugins: [hf3fs] with hf3fs_base_path"
@@ -217,12 +215,9 @@ def check_fields(config: Config) -> None:
         else:
             object.__setattr__(config, name, values[name])
     if not problems:
-        problems = [
-            sentence
-            for _, sentence in combination_problems(
+        problems = [sentence for _, sentence in combination_problems(
                 values, config.remote_storage_plugin_settings, config.remote_settings, {}
-            )
-        ]
+            )]
     if problems:
         raise error_of(problems)
 

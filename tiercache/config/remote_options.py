@@ -27,9 +27,7 @@ class Option:
 _TEXT = Optional(Text())
 
 COMMON = (
-    Option(
-        "role", Choice(("both", "read", "write")), "both", "whether chunks are read from it, written to it, or both"
-    ),
+    Option("role", Choice(("both", "read", "write")), "both", "whether chunks are read from it, written to it, or both"),
     Option(
         "timeout_s",
         Number(above=True, unit="seconds"),

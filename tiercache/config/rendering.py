@@ -42,9 +42,7 @@ def _tiers(tiers: tuple[PlannedTier, ...], console: Console) -> None:
         state = Text(tier.state, style=_STATE_STYLES.get(tier.state, "yellow"))
         place = f"{tier.place} ({tier.note})" if tier.note else tier.place
         table.add_row(str(order), Text(tier.name), state, _gigabytes(tier.cap_bytes), Text(place))
-        lines.append(
-            (_ITEM, Text.assemble(f"{order}  {tier.name}: ", state, f" {_gigabytes(tier.cap_bytes)}".rstrip()))
-        )
+        lines.append((_ITEM, Text.assemble(f"{order}  {tier.name}: ", state, f" {_gigabytes(tier.cap_bytes)}".rstrip())))
         if place:
             lines.append((_ITEM + INDENT, place))
     show(table, console, lines)

@@ -156,11 +156,7 @@ class Config:
     )
 
     prefetch_share: float = _key(
-        Number(high=1.0),
-        0.5,
-        "of the hot cache: the most that prefetched and pinned chunks may take",
-        tier="cpu",
-        ours=True,
+        Number(high=1.0), 0.5, "of the hot cache: the most that prefetched and pinned chunks may take", tier="cpu", ours=True
     )
     prefetch_bytes_per_s: float = _key(
         Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: whatever demand reads leave", tier="cpu", ours=True
@@ -285,9 +281,7 @@ class Config:
     )
     remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
-        Words(),
-        (),
-        "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
+        Words(), (), "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
         tier="remote",
     )
 

@@ -23,9 +23,7 @@ async def ask(path: Path, command: Command, *, timeout_s: float | None = None) -
     """
     message = frame(command)
     if len(message) > LARGEST_MESSAGE_BYTES:
-        raise ControlError(
-            "too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}"
-        )
+        raise ControlError("too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {len(message)}")
     try:
         async with asyncio.timeout(command.wait_s + ANSWER_S + _MARGIN_S if timeout_s is None else timeout_s):
             packed = await _exchange(path, message)

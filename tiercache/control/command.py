@@ -19,7 +19,9 @@ _LEAST_CHARACTERS = 16
 _MOST_CHARACTERS = 4096
 
 
-def serve_control_command(sockets: list[Path], host: str, port: int, token_file: Path | None, no_token: bool) -> int:
+def serve_control_command(
+    sockets: list[Path], host: str, port: int, token_file: Path | None, no_token: bool
+) -> int:
     try:
         import uvicorn
 
@@ -32,9 +34,7 @@ def serve_control_command(sockets: list[Path], host: str, port: int, token_file:
     except ValueError as error:
         return _complain(str(error))
     if not is_loopback(host):
-        print(
-            f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr
-        )
+        print(f"warning: {host} is reachable from outside, and HTTP is not encrypted: put TLS before it", file=sys.stderr)
     uvicorn.Server(server_config(make_app(Fleet(sockets), token), host, port)).run()
     return 0
 

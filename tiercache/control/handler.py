@@ -124,7 +124,9 @@ class Handler:
         if known is not None and not known.done:
             raise ControlError("refused", f"there is a prefetch {name!r} already, which has not ended")
         self._make_room()
-        handle = self._cache.prefetch(keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority)
+        handle = self._cache.prefetch(
+            keys, deadline=command.deadline_s, ttl=command.ttl_s, priority=command.priority
+        )
         self._handles[name] = handle
         self._handles.move_to_end(name)
         return _progress(name, handle)
@@ -167,3 +169,5 @@ async def _wait(handle: PrefetchHandle, until_s: float) -> None:
 def _progress(name: str, handle: PrefetchHandle) -> dict[str, Any]:
     progress = handle.progress
     return {"handle": name, **asdict(progress), "done": progress.done}
+
+

@@ -162,9 +162,7 @@ class _Server:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         # Compared in a time that does not tell how much of it was right.
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
-            raise ControlError(
-                "unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token"
-            )
+            raise ControlError("unauthorised", "expected the header authorization: Bearer TOKEN, with this server's token")
 
 
 def _decoded(name: str, kind: type[Message], body: bytes) -> Any:

@@ -60,15 +60,11 @@ def decode_large(packed: bytes | bytearray) -> Generator[None, None, Command]:
                 rest += packed[position:end]
                 position = end
             if len(rest) > FROM_BYTES:
-                raise ControlError(
-                    "malformed", f"malformed message: more than {FROM_BYTES} bytes beside tokens and keys"
-                )
+                raise ControlError("malformed", f"malformed message: more than {FROM_BYTES} bytes beside tokens and keys")
     except IndexError:
         raise ControlError("malformed", "malformed message: it ends in the middle of a value") from None
     if entries > 64 or position != len(packed):
-        raise ControlError(
-            "malformed", "malformed message: expected one map of at most 64 fields, and nothing behind it"
-        )
+        raise ControlError("malformed", "malformed message: expected one map of at most 64 fields, and nothing behind it")
     command = decode(bytes([0xDE, 0, entries]) + rest)
     for field, value in found.items():
         assert isinstance(command, Prefix)  # others have no such fields, and are refused for them
@@ -105,8 +101,7 @@ def _key_list(packed: bytes | bytearray, position: int) -> Generator[None, None,
         for place, byte in enumerate(_KEY_HEAD):
             if part[place::_PACKED_KEY_BYTES].count(byte) != some:
                 raise ControlError(
-                    "malformed",
-                    f"malformed message: Expected {2 * KEY_BYTES} hex digits - at or behind `$.keys[{first}]`",
+                    "malformed", f"malformed message: Expected {2 * KEY_BYTES} hex digits - at or behind `$.keys[{first}]`"
                 )
         keys += _elements(_keys, part, some, "keys", first)
         position = end

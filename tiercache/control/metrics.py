@@ -75,9 +75,7 @@ def _families(found: list[tuple[str, dict[str, Any]]]) -> Iterator[Metric]:
     for key, text in _GAUGES.items():
         yield _gauge(key, text, ["socket"], [([name], s[key]) for name, s in each])
     for key in ("pinned", "held"):
-        yield _gauge(
-            f"{key}_chunks", f"Chunks {key} hot.", ["socket"], [([name], answer[key]) for name, answer in found]
-        )
+        yield _gauge(f"{key}_chunks", f"Chunks {key} hot.", ["socket"], [([name], answer[key]) for name, answer in found])
     breakers = [([name, tier, state], 1.0) for name, s in each for tier, state in s["breakers"].items()]
     yield _gauge("breaker", "1 for the state that a tier's breaker is in.", ["socket", "tier", "state"], breakers)
     prefetched = [

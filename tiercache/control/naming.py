@@ -40,8 +40,7 @@ class TokenNaming:
             return given
         if prefix.cache_salt or prefix.lora is not None:
             raise ControlError(
-                "refused",
-                "cache_salt and lora are known to a cache in vLLM only; this one names chunks by their token ids",
+                "refused", "cache_salt and lora are known to a cache in vLLM only; this one names chunks by their token ids"
             )
         async with self._naming:
             return await _hashed(cache, prefix.tokens or ())

@@ -90,3 +90,4 @@ class Room:
                 self._left_bytes -= size_bytes
                 taken.set_result(None)
             self._waiting.popleft()
+

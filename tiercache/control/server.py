@@ -89,9 +89,7 @@ class ControlServer:
             self._server = await asyncio.start_unix_server(self._serve, sock=_bound(self.path))
         except BlockingIOError:
             self._give_back_lock()
-            raise ConfigError(
-                f"control_socket: {self.path} is in use by another cache; give each engine its own"
-            ) from None
+            raise ConfigError(f"control_socket: {self.path} is in use by another cache; give each engine its own") from None
         except OSError as error:
             self._give_back_lock()
             raise ConfigError(f"control_socket: no socket can be made at {self.path}: {error}") from None

@@ -34,7 +34,9 @@ class CappedIndex:
                 return position
         return len(keys)
 
-    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None) -> None:
+    def add(
+        self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None
+    ) -> None:
         """Make `key` resident, or correct its size when it is. `parent` as for `EvictionOrder.insert`."""
         occupied_bytes = self._sizes.setdefault(occupied_bytes, occupied_bytes)
         entries = self.order.entries

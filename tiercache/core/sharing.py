@@ -19,7 +19,9 @@ class SharedIndex(CappedIndex):
         super().__init__(order)
         self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
 
-    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None) -> None:
+    def add(
+        self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None
+    ) -> None:
         super().add(key, occupied_bytes, cold=cold, parent=parent)
         self._groups[key[0]].add(key)
 

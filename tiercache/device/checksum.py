@@ -38,9 +38,7 @@ def begin(driver: Driver, payload: Span, scratch: Span, stream: Stream) -> Span:
     """
     length = payload.length_bytes
     if length < SHORTEST_BYTES or payload.address % 8:
-        raise ValueError(
-            f"expected at least {SHORTEST_BYTES} bytes at a multiple of 8, found {length} at {payload.address}"
-        )
+        raise ValueError(f"expected at least {SHORTEST_BYTES} bytes at a multiple of 8, found {length} at {payload.address}")
     blocks = _blocks(length)
     result = scratch.part(0, RESULT_BYTES)
     sums = scratch.part(RESULT_BYTES, blocks * RESULT_BYTES)

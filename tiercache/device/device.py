@@ -95,19 +95,21 @@ class Device:
             self._wait_in_thread(future, error, first, second)
             return future
 
-    def _wait_in_thread(self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream) -> None:
+    def _wait_in_thread(
+        self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream
+    ) -> None:
         waiting = threading.Thread(
             target=self._end_in_thread, args=(future, error, first, second), name="tiercache-device-end", daemon=True
         )
         try:
             waiting.start()
         except RuntimeError as no_thread:
-            logger.warning(
-                "%s: nobody can wait for its copies now, their memory is kept: %s", self.driver.name, no_thread
-            )
+            logger.warning("%s: nobody can wait for its copies now, their memory is kept: %s", self.driver.name, no_thread)
             asyncio.get_running_loop().call_later(_NEXT_THREAD_S, self._wait_in_thread, future, error, first, second)
 
-    def _end_in_thread(self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream) -> None:
+    def _end_in_thread(
+        self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream
+    ) -> None:
         for attempt in range(_ATTEMPTS):
             try:
                 self.driver.finish(first)
@@ -118,9 +120,7 @@ class Device:
                     break
                 time.sleep(_FIRST_PAUSE_S * 2**attempt)
         else:
-            logger.error(
-                "%s: refuses to say when its copies end; their memory is given up: %s", self.driver.name, error
-            )
+            logger.error("%s: refuses to say when its copies end; their memory is given up: %s", self.driver.name, error)
             return
 
         def ended() -> None:

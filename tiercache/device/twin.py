@@ -165,7 +165,9 @@ class TwinDriver(Driver):
 
     def copy(self, destination: int, source: int, length_bytes: int, stream: Stream) -> None:
         self._check()
-        self._enqueue(stream, lambda: np.copyto(host_view(destination, length_bytes), host_view(source, length_bytes)))
+        self._enqueue(
+            stream, lambda: np.copyto(host_view(destination, length_bytes), host_view(source, length_bytes))
+        )
 
     def fill(self, address: int, value: int, length_bytes: int, stream: Stream) -> None:
         self._check()
@@ -253,13 +255,9 @@ def compile_for_host() -> ctypes.CDLL | None:
         unfinished = library.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         command = [compiler, "-std=c++17", "-O3", "-shared", "-fPIC", "-x", "c++", "-DTIERCACHE_TWIN"]
         try:
-            subprocess.run(
-                [*command, "-o", unfinished, KERNELS], check=True, capture_output=True, text=True, timeout=60
-            )
+            subprocess.run([*command, "-o", unfinished, KERNELS], check=True, capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
-            logger.warning(
-                "the kernels could not be compiled for the host: %s", getattr(error, "stderr", None) or error
-            )
+            logger.warning("the kernels could not be compiled for the host: %s", getattr(error, "stderr", None) or error)
             return None
         unfinished.rename(library)
     return ctypes.CDLL(str(library))

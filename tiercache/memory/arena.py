@@ -125,7 +125,9 @@ class Arena:
 
     def _map_hugetlb(self) -> bool:
         try:
-            self._mapping = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_HUGETLB)
+            self._mapping = mmap.mmap(
+                -1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_HUGETLB
+            )
         except OSError as error:
             logger.warning(
                 "local_cpu_use_hugepages: %d huge pages of 2 MiB are not to be had (%s); using normal pages with "

@@ -78,7 +78,9 @@ def _next_uses(blocks: array[int], lengths: array[int], count: int) -> array[int
     return next_use
 
 
-def _belady(blocks: array[int], lengths: array[int], next_use: array[int], capacity: int, measure_from: int) -> float:
+def _belady(
+    blocks: array[int], lengths: array[int], next_use: array[int], capacity: int, measure_from: int
+) -> float:
     resident: dict[int, int] = {}
     latest: list[tuple[int, int]] = []
     begin = hits = asked = 0

@@ -63,13 +63,7 @@ class DevicePath:
     """All methods belong to the event loop. Deadlines are loop times in seconds."""
 
     def __init__(
-        self,
-        device: Device,
-        cpu: CpuTier,
-        staging: StagingTier,
-        host_reader: Reader,
-        device_reader: Reader,
-        fan_out: FanOut,
+        self, device: Device, cpu: CpuTier, staging: StagingTier, host_reader: Reader, device_reader: Reader, fan_out: FanOut
     ) -> None:
         self.device = device
         self.cpu = cpu
@@ -347,7 +341,9 @@ class DevicePath:
             _when_done(done, rooms, lambda room: self.staging.abandon(room, Purpose.READ))
             _when_done(done, part, lambda item: item[1].release())
 
-    async def _enqueue_get(self, lease: Lease, payload: DevicePayload, rooms: list[Slot], deadline_s: float) -> None:
+    async def _enqueue_get(
+        self, lease: Lease, payload: DevicePayload, rooms: list[Slot], deadline_s: float
+    ) -> None:
         device = self.device
         view = lease.view
         length = lease.payload_bytes

@@ -92,7 +92,9 @@ class FanOut:
         for writer in self.writers:
             writer.tier.continued(keys)
 
-    async def forget(self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]) -> None:
+    async def forget(
+        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
+    ) -> None:
         """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
         for each in the same step of the loop: nothing that begins in between may find it in a tier and bring it back."""
         outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}

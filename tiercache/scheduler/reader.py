@@ -210,7 +210,9 @@ class Reader:
             if not delivered[position]:
                 gap[0] = min(gap[0], position)
 
-    async def _hand_over(self, part: Sequence[tuple[int, Lease]], sinks: Sequence[Sink], delivered: bytearray) -> None:
+    async def _hand_over(
+        self, part: Sequence[tuple[int, Lease]], sinks: Sequence[Sink], delivered: bytearray
+    ) -> None:
         todo = [(position, lease.view, sinks[position]) for position, lease in part if sinks[position] is not _discard]
         try:
             if todo:

@@ -88,9 +88,7 @@ class Removals:
         for removal in self._wanted.values():
             removal.timer.cancel()
             if not removal.outcome.done():
-                removal.outcome.set_result(
-                    CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed")
-                )
+                removal.outcome.set_result(CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed"))
 
     def _begin(self, key: ChunkKey) -> None:
         if self._closed:

@@ -21,7 +21,6 @@ from tiercache.tiers.cpu import Lease
 
 logger = logging.getLogger("tiercache.writer")
 
-
 @dataclass(frozen=True)
 class WriterSettings:
     queue_bytes: int

@@ -75,15 +75,7 @@ class CuFileFiles(DeviceFiles):
         return self._verify(path, key, fingerprint, slot)
 
     def write(
-        self,
-        path: str,
-        key: bytes,
-        fingerprint: bytes,
-        payload: Span,
-        payload_bytes: int,
-        *,
-        direct: bool,
-        durable: bool,
+        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
     ) -> int:
         self.tidy()
         total_bytes = file_bytes(payload_bytes)

@@ -35,15 +35,7 @@ class DeviceFiles(ABC):
 
     @abstractmethod
     def write(
-        self,
-        path: str,
-        key: bytes,
-        fingerprint: bytes,
-        payload: Span,
-        payload_bytes: int,
-        *,
-        direct: bool,
-        durable: bool,
+        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
     ) -> int:
         """As `write_chunk_file`, from device memory."""
 
@@ -113,15 +105,7 @@ class BounceFiles(DeviceFiles):
         return length
 
     def write(
-        self,
-        path: str,
-        key: bytes,
-        fingerprint: bytes,
-        payload: Span,
-        payload_bytes: int,
-        *,
-        direct: bool,
-        durable: bool,
+        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
     ) -> int:
         with self._buffer() as buffer:
             source = payload.part(0, payload_bytes)

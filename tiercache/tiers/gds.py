@@ -143,9 +143,7 @@ class GdsTier(DiskTier, DeviceTier):
             self.files = self._given_files
             return
         if self.device is None:
-            logger.warning(
-                "%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option
-            )
+            logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option)
             return
         driver, pool = self.device.driver, self.device.pool
         chunk_bytes, threads = self.settings.chunk_bytes, 2 * self.settings.threads

@@ -40,4 +40,6 @@ class Hints:
         earliest_s = now_s + (due_s - now_s) / 2
         latest_s = due_s + min(ttl_s, _SLACK_S)
         grace_s = due_s + ttl_s - latest_s
-        return Prediction(self.name, subject, keys, self.probability, earliest_s, due_s, latest_s, priority, grace_s)
+        return Prediction(
+            self.name, subject, keys, self.probability, earliest_s, due_s, latest_s, priority, grace_s
+        )

@@ -39,7 +39,9 @@ class Workflows:
 
     name = "workflows"
 
-    def __init__(self, limit: int = 10_000, least_probability: float = 0.05, *, limit_bytes: int = 32 << 20) -> None:
+    def __init__(
+        self, limit: int = 10_000, least_probability: float = 0.05, *, limit_bytes: int = 32 << 20
+    ) -> None:
         self.limit = limit
         self.limit_bytes = limit_bytes
         self.held_bytes = 0

@@ -1,6 +1,6 @@
 """What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
 
-{"tiercache.session": "chat-17", "tiercache.ended": "tool", "tiercache.next_in_s": 20}
+    {"tiercache.session": "chat-17", "tiercache.ended": "tool", "tiercache.next_in_s": 20}
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
             found[field] = parsed
         elif field[:64] not in warned and len(warned) < 100:
             warned.add(field[:64])
-            logger.warning(
-                "kv_transfer_params: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value)
-            )
+            logger.warning("kv_transfer_params: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value))
     return Wishes(**found)
 
 

@@ -42,8 +42,7 @@ class Contents:
             taken = chunk.copy()
             named, rest = taken[: len(key)], taken[len(key) :]
             if not (
-                np.array_equal(named, np.frombuffer(key, np.uint8))
-                and np.array_equal(rest, self._piece(key)[len(key) :])
+                np.array_equal(named, np.frombuffer(key, np.uint8)) and np.array_equal(rest, self._piece(key)[len(key) :])
             ):
                 self.wrong.append(key)
 

@@ -149,7 +149,9 @@ def counted(cache: TierCache) -> Counts:
 
 def simulated(simulator: Simulator) -> Counts:
     figures = simulator.figures
-    return Counts(figures.ram_blocks, figures.flash_blocks, figures.inserted_blocks, figures.flash_written_blocks)
+    return Counts(
+        figures.ram_blocks, figures.flash_blocks, figures.inserted_blocks, figures.flash_written_blocks
+    )
 
 
 async def _flushed(cache: TierCache) -> None:

@@ -170,7 +170,9 @@ class Player:
     def _announce(self, request: Request) -> None:
         assert self._announcements is not None
         if self._announcements.may(request, self._now_s):
-            self._handles[_subject(request)] = self._cache.prefetch(request.keys, deadline=request.time_s - self._now_s)
+            self._handles[_subject(request)] = self._cache.prefetch(
+                request.keys, deadline=request.time_s - self._now_s
+            )
 
     def _counted(self) -> Timed:
         check(self._contents)

@@ -24,7 +24,7 @@ from tiercache.core.keys import KEY_BYTES
 from tiercache.testing.contract import page_aligned
 from tiercache.testing.simulation.files import Disk, FileCalls, Torn
 from tiercache.tiers import allocation, naming
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -680,7 +680,7 @@ def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
         volume = Volume(Path(ROOT) / "cache", 32 * MEBIBYTE, fingerprint, direct=None, durable=True)
         volume.open()
         assert volume.direct
-        assert volume.write(key, payload, 8000, []) == 3 * 4096
+        assert volume.write(key, payload, 8000, Victims()) == 3 * 4096
         assert volume.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
         assert len(volume.scan(key.hex()[:2]).chunks) == 1
         directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)

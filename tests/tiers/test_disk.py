@@ -19,7 +19,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailabl
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.volume import Scanned, Volume
+from tiercache.tiers.volume import Scanned, Victims, Volume
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -498,7 +498,7 @@ def test_volume_survives_directories_that_somebody_tidies_away(tmp_path: Path) -
     volume.open()
     key, payload = chunk(1)
     for _ in range(20):
-        occupied = volume.write(key, payload, CHUNK_BYTES, [])
+        occupied = volume.write(key, payload, CHUNK_BYTES, Victims())
         assert volume.delete(key, occupied)
         (tmp_path / key.hex()[:2]).rmdir()
     volume.close()
@@ -510,7 +510,7 @@ def test_a_chunk_that_is_removed_after_others_deleted_its_file_is_kept_open_no_l
     closed: list[str] = []
     volume.on_delete = closed.append
     key, payload = chunk(1)
-    volume.write(key, payload, CHUNK_BYTES, [])
+    volume.write(key, payload, CHUNK_BYTES, Victims())
     Path(volume.path(key)).unlink()
     assert not volume.remove(key, None)
     assert set(closed) == {volume.path(key)}

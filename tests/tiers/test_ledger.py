@@ -218,7 +218,7 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 place, first, cap, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
 volume = Volume(place, cap, FINGERPRINT, direct=False, durable=False, allowance_bytes=4 * FILE_BYTES)
@@ -231,7 +231,7 @@ for number in range(first, first + rounds):
     sys.stdin.readline()
     key, payload = chunk(number)
     try:
-        mine.append((key, volume.write(key, payload, CHUNK_BYTES, [])))
+        mine.append((key, volume.write(key, payload, CHUNK_BYTES, Victims())))
     except TierFull:
         for _ in range(choose.randint(1, 5)):
             if mine:

@@ -12,7 +12,7 @@ from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.naming import Naming, link_new, rename_new
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 WAYS: dict[str, tuple[Naming, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 
@@ -39,9 +39,9 @@ def temporaries(root: Path) -> list[Path]:
 def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume]) -> None:
     one, other = two
     key, payload = chunk(1)
-    occupied_bytes = one.write(key, payload, CHUNK_BYTES, [])
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
     inode = Path(one.path(key)).stat().st_ino
-    assert other.write(key, payload, CHUNK_BYTES, []) == occupied_bytes
+    assert other.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
     assert Path(one.path(key)).stat().st_ino == inode
     assert temporaries(one.root) == []
     assert other.ledger.used_bytes == allocated_bytes(one.root)
@@ -53,9 +53,9 @@ def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume])
 def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[Volume, Volume]) -> None:
     one, other = two
     key, payload = chunk(1)
-    occupied_bytes = one.write(key, payload, CHUNK_BYTES, [])
+    occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
     assert other.delete(key, occupied_bytes)
-    assert one.write(key, payload, CHUNK_BYTES, []) == occupied_bytes
+    assert one.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
     assert one.ledger.used_bytes == allocated_bytes(one.root)
 
 
@@ -65,10 +65,10 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
 
     volume = opened(tmp_path, (unknown, rename_new))
     key, payload = chunk(1)
-    volume.write(key, payload, CHUNK_BYTES, [])
+    volume.write(key, payload, CHUNK_BYTES, Victims())
     volume.ways = (unknown, unknown)
     key, payload = chunk(2)
-    volume.write(key, payload, CHUNK_BYTES, [])
+    volume.write(key, payload, CHUNK_BYTES, Victims())
     assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
     volume.close()
 
@@ -88,15 +88,16 @@ from pathlib import Path
 from tests.tiers.test_publishing import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.volume import Victims
 
 def half(temporary, path):
     os.link(temporary, path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 volume = opened(Path(sys.argv[1]), ())
-volume.write(*chunk(1), CHUNK_BYTES, [])
+volume.write(*chunk(1), CHUNK_BYTES, Victims())
 volume.ways = (half,)
-volume.write(*chunk(2), CHUNK_BYTES, [])
+volume.write(*chunk(2), CHUNK_BYTES, Victims())
 """
 
 

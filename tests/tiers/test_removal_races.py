@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers import listing
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.survey import Scanned
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Unborn, Volume
 
 KEY = chunk(1)[0]
 _sizes = listing.sizes
@@ -206,3 +207,34 @@ async def test_chunk_that_is_stored_while_it_is_evicted_is_stored(tmp_path: Path
         held.goes_on.set()
         assert await writing and await again
         assert tier.contains(KEY) and await is_hit(tier, 1)
+
+
+async def test_chunk_that_was_deleted_by_a_write_that_hangs_since_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    hangs, goes_on = asyncio.Event(), threading.Event()
+    make = Volume.make
+
+    def make_late(volume: Volume, unborn: Unborn, create: Any) -> Any:
+        if not tier.contains(KEY) and not hangs.is_set():
+            loop.call_soon_threadsafe(hangs.set)
+            assert goes_on.wait(10.0)
+        return make(volume, unborn, create)
+
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 2))
+        monkeypatch.setattr(Volume, "make", make_late)
+        hanging = asyncio.create_task(hangs.wait())
+        for number in itertools.count(2):
+            writing = asyncio.create_task(tier.write(*chunk(number), CHUNK_BYTES))
+            await asyncio.wait([writing, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if hanging.done():
+                break
+        try:
+            async with asyncio.timeout(5.0):
+                await fill(tier, range(1, 2))
+        finally:
+            goes_on.set()
+        assert await writing and await is_hit(tier, 1)

@@ -391,7 +391,7 @@ class DiskTier(Tier):
             victims = await self._make_room(shelf, needed_bytes, deficit_bytes)
             volume, index = shelf.volume, shelf.index
             try:
-                with shelf.leaving([key for key, _ in victims]):
+                with shelf.leaving(victims):
                     return await to_the_end(write(volume, victims))
             except TierFull:
                 # Victims that somebody else had deleted were no attempt, and are out of the index now.
@@ -539,7 +539,7 @@ class DiskTier(Tier):
             victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
             if not victims:
                 return
-            with shelf.leaving([key for key, _ in victims]):
+            with shelf.leaving(victims):
                 done = await self._metadata.submit(volume.delete_all, victims)
             if done.error is not None:
                 logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)

@@ -16,6 +16,7 @@ from tiercache.memory.workers import Workers
 from tiercache.tiers.election import Election
 from tiercache.tiers.listing import answered
 from tiercache.tiers.scanning import Shelf
+from tiercache.tiers.volume import Victims
 
 logger = logging.getLogger("tiercache.weka")
 
@@ -151,7 +152,7 @@ class Evictor:
             while (goal_bytes := self._goal_bytes()) and (victims := shelf.index.evict(min(goal_bytes, _BATCH_BYTES))):
                 self._on_evict([key for key, _ in victims])
                 parts = [victims[start :: self._workers.threads] for start in range(self._workers.threads)]
-                with shelf.leaving([key for key, _ in victims]):
+                with shelf.leaving(Victims(victims)):
                     done = await asyncio.gather(*(self._ask(shelf.volume.delete_all, part) for part in parts if part))
                 self.evicted += sum(part.chunks for part in done)
                 freed_bytes += sum(part.freed_bytes for part in done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import xxhash
 
@@ -14,7 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.reckoning import is_doubtful
 from tiercache.memory.workers import Workers
 from tiercache.tiers.survey import Scanned
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.volume import Victims, Volume
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -40,8 +40,8 @@ class Shelf:
         """Read or written since the scan began: what it found out about them may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}
         """For each who looks at many files now: what was deleted meanwhile, and may have been seen still."""
-        self._leaving: dict[ChunkKey, asyncio.Future[None]] = {}
-        """Evicted, and perhaps not deleted yet: whoever looks may see them still. The future ends with the deletion."""
+        self._leaving: dict[ChunkKey, Victims] = {}
+        """Evicted, and perhaps not deleted yet: whoever looks may see them still."""
         self._looking: dict[ChunkKey, list[int]] = {}
         """Of chunks that are looked for now: how many look, and how often it was stored, found or deleted since the first
         began."""
@@ -91,7 +91,7 @@ class Shelf:
     @contextmanager
     def looking_around(self) -> Iterator[set[ChunkKey]]:
         """Somebody looks at many files; the chunks that may have been seen although they are gone."""
-        gone = set(self._leaving)
+        gone = self._all_leaving()
         self._looking_around[id(gone)] = gone
         try:
             yield gone
@@ -99,31 +99,44 @@ class Shelf:
             del self._looking_around[id(gone)]
 
     def begin_scan(self) -> None:
-        self.noted_while_scanning = set(self._leaving)
+        self.noted_while_scanning = self._all_leaving()
 
     @contextmanager
-    def leaving(self, keys: Sequence[ChunkKey]) -> Iterator[None]:
+    def leaving(self, victims: Victims) -> Iterator[None]:
         """While chunks that were evicted from the index are deleted: they are not taken up again because they are seen, and
         a write of one waits, so that it is not its file that is deleted."""
-        if not keys:
-            yield
-            return
-        end = asyncio.get_running_loop().create_future()
-        self._leaving.update(dict.fromkeys(keys, end))
+        keys = [key for key, _ in victims]
+        self._leaving.update(dict.fromkeys(keys, victims))
         self._goes(keys)
         try:
             yield
         finally:
+            victims.deleted()
             for key in keys:
-                if self._leaving.get(key) is end:
-                    del self._leaving[key]
-                    self._changed(key)
-            end.set_result(None)
+                if self._leaving.get(key) is victims:
+                    self._has_left(key)
 
     async def left(self, key: ChunkKey) -> None:
         """Wait until it is not being deleted."""
-        while (end := self._leaving.get(key)) is not None:
-            await asyncio.wait([end])
+        while self._is_leaving(key):
+            loop = asyncio.get_running_loop()
+            end = asyncio.Event()
+            self._leaving[key].when_deleted(lambda: _tell(loop, end))  # noqa: B023 - waited for right here
+            await end.wait()
+
+    def _is_leaving(self, key: ChunkKey) -> bool:
+        victims = self._leaving.get(key)
+        if victims is None or not victims.are_deleted:
+            return victims is not None
+        self._has_left(key)
+        return False
+
+    def _all_leaving(self) -> set[ChunkKey]:
+        return {key for key, victims in self._leaving.items() if not victims.are_deleted}
+
+    def _has_left(self, key: ChunkKey) -> None:
+        del self._leaving[key]
+        self._changed(key)
 
     def _goes(self, keys: Sequence[ChunkKey]) -> None:
         if self.scanning is not None:
@@ -135,6 +148,11 @@ class Shelf:
         looking = self._looking.get(key)
         if looking is not None:
             looking[1] += 1
+
+
+def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        loop.call_soon_threadsafe(end.set)
 
 
 async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:

@@ -21,7 +21,7 @@ import logging
 import os
 import stat
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -55,14 +55,31 @@ _ABANDONED_AT_A_TIME = 4
 
 
 class Victims(list[tuple[ChunkKey, int]]):
-    """Chunks to delete before one is written, and the bytes that each occupies."""
+    """Evicted chunks, which are to be deleted, and the bytes that each occupies."""
 
-    freed_bytes = 0
-    """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+    def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
+        super().__init__(chunks)
+        self.freed_bytes = 0
+        """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+        self.are_deleted = False
+        """Or will not be any more. A write goes on after that, and may take long."""
+        self._when_deleted: list[Callable[[], None]] = []
 
     @property
     def were_gone(self) -> bool:
         return bool(self) and not self.freed_bytes
+
+    def deleted(self) -> None:
+        """From any thread, and as often as one likes."""
+        self.are_deleted = True
+        for tell in self._when_deleted:
+            tell()
+
+    def when_deleted(self, tell: Callable[[], None]) -> None:
+        """`tell` is called at least once then, from any thread."""
+        self._when_deleted.append(tell)
+        if self.are_deleted:
+            tell()
 
 
 @dataclass
@@ -264,6 +281,7 @@ class Volume:
             raise
         finally:
             victims.freed_bytes += freed_bytes
+            victims.deleted()
         charged_bytes = file_bytes(payload_bytes)
         if not self.ledger.charge(charged_bytes, freed_bytes, announced_bytes):
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")

@@ -212,6 +212,23 @@ async def test_the_file_of_a_removed_chunk_is_closed_by_a_thread(
         assert threads and threading.main_thread() not in threads, "closing may take its time, and the loop has none"
 
 
+async def test_all_files_are_closed_by_a_thread(
+    opened: Opened, slots: Slots, files: DeviceFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount may hang."""
+    threads, close = [], files.close
+
+    def watched() -> None:
+        threads.append(threading.current_thread())
+        close()
+
+    monkeypatch.setattr(files, "close", watched)
+    async with opened(tmp_path) as tier:
+        key = await store(tier, slots, 1)
+        assert await tier.read_device(key, slots.empty()) == CHUNK_BYTES
+    assert threads and threading.main_thread() not in threads
+
+
 async def test_file_that_another_process_deleted_is_a_miss(opened: Opened, slots: Slots, tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         key = await store(tier, slots, 1)

@@ -11,6 +11,8 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ import numpy as np
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
-from tiercache.errors import CorruptChunk
+from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
@@ -45,12 +47,16 @@ class CuFileFiles(DeviceFiles):
         """Of all threads; and whether the page is pinned."""
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
+        self._calls = 0
+        """Reads and writes under way. The last one frees what `close` could not."""
+        self._closed = False
         self._registered: Any = None
         self._kvikio: Any = None
 
     def open(self) -> None:
         if not self._driver.has_kernels:
             raise DeviceError("there are no kernels to verify chunks with")
+        self._closed = False
         self._kvikio = import_kvikio()
         self._kvikio.defaults.set({"num_threads": self._threads, "task_size": _TASK_BYTES})
         self._registered = self._driver.array(self._memory)
@@ -58,6 +64,10 @@ class CuFileFiles(DeviceFiles):
             self._kvikio.memory_register(self._registered)
 
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
+        with self._call():
+            return self._read(path, key, fingerprint, into)
+
+    def _read(self, path: str, key: bytes, fingerprint: bytes, into: Span) -> int:
         file = self._opened(path)
         try:
             room_bytes = HEADER_BYTES + into.length_bytes
@@ -76,6 +86,12 @@ class CuFileFiles(DeviceFiles):
 
     def write(
         self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
+    ) -> int:
+        with self._call():
+            return self._write(path, key, fingerprint, payload, payload_bytes, durable)
+
+    def _write(
+        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, durable: bool
     ) -> int:
         self.tidy()
         total_bytes = file_bytes(payload_bytes)
@@ -119,6 +135,32 @@ class CuFileFiles(DeviceFiles):
             file.handle.close()
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            ended = self._ended
+        if ended:
+            self._free()
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed and not self._calls
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable("cuFile is closed")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                ended = self._ended
+            if ended:
+                self._free()
+
+    def _free(self) -> None:
         with self._lock:
             files, self._open_files = list(self._open_files.values()), OrderedDict()
         for file in files:

@@ -98,7 +98,7 @@ class DiskTier(Tier):
         self._scans: set[asyncio.Task[None]] = set()
         self._blame = Blame()
         self._closing: set[asyncio.Future[None]] = set()
-        """Volumes that are being closed."""
+        """Volumes, and what a subclass has, that are being closed."""
         self._refused: dict[ChunkKey, None] = {}
         self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
         self.governor = Governor(settings.bytes_per_day)
@@ -360,11 +360,15 @@ class DiskTier(Tier):
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 
     def _close_volume(self, volume: Volume) -> None:
-        """In the thread, after an `open` that may still be at work there: the mount may hang, and the loop must not."""
+        """After an `open` that may still be at work in the thread."""
+        self._close_in_thread(volume.close)
+
+    def _close_in_thread(self, close: Callable[[], None]) -> None:
+        """The mount may hang, and the loop must not; `close` waits for it, but not for long."""
         try:
-            closing = self._metadata.submit(volume.close)
+            closing = self._metadata.submit(close)
         except RuntimeError:  # the tier was closed meanwhile
-            threading.Thread(target=volume.close, name=f"tiercache-{self.name}-late", daemon=True).start()
+            threading.Thread(target=close, name=f"tiercache-{self.name}-late", daemon=True).start()
             return
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

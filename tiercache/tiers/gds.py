@@ -72,10 +72,10 @@ class GdsTier(DiskTier, DeviceTier):
     async def close(self) -> None:
         if self._tidying is not None:
             self._tidying.cancel()
-        await super().close()
         files, self.files = self.files, None
         if files is not None:
-            files.close()
+            self._close_in_thread(files.close)
+        await super().close()
 
     def describe(self) -> str:
         way = self.files.name if self.files is not None else "host memory only"

@@ -212,9 +212,9 @@ async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
         await tier.scanned()
         monkeypatch.setattr(Volume, "begin_reckoning", begin_late)
         shelf = tier._shelves[0]
-        shelf.scan_took_s = 0.01
-        tier._begin_scan(shelf, first=False)
-        await tier.scanned()
+        for _ in range(2):
+            tier._begin_scan(shelf, first=False)
+            await tier.scanned()
         assert shelf.next_scan_s - asyncio.get_running_loop().time() <= 1.0
 
 

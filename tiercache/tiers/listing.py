@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
+from tiercache.core.pauses import pause_s
 from tiercache.core.sharing import Freshness, SharedIndex
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, look_away
@@ -24,17 +25,14 @@ T = TypeVar("T")
 _SETTLE_S = 1.0
 _STEP = 2048
 """Entries that are taken up at a time, so that the loop is never busy with it for long."""
-_LONGEST_SHARE = 10
-"""After a refresh, so many times its duration (or that of the one before, if that was quicker) pass before the next: a slow
-mount is listed less often."""
 _HURRY = 10
 """With a hint the next refresh may come so many times sooner."""
 _PATIENCE_S = 30.0
 
 
-def pauses_s(refresh_s: float, took_s: float) -> tuple[float, float]:
-    """How long to wait after a refresh that took `took_s`: in any case, and then for a hint."""
-    least_s = max(refresh_s / _HURRY, took_s * _LONGEST_SHARE)
+def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
+    """How long to wait after a refresh whose calls took so long: in any case, and then for a hint."""
+    least_s = max(refresh_s / _HURRY, pause_s(calls_s))
     return least_s, max(0.0, refresh_s - least_s)
 
 
@@ -64,6 +62,8 @@ class Refresher:
         self._index: object = None
         self._freshness = Freshness(_SETTLE_S)
         self._hint = asyncio.Event()
+        self._calls_s: list[float] = []
+        """What each call of this refresh took."""
         self._begun = 0
         self._ended = 0
         self._end = asyncio.Event()
@@ -81,13 +81,11 @@ class Refresher:
 
     async def run(self) -> None:
         """Refresh again and again, until cancelled."""
-        loop = asyncio.get_running_loop()
         failing = False
-        before_s = 0.0
         while True:
             self._hint.clear()
             self._begun += 1
-            began_s = loop.time()
+            self._calls_s.clear()
             try:
                 await self._refresh()
                 self._on_refresh()
@@ -96,13 +94,11 @@ class Refresher:
                 if not failing:
                     logger.warning("%s could not be listed: %s", self.shelf.volume.root, error)
                 failing = True
+                self._calls_s.clear()  # it has not looked through anything
             self._ended = self._begun
             self._end.set()
             self._end = asyncio.Event()
-            took_s = loop.time() - began_s
-            # Of two, so that a mount that hung for once is not left alone ten times as long.
-            least_s, more_s = pauses_s(self.refresh_s, min(before_s, took_s))
-            before_s = took_s
+            least_s, more_s = pauses_s(self.refresh_s, self._calls_s)
             await asyncio.sleep(least_s)
             try:
                 async with asyncio.timeout(more_s):
@@ -143,7 +139,11 @@ class Refresher:
                     index.add(key, occupied_bytes)
 
     async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:
-        return await answered(self._workers.submit(call, *arguments), str(volume.root))
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        answer = await answered(self._workers.submit(call, *arguments), str(volume.root))
+        self._calls_s.append(loop.time() - began_s)
+        return answer
 
 
 def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:

@@ -11,6 +11,7 @@ import xxhash
 
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
+from tiercache.core.pauses import pause_s
 from tiercache.core.reckoning import is_doubtful
 from tiercache.memory.workers import Workers
 from tiercache.tiers.survey import Scanned
@@ -23,9 +24,6 @@ FoundChunk = tuple[float, ChunkKey, int]
 _STEP = 1024
 """Chunks that are taken up at a time, so that the loop is never busy with it for long."""
 _LEAST_PAUSE_S = 1.0
-_LONGEST_SHARE = 10
-"""After a scan, so many times its duration (or that of the one before, if that was quicker: a device may hang for once) pass
-before the next."""
 
 
 class Shelf:
@@ -46,8 +44,6 @@ class Shelf:
         """Of chunks that are looked for now: how many look, and how often it was stored, found or deleted since the first
         began."""
         self.next_scan_s = 0.0
-        self.scan_took_s = 0.0
-        """The last one."""
         self.explained_bytes = 0
         """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
         self.replacing = asyncio.Lock()
@@ -163,19 +159,26 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     """
     volume, index = shelf.volume, shelf.index
     loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    calls_s: list[float] = []
     shelf.begin_scan()
     known = list(index.order.entries)
     found = Scanned()
     try:
+        began_s = loop.time()
         reckoning = await workers.submit(volume.begin_reckoning)
+        calls_s.append(loop.time() - began_s)
         for start in range(0, len(reckoning.tops), workers.threads):
             tops = reckoning.tops[start : start + workers.threads]
-            for part in await asyncio.gather(*(workers.submit(volume.scan, top) for top in tops)):
+            began_s = loop.time()
+            parts = await asyncio.gather(*(workers.submit(volume.scan, top) for top in tops))
+            calls_s.append(loop.time() - began_s)
+            for part in parts:
                 if first:
                     await _add(shelf, index, part.chunks, ignored)
                 found.add(part)
+        began_s = loop.time()
         found.counted_bytes += await workers.submit(volume.scan_quarantine)
+        calls_s.append(loop.time() - began_s)
         new, gone, explained_bytes = await workers.submit(_compare, found, known, ignored)
         if shelf.volume is not volume:
             return None  # it was replaced meanwhile, and is scanned anew
@@ -186,10 +189,8 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
         await _forget(shelf, index, gone)
         changed_bytes = await workers.submit(volume.reckon, reckoning, found.counted_bytes)
     finally:
-        now_s = loop.time()
         if not first:
-            shelf.next_scan_s = now_s + max(_LEAST_PAUSE_S, _LONGEST_SHARE * min(now_s - began_s, shelf.scan_took_s))
-        shelf.scan_took_s = now_s - began_s
+            shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
     # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
     # for right just because it might be.
     explained_bytes += reckoning.others_bytes

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tiercache.closing import Lingering, closed
+from tiercache.closing import Deadline, Lingering, closed
 
 
 class Thing:
@@ -32,7 +32,7 @@ def soon(seconds: float) -> float:
 async def test_parts_are_closed_side_by_side_and_what_hangs_is_handed_back() -> None:
     things = [Thing(0.2), Thing(0.2), Thing(None)]
     began_s = soon(0.0)
-    left = await closed(began_s + 0.5, *((str(number), thing.close) for number, thing in enumerate(things)))
+    left = await closed(Deadline(began_s + 0.5), *((str(number), thing.close) for number, thing in enumerate(things)))
     assert soon(0.0) - began_s < 0.9
     assert [thing.closed for thing in things] == [True, True, False]
     assert len(left) == 1 and not left[0].done()
@@ -40,10 +40,23 @@ async def test_parts_are_closed_side_by_side_and_what_hangs_is_handed_back() -> 
     await left[0]
 
 
+async def test_deadline_that_comes_nearer_ends_what_is_under_way() -> None:
+    thing, deadline = Thing(None), Deadline(soon(100.0))
+    closing = asyncio.ensure_future(closed(deadline, ("thing", thing.close)))
+    await asyncio.sleep(0.01)
+    began_s = soon(0.0)
+    deadline.least_s = began_s + 0.2
+    deadline.bring_forward(began_s)
+    (left,) = await closing
+    assert 0.2 <= soon(0.0) - began_s < 5.0
+    thing.go_on.set()
+    await left
+
+
 async def test_loop_that_cancels_everything_at_any_moment_keeps_nothing_open() -> None:
     for steps in range(12):
         things = [Thing(), Thing()]
-        closing = asyncio.ensure_future(closed(soon(5.0), *(("thing", thing.close) for thing in things)))
+        closing = asyncio.ensure_future(closed(Deadline(soon(5.0)), *(("thing", thing.close) for thing in things)))
         for _ in range(steps):
             await asyncio.sleep(0.005)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -59,7 +72,7 @@ async def test_part_that_fails_is_told_and_the_others_are_closed(caplog: pytest.
         raise OSError("the device is gone")
 
     thing = Thing()
-    assert await closed(soon(1.0), ("broken", broken), ("thing", thing.close)) == []
+    assert await closed(Deadline(soon(1.0)), ("broken", broken), ("thing", thing.close)) == []
     assert thing.closed
     assert "broken: closing failed" in caplog.text
 

@@ -209,24 +209,20 @@ class TierCache:
         await deadline.bounds(self._finished())
         report = self._fan_out.report(before)
         self._running = False
-        deadline.forget()
         if not report.complete:
             logger.warning("closed before everything was written: %s", report.pending)
-        until_s = max(deadline.at_s, loop.time() + GRACE_S)
+        deadline.least_s = loop.time() + GRACE_S
         parts: list[Part] = [("prefetching", self.ahead.close)]
         if self._control is not None:
             parts.append(("control socket", self._control.close))
         readers = [self._reader] if self._device_path is None else [self._reader, self._device_reader]
-        writing_until_s = (loop.time() + until_s) / 2  # the other half is for the tiers
+        writing_until_s = (loop.time() + deadline.until_s) / 2  # the other half is for the tiers
         writing: Part = ("writing", lambda: self._fan_out.close(writing_until_s))
         for group in (parts, [("reading", reader.close) for reader in readers], [writing]):
-            self._lingering.keep(await closed(until_s, *group))
-        self._lingering.keep(await closed(until_s, *((tier.name, tier.close) for tier in self.tiers)))
-        for writer in self._fan_out.writers:
-            self._lingering.keep(writer.lingering)
-        for reader in readers:
-            self._lingering.keep(reader.flights.lingering)
-        await self._lingering.ended(min(until_s, loop.time() + GRACE_S))
+            self._lingering.keep(await closed(deadline, *group))
+        self._lingering.keep(await closed(deadline, *((tier.name, tier.close) for tier in self.tiers)))
+        self._lingering.keep(self._behind)
+        await self._lingering.ended(min(deadline.until_s, loop.time() + GRACE_S))
         await self.cpu.close()
         self._copiers.close()
         self._closed = True
@@ -243,7 +239,9 @@ class TierCache:
 
     def _give_memory_back(self) -> None:
         """Once the cache is closed and nothing uses it any more."""
-        if self._closed and not (self._lingering.tasks or self._stuck or self._operation.under_way):
+        if any(task.done() for task in self._behind):
+            asyncio.get_running_loop().call_soon(self._give_memory_back)  # what they owe at their end comes before that
+        elif self._closed and not (self._lingering.tasks or self._stuck or self._operation.under_way):
             close_device(self._device)
             self.cpu.pool.close()
             self._arena.close()
@@ -525,6 +523,15 @@ class TierCache:
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
         return self.cpu.clear()
+
+    @property
+    def _behind(self) -> Iterator[asyncio.Task[Any]]:
+        """Reads and writes that were left behind."""
+        readers = [self._reader] if self._device_path is None else [self._reader, self._device_reader]
+        for writer in self._fan_out.writers:
+            yield from writer.lingering
+        for reader in readers:
+            yield from reader.flights.lingering
 
     @property
     def _stuck(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from typing import Any
 
 from tiercache.memory.workers import look_away
@@ -26,30 +26,51 @@ Part = tuple[str, Callable[[], Coroutine[Any, Any, object]]]
 class Deadline:
     """A loop time in seconds that may come nearer while somebody waits for it."""
 
-    def __init__(self) -> None:
-        self.at_s = float("inf")
-        self._over = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, at_s: float = float("inf")) -> None:
+        self.at_s = at_s
+        self.least_s = float("-inf")
+        """Whatever is brought forward, the deadline is not before this."""
+        self._moved = asyncio.Event()
+
+    @property
+    def until_s(self) -> float:
+        return max(self.at_s, self.least_s)
 
     def bring_forward(self, at_s: float) -> None:
         if at_s < self.at_s:
             self.at_s = at_s
-            self.forget()
-            self._timer = asyncio.get_running_loop().call_at(at_s, self._over.set)
-
-    def forget(self) -> None:
-        """Nobody waits for it any more."""
-        if self._timer is not None:
-            self._timer.cancel()
+            self._moved.set()
+            self._moved = asyncio.Event()
 
     async def bounds(self, work: Coroutine[Any, Any, None]) -> None:
         """Until `work` has ended, or until the deadline. Cancelled, the deadline is now."""
-        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._over.wait())]
+        task = asyncio.ensure_future(work)
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-            task.add_done_callback(look_away)
+            await self._ended([task], float("-inf"))
+        task.cancel()
+        task.add_done_callback(look_away)
+
+    async def ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float = float("-inf")) -> None:
+        """Until all `tasks` have ended, or until the deadline, but no sooner than at `least_s`. Not kept from it by
+        cancellation: a loop that shuts down cancels everything."""
+        done = False
+        while not done:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ended(tasks, least_s)
+                done = True
+
+    async def _ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        while left := [task for task in tasks if not task.done()]:
+            left_s = max(self.until_s, least_s) - loop.time()
+            if left_s <= 0.0:
+                return
+            moved = loop.create_task(self._moved.wait())
+            try:
+                timeout_s = None if left_s == float("inf") else left_s
+                await asyncio.wait([*left, moved], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                moved.cancel()
 
 
 class Lingering:
@@ -79,19 +100,17 @@ class Lingering:
             self._on_end()
 
 
-async def closed(until_s: float, *parts: Part) -> list[asyncio.Task[object]]:
-    """Close `parts` side by side until that loop time. What has not ended by then is left to itself, and returned.
+async def closed(deadline: Deadline, *parts: Part) -> list[asyncio.Task[object]]:
+    """Close `parts` side by side. What has not ended by then is left to itself, and returned.
 
     Whoever cancels this one (a loop that shuts down cancels everything, at any moment) keeps nothing from being given back.
     """
     loop = asyncio.get_running_loop()
-    until_s = max(until_s, loop.time() + _LEAST_S)
+    least_s = loop.time() + _LEAST_S
     left: list[asyncio.Task[object]] = []
     for _ in range(2):
         tasks = {loop.create_task(close(), name=f"tiercache-close-{name}"): (name, close) for name, close in parts}
-        while (unfinished := [task for task in tasks if not task.done()]) and loop.time() < until_s:
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait(unfinished, timeout=until_s - loop.time())
+        await deadline.ended(tasks, least_s)
         for task, (name, _) in tasks.items():
             task.add_done_callback(look_away)
             if not task.done():

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tiercache.assembly import make_tiers
-from tiercache.closing import GRACE_S, closed
+from tiercache.closing import GRACE_S, Deadline, closed
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, TierUnavailable
@@ -91,7 +91,7 @@ def close_device(device: Device | None) -> None:
 
 async def close_tier(tier: Tier) -> None:
     """Of a cache that does not come up: why is said already."""
-    await closed(asyncio.get_running_loop().time() + GRACE_S, (tier.name, tier.close))
+    await closed(Deadline(asyncio.get_running_loop().time() + GRACE_S), (tier.name, tier.close))
 
 
 def when_ended(left_behind: set[asyncio.Future[None]], give_back: Callable[[], None]) -> None:

@@ -12,23 +12,30 @@ from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.hf3fs import Hf3fsTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.scanning import Shelf
+from tiercache.tiers.weka import WekaTier
 
 _SCANNED_S = 5.0
-_TRIMMED_S = {"disk": 1.0, "fs": 10.0}
-"""Until a cap that was lowered is kept, after the first scan: the fs tier waits for an election and looks at the count."""
-_LOWEST_FILL = {"disk": 31 / 32, "fs": 0.85}
-"""A full directory may count a 32nd of the cap more than there is; the fs tier evicts down to nine tenths, and others hold a
-part of the count that they do not use."""
+_TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
+"""Until a cap that was lowered is kept, after the first scan: who evicts for all is elected and looks at the count."""
+_LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
+"""A full directory may count a 32nd of the cap more than there is; who evicts for all goes down to nine tenths, and others
+hold a part of the count that they do not use."""
 
 
 def file_tiers(cache: TierCache) -> Iterator[tuple[str, DiskTier]]:
-    """The disk and fs tiers, by the names of their configuration."""
+    """Those whose places are looked at, by the names of their configuration."""
     for tier in cache.tiers:
         found = tier.mounted if isinstance(tier, FsTier) else tier
-        if isinstance(found, DiskTier) and found.name in _TRIMMED_S:
+        if isinstance(found, DiskTier) and not isinstance(found, Hf3fsTier):
             yield tier.name, found
+
+
+def is_kept_by_one(tier: DiskTier) -> bool:
+    """One instance evicts for all, and the index follows what lies there."""
+    return isinstance(tier, WekaTier)
 
 
 def shelves(cache: TierCache) -> list[Shelf]:
@@ -66,13 +73,13 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier._shelves)
         known = set(shelf.index.order.entries)
-        if (faultless and alone) or tier.name == "fs":
+        if (faultless and alone) or is_kept_by_one(tier):
             there = found.chunks.keys() - tier._refused.keys()
             if known - tier._refused.keys() != there:
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )
-        if faultless and tier.name != "fs":  # which may hold a part of the count that it has not spent
+        if faultless and not is_kept_by_one(tier):  # which may hold a part of the count that it has not spent
             place.check_count()
 
 
@@ -146,10 +153,10 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
         await store(node, [key], places)
         await asyncio.sleep(2.0)
     await store(node, keys, places)
-    for shelf in shelves(node.cache):
+    for shelf, tier in [(shelf, found) for _, found in file_tiers(node.cache) for shelf in found._shelves]:
         place = place_of(shelf, places)
-        kind = "fs" if place.disk.root.endswith("fs") else "disk"
-        lowest_bytes = place.cap_bytes * _LOWEST_FILL[kind] - 3 * FILE_BYTES
+        lowest = _LOWEST_FILL_BY_ONE if is_kept_by_one(tier) else _LOWEST_FILL
+        lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
         found = place.look()
         if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
             raise Violation(
@@ -165,7 +172,8 @@ async def check_reopened(
     `spoilt`: files that cannot be read, as `Weather.spoilt`."""
     loop = asyncio.get_running_loop()
     await scans_end(node)
-    await asyncio.sleep(max(_TRIMMED_S[name] for name, _ in file_tiers(node.cache)))
+    tiers = [tier for _, tier in file_tiers(node.cache)]
+    await asyncio.sleep(_TRIMMED_BY_ONE_S if any(map(is_kept_by_one, tiers)) else _TRIMMED_S)
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0
         place.check_count()

@@ -9,6 +9,7 @@ from typing import Any
 from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
 from tiercache.errors import TierCacheError
+from tiercache.testing.simulation.descriptors import Opened
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cufile import CuFileFiles
@@ -17,8 +18,8 @@ from tiercache.tiers.gds import GdsTier
 from tiercache.tiers.hf3fs import Hf3fsTier
 
 
-def check_fittings(cache: TierCache) -> None:
-    """Raises Violation."""
+def check_fittings(cache: TierCache, opened: Callable[[int], Opened]) -> None:
+    """`opened` says what a descriptor is of, past all calls. Raises Violation."""
     kept: dict[str, Any] = {}
     path = cache._device_path
     if path is not None:
@@ -40,7 +41,9 @@ def check_fittings(cache: TierCache) -> None:
             if isinstance(files, BounceFiles):
                 kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
             elif isinstance(files, CuFileFiles):
-                deleted = [name for name, file in files._open_files.items() if not file.exists]
+                deleted = [
+                    name for name, file in files._open_files.items() if not opened(file.descriptor).inode.links
+                ]
                 kept[f"deleted files that {tier.name} has open"] = deleted
         if isinstance(tier, Hf3fsTier) and tier.engine is not None:
             engine = tier.engine

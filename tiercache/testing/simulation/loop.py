@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 from asyncio import events, futures, tasks
@@ -170,12 +171,13 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
         future = self.create_future()
 
         def run() -> None:
+            result, failure = None, None
             try:
                 result = func(*args)
             except BaseException as error:
-                self.call_soon_threadsafe(_settle, future, None, error)
-            else:
-                self.call_soon_threadsafe(_settle, future, result, None)
+                failure = error
+            with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+                self.call_soon_threadsafe(_settle, future, result, failure)
 
         self.world.start(self.strand.process, "executor", run)
         return future

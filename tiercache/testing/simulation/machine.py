@@ -18,6 +18,7 @@ from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.config.remotes import Remote
 from tiercache.core.layout import Layout
+from tiercache.device.driver import Span
 from tiercache.device.events import EventBridge
 from tiercache.testing.simulation import own
 from tiercache.testing.simulation.cufile import make_kvikio
@@ -53,6 +54,8 @@ class Machine:
         self.pipes = Pipes(world, lambda: self.weathers["gpu"].strikes("no-pipes"))
         self.memory = SharedMemory(f"{ROOT}/shm", now)
         self.daemon: Daemon | None = None
+        self._given_up: list[tuple[Span, Any]] = []
+        """Device memory that is never freed: nobody knows whether a copy still runs."""
 
     def attach(self, calls: FileCalls, disks: Mapping[str, Disk]) -> None:
         self.memory.calls = calls
@@ -95,6 +98,7 @@ class Machine:
         """After the system."""
         replacements: list[tuple[str, str, Any]] = [
             ("tiercache.tiers.mounts", "mounts", self._mounts),
+            ("tiercache.device.paged", "_given_up", self._given_up),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
             ("tiercache.assembly", "TwinDriver", self._make_twin),
@@ -156,7 +160,8 @@ class Machine:
         """What a process that has closed its cache still holds."""
         left: dict[str, Any] = {"pipes": self.pipes.left_by(process)}
         if (twin := self.twins.get(process)) is not None and not twin.is_lost:
-            left |= twin.holds()
+            kept = {table.address for table, _ in self._given_up}  # what a copy may still read
+            left |= {name: [one for one in held if one not in kept] for name, held in twin.holds().items()}
         if self.daemon is not None and (library := self.daemon.libraries.get(process)) is not None:
             left |= {
                 "files that rings know": list(library.files),

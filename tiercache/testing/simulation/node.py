@@ -72,6 +72,8 @@ class _Began:
     """What held when an operation began."""
 
     at_s: float
+    waited_from_s: float
+    """When others had begun to wait for a tier that it waits for, too: its patience with one is theirs."""
     until_s: float
     keys: Sequence[int]
     forgets: int
@@ -129,6 +131,8 @@ class Node:
         self._alone = alone
         """Whether no other process uses the same files."""
         self._machine = machine
+        self._flown: dict[bytes, float] = {}
+        """When somebody last began to look for a chunk in tiers."""
         self._device: DeviceCalls | None = None
         self._stop = asyncio.Event()
         self._close_s: float | None = None
@@ -165,6 +169,7 @@ class Node:
         finally:
             late.cancel()
         watch_errors(self.cache.tiers, self._fail)
+        self._watch_flights()
         if (twin := self._machine.twins.get(self.process)) is not None:
             self._device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
         self.state = "open"
@@ -337,7 +342,7 @@ class Node:
 
     def check_idle(self) -> None:
         check_idle(self.cache, self._leases)
-        check_fittings(self.cache)
+        check_fittings(self.cache, self._machine.memory.calls.opened)
 
     def _check_reads(self) -> None:
         """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
@@ -557,6 +562,9 @@ class Node:
             self._recent.clear()
         return _Began(
             at_s=loop.time(),
+            waited_from_s=min(
+                (self._flown[self.keys[key]] for key in keys if self.keys[key] in flights._flights), default=loop.time()
+            ),
             until_s=loop.time() + self._limit_s(operation),
             keys=keys,
             forgets=sum(self._forgets[key] for key in keys),
@@ -565,6 +573,17 @@ class Node:
             callers=self._begun if quiet else 0,
             lost=tuple(_not_written(writer) for writer in cache._fan_out.writers),
         )
+
+    def _watch_flights(self) -> None:
+        flights, loop = self.cache._reader.flights, asyncio.get_running_loop()
+        fetch = flights.fetch
+
+        def watched(key: bytes, *arguments: Any, **named: Any) -> Any:
+            if key not in flights._flights:
+                self._flown[key] = loop.time()
+            return fetch(key, *arguments, **named)
+
+        flights.fetch = watched  # type: ignore[method-assign]
 
     def _check_stored(self, began: _Began, stored: int) -> None:
         """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
@@ -585,7 +604,8 @@ class Node:
     def _check_found(self, began: _Began, found: int) -> None:
         """What is in memory, or in a tier that knows it, is found while there is time."""
         now_s = asyncio.get_running_loop().time()
-        until_s = min(began.until_s, began.at_s + _PATIENCE_S)  # where others wait for memory, a tier is not waited for
+        # Where others wait for memory, a tier is not waited for.
+        until_s = min(began.until_s, began.waited_from_s + _PATIENCE_S)
         if found >= began.there or now_s >= until_s - 1e-6 or self.state != "open" or self._faults():
             return
         if sum(self._forgets[key] for key in began.keys) != began.forgets or self._losses(began.keys) != began.losses:

@@ -23,6 +23,8 @@ _DIRECTORY_BYTES = 4096
 _COUNTED_AFTER_S = 6.0
 """A directory is made, and then it is counted: for which its maker waits for the ledger's lock, no longer than this."""
 _QUARANTINED = 8
+_BEGINNING_S = 120.0
+"""`owners._UNNAMED_S`, twice: nobody looks in the moment in which it is over."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Found:
     quarantined: list[File] = field(default_factory=list)
     counted_bytes: int | None = None
     """What the ledger says; None where it says nothing."""
+    beginners: list[tuple[str, File]] = field(default_factory=list)
+    """Lock files that have not got their names, as of processes that were killed while they opened the directory."""
     others: list[str] = field(default_factory=list)
     """Names that are of none of these kinds."""
 
@@ -95,6 +99,8 @@ class Place:
                     if unborn and isinstance(file, File) and f"{unborn[1]}.lock" in inode.names:
                         written = found.unborn.get(unborn[1], 0)
                         found.unborn[unborn[1]] = written + file.block_count * _DIRECTORY_BYTES
+                    elif below.endswith(".new") and isinstance(file, File):
+                        found.beginners.append((f".tiercache/tmp/{below}", file))
                     else:
                         found.others.append(f".tiercache/tmp/{below}")
             elif name != "evictor":
@@ -142,10 +148,11 @@ class Place:
                 f"{self.disk.root}: expected a count of {found.occupied_bytes} bytes, found {found.counted_bytes}"
             )
 
-    def check_left(self, known: Iterable[bytes]) -> None:
+    def check_left(self, known: Iterable[bytes], wall_s: float) -> None:
         """When the last cache is closed: chunks that are known, and the few files that belong to the directory."""
         found = self.look()
-        strays = [*found.others, *found.unborn]
+        old = [name for name, file in found.beginners if file.ctime_ns < (wall_s - _BEGINNING_S) * 1e9]
+        strays = [*found.others, *found.unborn, *old]
         if strays:
             raise Violation(f"{self.disk.root}: left behind: {strays}")
         if len(found.quarantined) > _QUARANTINED:

@@ -167,7 +167,7 @@ class _Run:
         self.places = {
             name: Place(disk, self._cap_bytes // (2 if name.startswith("disk2") else 1))
             for name, disk in self.disks.items()
-            if name.startswith("disk") or name == "fs"
+            if name not in ("hf3fs", "own")
         }
         self._problem: BaseException | None = None
         self._calls = 0
@@ -407,6 +407,8 @@ class _Run:
                 "remote_storage_plugin.fs.base_path": f"{self.disks['fs'].root}/kv",
                 "remote_storage_plugin.fs.max_size": cap,
             }
+        if {"gds", "weka"} & set(setting.tiers):
+            values["max_gds_size"] = cap
         if plugins:
             values["remote_storage_plugins"] = ",".join(plugins)
         return Config.load(environ={}, overrides=values)
@@ -616,7 +618,7 @@ class _Run:
         while self._faults():  # noqa: ASYNC110 - nobody tells when what happened is no longer recent
             await asyncio.sleep(1.0)
         faultless = self._last_fault_s < 0 and all(weather.faultless for weather in self.weathers.values())
-        if "fs" in self.places:
+        if {"fs", "weka"} & set(self.places):
             await asyncio.sleep(_REFRESHED_S)
         for node in self.nodes.values():
             await node.on_loop(functools.partial(scans_end, node))
@@ -655,4 +657,4 @@ class _Run:
         await node.on_loop(functools.partial(check_reopened, node, self._of_files, names, spoilt))
         await self._close(0, 5.0)
         for place in self._of_files:
-            place.check_left(self.keys)
+            place.check_left(self.keys, self._wall_s())

@@ -96,6 +96,17 @@ def test_answers_close_what_questions_opened_and_only_let_an_operation_probe_wha
     assert not breaker.allows(5.3) and breaker.allows(5.5), "the pause has doubled"
 
 
+def test_probes_that_answers_let_through_do_not_make_the_pause_longer() -> None:
+    breaker = Breaker(SETTINGS)
+    breaker.trip(0.0)
+    for now_s in (1.1, 1.2, 1.3, 1.4):
+        assert breaker.allows(now_s, question=True) or now_s > 1.1
+        breaker.answered(now_s)
+        assert breaker.allows(now_s)
+        breaker.failed(now_s, began_s=now_s)
+    assert not breaker.allows(3.3) and breaker.allows(3.5), "it was doubled once, by the one that had waited for it"
+
+
 def test_question_that_hangs_after_others_were_answered_opens_it_again() -> None:
     breaker = Breaker(SETTINGS)
     breaker.trip(0.0)

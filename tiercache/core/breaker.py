@@ -94,16 +94,18 @@ class Breaker:
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
             return
-        if self.state is not BreakerState.CLOSED:
-            self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
-        self._open(now_s)
+        self._open_again(now_s)
 
     def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
         if began_s is not None and began_s <= self._opened_s:
             return  # as in `failed`: one device that is full is one bad sign, and nothing begins at once after it opened
         self._operation_failed = True
-        if self.state is not BreakerState.CLOSED:
+        self._open_again(now_s)
+
+    def _open_again(self, now_s: float) -> None:
+        """The pause grows where it has passed: a probe that an answer to a question let through before says nothing new."""
+        if self.state is not BreakerState.CLOSED and now_s >= self._opened_s + self._pause_s:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
 

@@ -27,7 +27,7 @@ CAP = 1000
 
 @contextmanager
 def opened(place: Path, allowance: int = 0, cap: int = CAP) -> Iterator[Ledger]:
-    with tempfile.TemporaryFile(dir=place) as pledge:
+    with tempfile.NamedTemporaryFile(dir=place) as pledge:
         ledger = Ledger(place / "ledger", cap, allowance, pledge.fileno())
         yield ledger
         ledger.close()
@@ -45,6 +45,19 @@ def test_a_charge_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         assert not ledger.charge(2)
         assert ledger.used_bytes == counted(tmp_path) == CAP - 1
         assert ledger.charge(1)
+
+
+def test_what_others_have_taken_off_because_the_record_was_deleted_is_not_taken_off_again(tmp_path: Path) -> None:
+    with opened(tmp_path) as other, (tmp_path / "pledge").open("w+b") as pledge:
+        ledger = Ledger(tmp_path / "ledger", CAP, pledge=pledge.fileno())
+        assert other.charge(300)
+        other.settle(300)
+        assert ledger.charge(200)  # for a file that will not be made
+        (tmp_path / "pledge").unlink()
+        assert other.reckon(other.mark(), 300, 0, lambda: 0) == -200
+        ledger.correct(-200)
+        ledger.close()
+        assert counted(tmp_path) == 300
 
 
 class _Turns:

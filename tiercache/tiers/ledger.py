@@ -316,6 +316,7 @@ class Ledger:
     def _charge_file(self, missing_bytes: int, freed_bytes: int) -> bool:
         with self._file_lock(_LOCK_WAIT_S):
             now = self._count = self._current()
+            self._drop_unseen()
             after = now.changed(credited_bytes=self._freed_bytes)
             room_bytes = self.cap_bytes - after.counted_bytes
             fits = missing_bytes <= room_bytes or missing_bytes <= freed_bytes
@@ -339,8 +340,18 @@ class Ledger:
 
     def _give_back(self, spare_bytes: int) -> None:
         """Under the file's lock, with `_count` as it stands there."""
+        if self._drop_unseen():
+            return
         self._note(spare_bytes=self._spare_bytes - spare_bytes)
         self._store_crediting(self._count.changed(credited_bytes=spare_bytes + self._freed_bytes), spare_bytes)
+
+    def _drop_unseen(self) -> bool:
+        """Where our record was deleted, others have perhaps taken off already what it said. What we owe then stays counted
+        until the count is reckoned anew; whether that is so."""
+        is_lost = self._record.is_lost
+        if is_lost:
+            self._spare_bytes = self._freed_bytes = 0
+        return is_lost
 
     def _store_crediting(self, count: Count, spare_bytes: int = 0) -> None:
         """Store a count from which what was freed and so much of what is spare is taken off: never twice. A call that

@@ -34,6 +34,11 @@ class Record:
         self._is_certain = True
         """Whether that stands there: a call that failed may have written all the same."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether its file was deleted, so that nobody else reads it. Raises OSError."""
+        return self._descriptor >= 0 and not os.fstat(self._descriptor).st_nlink
+
     def update(self, spare_bytes: int, outstanding_bytes: int, owed_bytes: int, *, falls: bool = True) -> None:
         """Write what is to be written so that the file is true. Raises OSError, and the file is as it was, or as it
         was to be; the next call writes it again.

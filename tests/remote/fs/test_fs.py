@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,8 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
+from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.owners import Buried, Owner
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 
@@ -229,6 +232,25 @@ async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> No
     finally:
         process.kill()
         await process.wait()
+
+
+async def test_bookkeeping_that_is_deleted_while_it_begins_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bury, begun = Owner.bury_the_dead, False
+
+    def bury_what_is_gone(owner: Owner, ledger: Ledger) -> Buried:
+        nonlocal begun
+        if not begun:
+            begun = True
+            shutil.rmtree(tmp_path / ".tiercache")
+        return bury(owner, ledger)
+
+    monkeypatch.setattr(Owner, "bury_the_dead", bury_what_is_gone)
+    async with opened(tmp_path) as tier:
+        assert begun
+        await store(tier, range(1, 3))
+        assert [path.name for path in tmp_path.glob(".tiercache/*")]
 
 
 async def test_chunks_are_there_after_a_restart(tmp_path: Path) -> None:

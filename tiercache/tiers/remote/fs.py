@@ -262,9 +262,14 @@ class _Engine(WekaTier):
         """There is no device."""
 
     def _told(self, error: OSError) -> ConfigError | TierUnavailable:
-        if error.errno in _MAY_PASS:
+        if error.errno in _MAY_PASS or _was_wiped(error):
             return TierUnavailable(f"{self.name}: {error}")
         return ConfigError(f"{self.option}: {error}")
+
+
+def _was_wiped(error: OSError) -> bool:
+    """Whether somebody deleted our bookkeeping while we began."""
+    return isinstance(error, FileNotFoundError) and "/.tiercache" in str(error.filename)
 
 
 def _mounts_of(directories: Sequence[Path], access: Access) -> list[Mount]:

@@ -199,13 +199,7 @@ class Flights:
     async def _fly(self, flight: _Flight) -> None:
         landed: Lease | None = None
         try:
-            for source in self.sources:
-                if flight.forgotten:
-                    break
-                landed = await self._read_from(source, flight)
-                if landed is not None:
-                    self.counters.hits[source.tier.name] += 1
-                    break
+            landed = await self._from_tiers(flight)
         except Exception:
             logger.exception("a read failed in a way that nobody foresaw")
         finally:
@@ -214,6 +208,26 @@ class Flights:
             _tell(flight, flight.key if landed is not None else None, self.cpu)
             if landed is not None:
                 landed.release()
+
+    async def _from_tiers(self, flight: _Flight) -> Lease | None:
+        """One tier after the other; then those to which the chunk has come since they were asked, as somebody may have
+        joined who came after that."""
+        lacked = []
+        for source in self.sources:
+            if not source.contains(flight.key):
+                lacked.append(source)
+            if (landed := await self._from_tier(source, flight)) is not None:
+                return landed
+        for source in lacked:
+            if source.contains(flight.key) and (landed := await self._from_tier(source, flight)) is not None:
+                return landed
+        return None
+
+    async def _from_tier(self, source: Source, flight: _Flight) -> Lease | None:
+        landed = None if flight.forgotten else await self._read_from(source, flight)
+        if landed is not None:
+            self.counters.hits[source.tier.name] += 1
+        return landed
 
     async def _read_from(self, source: Source, flight: _Flight) -> Lease | None:
         key = flight.key

@@ -78,6 +78,8 @@ class TierCache:
         self._close_by: Deadline
         self._lingering = Lingering(self._give_memory_back)
         self._operation = _Operations(self._give_memory_back)
+        self._reading = _Operations(self._give_memory_back)
+        """`close` does not wait for those: it ends what they wait for."""
 
     @classmethod
     @asynccontextmanager
@@ -241,7 +243,9 @@ class TierCache:
         """Once the cache is closed and nothing uses it any more."""
         if any(task.done() for task in self._behind):
             asyncio.get_running_loop().call_soon(self._give_memory_back)  # what they owe at their end comes before that
-        elif self._closed and not (self._lingering.tasks or self._stuck or self._operation.under_way):
+        elif self._closed and not (
+            self._lingering.tasks or self._stuck or self._operation.under_way or self._reading.under_way
+        ):
             close_device(self._device)
             self.cpu.pool.close()
             self._arena.close()
@@ -395,7 +399,8 @@ class TierCache:
         if len(keys) != len(sinks):
             raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(sinks)} buffers")
         deadline = asyncio.get_running_loop().time() + self._wait_s(deadline_s)
-        delivered = await self._reader.deliver(keys, sinks, deadline)
+        with self._reading:
+            delivered = await self._reader.deliver(keys, sinks, deadline)
         self._fan_out.used(keys[:delivered], self._host_path.lease_for)
         return delivered
 

@@ -693,7 +693,8 @@ class Node:
 
     def _losses(self, keys: Sequence[int]) -> int:
         lost = 0 if self._server is None else sum(self._server.lost[self.keys[key]] for key in keys)
-        return lost + sum(tier.statistics().evicted for tier in self.cache.tiers)
+        counters = [tier.statistics() for tier in self.cache.tiers]
+        return lost + sum(each.evicted + each.corrupt for each in counters)
 
     # At the end of a run
 

@@ -14,10 +14,12 @@ class Thing:
 
     def __init__(self, seconds: float | None = 0.05) -> None:
         self.seconds = seconds
+        self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
         self.closed = False
 
     async def close(self) -> None:
+        self.begun.set()
         if self.seconds is None:
             await self.go_on.wait()
         else:
@@ -43,7 +45,7 @@ async def test_parts_are_closed_side_by_side_and_what_hangs_is_handed_back() -> 
 async def test_deadline_that_comes_nearer_ends_what_is_under_way() -> None:
     thing, deadline = Thing(None), Deadline(soon(100.0))
     closing = asyncio.ensure_future(closed(deadline, ("thing", thing.close)))
-    await asyncio.sleep(0.01)
+    await thing.begun.wait()
     began_s = soon(0.0)
     deadline.least_s = began_s + 0.2
     deadline.bring_forward(began_s)

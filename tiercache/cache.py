@@ -217,10 +217,9 @@ class TierCache:
         parts: list[Part] = [("prefetching", self.ahead.close)]
         if self._control is not None:
             parts.append(("control socket", self._control.close))
-        readers = [self._reader] if self._device_path is None else [self._reader, self._device_reader]
         writing_until_s = (loop.time() + deadline.until_s) / 2  # the other half is for the tiers
         writing: Part = ("writing", lambda: self._fan_out.close(writing_until_s))
-        for group in (parts, [("reading", reader.close) for reader in readers], [writing]):
+        for group in (parts, [("reading", reader.close) for reader in self._readers], [writing]):
             self._lingering.keep(await closed(deadline, *group))
         self._lingering.keep(await closed(deadline, *((tier.name, tier.close) for tier in self.tiers)))
         self._lingering.keep(self._behind)
@@ -530,12 +529,15 @@ class TierCache:
         return self.cpu.clear()
 
     @property
+    def _readers(self) -> list[Reader]:
+        return [self._reader] if self._device_path is None else [self._reader, self._device_reader]
+
+    @property
     def _behind(self) -> Iterator[asyncio.Task[Any]]:
         """Reads and writes that were left behind."""
-        readers = [self._reader] if self._device_path is None else [self._reader, self._device_reader]
         for writer in self._fan_out.writers:
             yield from writer.lingering
-        for reader in readers:
+        for reader in self._readers:
             yield from reader.flights.lingering
 
     @property

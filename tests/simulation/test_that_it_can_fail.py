@@ -9,7 +9,7 @@ import pytest
 
 from tiercache.core.breaker import Breaker
 from tiercache.testing.simulation import seeds
-from tiercache.testing.simulation.plan import Operation, Setting
+from tiercache.testing.simulation.plan import Operation
 from tiercache.testing.simulation.run import Outcome, run_seed
 from tiercache.testing.simulation.seeds import failure_of
 from tiercache.tiers.cpu import CpuTier
@@ -59,7 +59,7 @@ def test_few_operations_are_left_of_a_failing_seed(monkeypatch: pytest.MonkeyPat
     assert "forget" in {operation.kind for operation in failure.operations}
 
 
-def _spins(*_: object) -> None:
+def spins(*_: object) -> None:
     with contextlib.suppress(AssertionError):  # as a loop that goes on whatever is raised in it
         while True:
             pass
@@ -68,7 +68,7 @@ def _spins(*_: object) -> None:
 
 
 def test_a_seed_that_spins_is_ended_and_not_run_again_to_make_it_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CpuTier, "forget", _spins)
+    monkeypatch.setattr(CpuTier, "forget", spins)
     monkeypatch.setattr(seeds, "_LONGEST_CPU_S", 3.0)
     monkeypatch.setattr(seeds, "_AGAIN_S", 0.5)
     began_s = time.process_time()
@@ -80,10 +80,10 @@ def test_a_seed_that_spins_is_ended_and_not_run_again_to_make_it_shorter(monkeyp
 
 
 def test_parts_of_a_failing_seed_that_spin_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_part(seed: int, operations: Sequence[Operation] | None, *, setting: Setting) -> Outcome:
+    def run_part(seed: int, operations: Sequence[Operation] | None, **named: Any) -> Outcome:
         if operations is not None:
-            monkeypatch.setattr(CpuTier, "forget", _spins)
-        return run_seed(seed, operations, setting=setting)
+            monkeypatch.setattr(CpuTier, "forget", spins)
+        return run_seed(seed, operations, **named)
 
     monkeypatch.setattr(CpuTier, "forget", lambda self, key: None)
     seed, _ = _first_failure()

@@ -1,29 +1,56 @@
-"""What a run leaves in the process that it ran in."""
+"""What a run leaves in the process that it ran in: leases of its processes are said to be lost when they are collected, and
+were that later, it would be in somebody else's test."""
 
 import gc
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
+from tests.simulation.test_that_it_can_fail import spins
 from tiercache.core.breaker import Breaker
+from tiercache.testing.simulation import seeds
+from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed
 from tiercache.testing.simulation.world import World
-from tiercache.tiers.cpu import Lease
+from tiercache.tiers.cpu import CpuTier, Lease
 
 
 def _of_runs() -> list[object]:
-    gc.collect()
     return [one for one in gc.get_objects() if type(one) in (World, Lease)]
 
 
-def test_of_a_run_that_failed_nothing_is_left_but_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases of its processes are said to be lost when they are collected: were that later, in somebody else's test."""
+@pytest.fixture(autouse=True)
+def nothing_is_left_or_said_late() -> Iterator[None]:
+    gc.collect()
+    before = _of_runs()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+            assert not [one for one in _of_runs() if one not in before]
+    finally:
+        gc.enable()
+
+
+def test_of_a_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
     monkeypatch.setattr(Breaker, "answered", lambda *_: None)
-    before = _of_runs()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outcome = next(outcome for seed in range(30) if (outcome := run_seed(seed)).failure is not None)
-        assert not [one for one in _of_runs() if one not in before]
+    outcome = next(outcome for seed in range(30) if (outcome := run_seed(seed)).failure is not None)
     assert "after the last fault" in outcome.said
     assert 'File "' in outcome.said
+
+
+@pytest.mark.parametrize("seed", [710, 825, 1605])
+def test_of_one_that_held(seed: int) -> None:
+    """Garbage of one that comes back to life while it is collected, and threads that go on when they are told to end."""
+    assert run_seed(seed).failure is None
+
+
+def test_of_one_that_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTier, "forget", spins)
+    monkeypatch.setattr(seeds, "_AGAIN_S", 0.5)
+    outcome = seeds.run_limited(0, setting_of(0), cpu_s=2.0)
+    assert isinstance(outcome.failure, seeds.Spins)
+    assert "something spins" in outcome.said

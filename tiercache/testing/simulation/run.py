@@ -59,6 +59,8 @@ _BESIDE_BYTES = 32 * 4096
 _CALLS_A_LOOK = 32
 _RECENT_S = 130.0
 _TRACE_LINES = 4000
+_COLLECTIONS = 10
+"""At the most: what comes back to life while it is collected, as a coroutine with a `finally` does, needs another."""
 _LONGEST_S = 50_000.0
 """What no run takes, of its own time: those of 300 operations take 1,000 s."""
 
@@ -90,20 +92,33 @@ class Outcome:
 
 
 def run_seed(
-    seed: int, operations: Sequence[Operation] | None = None, *, setting: Setting | None = None, count: int = 300
+    seed: int,
+    operations: Sequence[Operation] | None = None,
+    *,
+    setting: Setting | None = None,
+    count: int = 300,
+    told: Sequence[Exception] = (),
 ) -> Outcome:
-    """Run a seed, with its own operations or with others."""
+    """Run a seed, with its own operations or with others.
+
+    `told` fills with what a signal raises in it while it runs: whatever comes of that, the first of them is its failure.
+    """
     setting = setting or setting_of(seed)
     operations = operations_of(seed, setting, count) if operations is None else list(operations)
     with _quiet() as warned:
         run = _Run(seed, setting, operations)
         outcome = run.outcome()
         nobody_died = not run.somebody_died
+        if told:
+            outcome.failure = told[0]
         if outcome.failure is not None:
             outcome.said = _text_of(outcome.failure)
-            _let_go_of_frames(outcome.failure)
+        for failure in (outcome.failure, *told):
+            _let_go_of_frames(failure)
         del run
-        gc.collect()
+        for _ in range(_COLLECTIONS):
+            if not gc.collect():
+                break
     if warned and nobody_died and outcome.failure is None:
         said = "; ".join(dict.fromkeys(str(each.message) for each in warned))
         outcome.failure = Violation(f"nobody died, and when all was gone Python said: {said}")
@@ -137,7 +152,7 @@ def _text_of(failure: BaseException) -> str:
     return "".join(traceback.format_exception(failure, limit=-6)).rstrip()
 
 
-def _let_go_of_frames(failure: BaseException) -> None:
+def _let_go_of_frames(failure: BaseException | None) -> None:
     """Even one that is cleared keeps its function, and with that what the function has closed over."""
     errors: list[BaseException | None] = [failure]
     for error in errors:

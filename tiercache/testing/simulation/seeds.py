@@ -166,10 +166,7 @@ def run_limited(
 ) -> Outcome:
     """A seed that fails with `Spins` where it takes more CPU time than that; without it, more than any seed takes."""
     with _limited(_LONGEST_CPU_S if cpu_s is None else cpu_s) as told:
-        outcome = run_seed(seed, operations, setting=setting)
-    if told:
-        outcome.failure = told[0]  # whatever came of that
-    return outcome
+        return run_seed(seed, operations, setting=setting, told=told)
 
 
 def kind_of(error: BaseException) -> str:

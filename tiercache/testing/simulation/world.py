@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MOST_TURNS = 500_000
 """Steps and callbacks at one instant after which a run is said to spin."""
+_THROWS = 100
+"""How often a strand is told to end: one that keeps what a call raised, as a worker does, waits once more."""
 
 
 class SimulationError(AssertionError):
@@ -134,7 +136,9 @@ class World:
         for strand in self.strands:
             strand.process.die()
         for strand in self.strands:
-            if not strand.greenlet.dead:
+            for _ in range(_THROWS):
+                if strand.greenlet.dead:
+                    break
                 self.current = strand
                 strand.greenlet.throw(GreenletExit)
         for process in self.processes:

@@ -655,9 +655,11 @@ class Node:
             return
         self._recent += groups
         left = int(_SPARED * cpu._order._most)
+        held = sum(map(len, groups)) if self.cache.tiers else 0
         for group in reversed(self._recent):
             left -= max(group) % self._prefix + 1  # what it follows stays with it
-            if left < 0:
+            held = max(0, held - len(group))  # those before it in this put may be being written: they stay
+            if left < held:
                 return
             gone = [key for key in group if not cpu.contains(self.keys[key])]
             if gone:

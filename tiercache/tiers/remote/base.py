@@ -70,6 +70,18 @@ class RemoteSettings:
         return ConfigError(f"{self.key(option)}: {problem}")
 
 
+@dataclass
+class _Use:
+    """Reads and writes of one key that are under way. What a read finds bad is replaced by a write beside it."""
+
+    reads: int = 0
+    writes: int = 0
+    stored: bool = False
+    """Whether a write has ended well since the first of the reads began."""
+    removal: asyncio.Future[None] | None = None
+    """Of what a read found bad: a write waits for its end, or what it stores would go, too."""
+
+
 class RemoteTier(Tier):
     """A tier on a server that is shared, may be slow, and may be gone.
 
@@ -91,6 +103,7 @@ class RemoteTier(Tier):
         self.known = RememberedKeys(_REMEMBERED_KEYS, _REMEMBERED_S)
         self._refused = RememberedKeys(_REFUSED_KEYS, _REMEMBERED_S)
         """What lies there is bad: it is no hit until somebody may have stored it anew."""
+        self._uses: dict[ChunkKey, _Use] = {}
         self.counters = TierStatistics()
         self._open = False
         self._busy = 0
@@ -199,18 +212,25 @@ class RemoteTier(Tier):
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         self._check_open()
+        use = self._uses.setdefault(key, _Use())
+        use.reads += 1
         try:
             length = await self._get_believed(key, into)
         except CorruptChunk as error:
             self.counters.corrupt += 1
-            self.known.discard(key)
-            self._refused.add(key, time.monotonic())
-            if not isinstance(error, NotOurs):
-                await self._remove_bad(key)
+            if not use.stored:
+                self.known.discard(key)
+                self._refused.add(key, time.monotonic())
+                if not (isinstance(error, NotOurs) or use.writes):
+                    await self._remove_bad(key, use)
             raise
+        finally:
+            use.reads -= 1
+            self._used(key, use)
         if length is None:
             self.counters.read_misses += 1
-            self.known.discard(key)
+            if not use.stored:
+                self.known.discard(key)
             return None
         self.counters.reads += 1
         self.counters.read_bytes += length
@@ -221,11 +241,19 @@ class RemoteTier(Tier):
         self._check_open()
         if self.contains(key):
             return True
+        use = self._uses.setdefault(key, _Use())
+        use.writes += 1
         try:
+            if use.removal is not None:
+                await asyncio.wait([use.removal])
             stored = await self._finish(self._put(key, payload[:payload_bytes]))
+            use.stored |= stored and use.reads > 0
         except BaseException:
             self.counters.write_failures += 1
             raise
+        finally:
+            use.writes -= 1
+            self._used(key, use)
         if stored:
             self._refused.discard(key)
             self.counters.writes += 1
@@ -254,13 +282,25 @@ class RemoteTier(Tier):
             logger.info("%s; reading it again", error)
         return await self._finish(self._get(key, into))
 
-    async def _remove_bad(self, key: ChunkKey) -> None:
+    async def _remove_bad(self, key: ChunkKey, use: _Use) -> None:
         """That it cannot be removed says nothing about whether the tier can be read: the next one to store it will see."""
+        if use.removal is not None:
+            return
+        use.removal = asyncio.get_running_loop().create_future()
         try:
             await self._finish(self._delete(key))
         except (TierUnavailable, TierFull, OSError) as error:
             logger.info("%s: a bad value stays for now: %s", self.name, error)
+        finally:
+            use.removal.set_result(None)
+            use.removal = None
         self.known.discard(key)
+
+    def _used(self, key: ChunkKey, use: _Use) -> None:
+        if not use.reads:
+            use.stored = False
+            if not use.writes:
+                del self._uses[key]
 
     def _check_open(self) -> None:
         if not self._open:

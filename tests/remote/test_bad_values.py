@@ -1,0 +1,137 @@
+"""A bad value is removed from the server, and nothing that was stored beside the reads that found it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+
+from tests.remote.test_registry import settings_of
+from tiercache.errors import CorruptChunk
+from tiercache.testing import chunk
+from tiercache.tiers.remote.base import RemoteTier
+
+KEY, PADDED = chunk(1, 5000)
+PAYLOAD = PADDED[:5000]
+
+
+class Stepped(RemoteTier):
+    """What a request does is done when it is let go on, in the order in which they are let."""
+
+    def __init__(self) -> None:
+        super().__init__(settings_of())
+        self.value: bytes | None = b"TI"
+        self.requests: asyncio.Queue[tuple[str, asyncio.Event]] = asyncio.Queue()
+
+    async def aclose(self) -> None:
+        await self.close()
+
+    async def _step(self, name: str) -> None:
+        go_on = asyncio.Event()
+        self.requests.put_nowait((name, go_on))
+        await go_on.wait()
+
+    async def next(self, expected: str) -> asyncio.Event:
+        async with asyncio.timeout(5):
+            name, go_on = await self.requests.get()
+        assert name == expected
+        return go_on
+
+    async def _connect(self) -> None: ...
+
+    async def _disconnect(self) -> None: ...
+
+    async def _get(self, key: bytes, into: np.ndarray) -> int | None:
+        value = self.value
+        await self._step("get")
+        if value is None:
+            return None
+        payload = np.frombuffer(value, np.uint8)[88:]
+        into[: payload.nbytes] = payload
+        return self.verified(key, value[:88], into, payload.nbytes)
+
+    async def _put(self, key: bytes, payload: np.ndarray) -> bool:
+        await self._step("put")
+        self.value = self.packed_header(key, payload) + payload.tobytes()
+        return True
+
+    async def _exist(self, keys: object) -> list[bool]:
+        return [self.value is not None]
+
+    async def _delete(self, key: bytes) -> bool:
+        self.value = None
+        await self._step("delete")
+        return True
+
+
+async def test_what_was_stored_while_it_was_read_stays() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        (await tier.next("get")).set()
+        second = await tier.next("get")
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        (await tier.next("put")).set()
+        assert await write
+        second.set()
+        with pytest.raises(CorruptChunk):
+            await read
+        assert tier.requests.empty(), "no removal"
+        assert tier.contains(KEY)
+        assert await tier.probe([KEY]) == 1
+
+
+async def test_what_is_being_stored_then_stays() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        (await tier.next("get")).set()
+        second = await tier.next("get")
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        put = await tier.next("put")
+        second.set()
+        with pytest.raises(CorruptChunk):
+            await read
+        put.set()
+        assert await write
+        assert tier.contains(KEY)
+        assert tier.value is not None
+
+
+async def test_a_put_goes_after_a_removal_that_is_under_way() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        reads = [asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8))) for _ in range(2)]
+        for _ in range(4):
+            (await tier.next("get")).set()
+        removal = await tier.next("delete")
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        await asyncio.wait([reads[1]], timeout=5)
+        assert tier.requests.empty(), "neither a put nor a second removal"
+        removal.set()
+        (await tier.next("put")).set()
+        assert await write
+        for read in reads:
+            with pytest.raises(CorruptChunk):
+                await read
+        assert tier.contains(KEY)
+
+
+async def test_a_cancelled_put_leaves_the_removal_alone() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        for _ in range(2):
+            (await tier.next("get")).set()
+        removal = await tier.next("delete")
+        write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
+        await asyncio.sleep(0)
+        write.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await write
+        removal.set()
+        with pytest.raises(CorruptChunk):
+            await read
+        assert not tier._uses

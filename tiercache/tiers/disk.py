@@ -44,7 +44,6 @@ _OVER_THE_CAP = 8
 """So many chunks more than the cap: it was lowered. Writes then make room for themselves, and the rest goes in the
 background."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
-_PERHAPS_THE_DEVICE = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
 _EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
 _MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
@@ -82,8 +81,8 @@ class DiskTier(Tier):
     name = "disk"
     option = "local_disk"
     """The configuration key that names the directories, for messages."""
-    blames_files = True
-    """Whether an input/output error may be about one file."""
+    perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
+    """Errors of a read that are the file's fault, or the device's."""
 
     def __init__(self, settings: DiskSettings, fingerprint: bytes) -> None:
         self.settings = settings
@@ -218,7 +217,7 @@ class DiskTier(Tier):
         """An unreadable file costs itself, however many lie together; a device that reads nothing at all has failed."""
         if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
             return True
-        if not self.blames_files or error.errno not in _PERHAPS_THE_DEVICE:
+        if error.errno not in self.perhaps_files:
             return False
         if self._blame.casts_doubt(key):
             if not await self._metadata.submit(volume.reads_back):

@@ -264,12 +264,42 @@ async def test_failed_transport_is_an_error_and_no_fault_of_the_file(
 ) -> None:
     async with opened(place) as tier:
         await put(tier, memory, 1)
-        for number in (errno.EREMOTEIO, errno.EIO):
-            emulator.control.fail(number, count=1, direction="read")
-            with pytest.raises(OSError, match=rf"\[Errno {number}\]"):
-                await tier.read(chunk(1)[0], memory.make())
+        emulator.control.fail(errno.EREMOTEIO, count=1, direction="read")
+        with pytest.raises(OSError, match=rf"\[Errno {errno.EREMOTEIO}\]"):
+            await tier.read(chunk(1)[0], memory.make())
         await get(tier, memory, 1)
         assert not quarantined(tier)
+
+
+async def test_another_error_of_a_ring_is_none_where_the_mount_reads_the_file(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    async with opened(place) as tier:
+        await put(tier, memory, 1)
+        emulator.control.fail(errno.EIO, count=1, direction="read")
+        await get(tier, memory, 1)
+        assert emulator.control.statistics().faults_struck
+        assert tier.statistics().corrupt == 0 and not quarantined(tier)
+
+
+@needs_fuse
+@pytest.mark.parametrize("emulator", ["fuse"], indirect=True)
+async def test_a_file_that_cannot_be_read_in_any_way_costs_itself(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator
+) -> None:
+    """It lay there for good, each read of it counted against the tier, and three of them kept it from being asked."""
+    async with opened(place) as tier:
+        await put(tier, memory, 1, 2)
+        await get(tier, memory, 1)
+        emulator.control.fail(errno.EIO, count=1, direction="read")
+        emulator.control.fail_call("open", errno.EIO)
+        with pytest.raises(CorruptChunk, match="cannot be read"):
+            await tier.read(chunk(1)[0], memory.make())
+        assert len(quarantined(tier)) == 1
+        assert not tier.contains(chunk(1)[0])
+        await put(tier, memory, 1)
+        await get(tier, memory, 1)
+        await get(tier, memory, 2)
 
 
 async def test_stale_descriptor_is_no_fault_of_the_file(opened: Opened, place: Path, memory: Memory) -> None:

@@ -20,6 +20,8 @@ from tiercache.tiers.weka import WekaTier
 _SCANNED_S = 5.0
 _TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
 """Until a cap that was lowered is kept, after the first scan: who evicts for all is elected and looks at the count."""
+_SWEPT_S = 6.0
+"""How long an instance may keep a file of 3FS open that another one has removed."""
 _LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
 """A full directory may count a 32nd of the cap more than there is; who evicts for all goes down to nine tenths, and others
 hold a part of the count that they do not use."""
@@ -29,7 +31,7 @@ def file_tiers(cache: TierCache) -> Iterator[tuple[str, DiskTier]]:
     """Those whose places are looked at, by the names of their configuration."""
     for tier in cache.tiers:
         found = tier.mounted if isinstance(tier, FsTier) else tier
-        if isinstance(found, DiskTier) and not isinstance(found, Hf3fsTier):
+        if isinstance(found, DiskTier):
             yield tier.name, found
 
 
@@ -79,7 +81,7 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )
-        if faultless and not is_kept_by_one(tier):  # which may hold a part of the count that it has not spent
+        if faultless and not ledger.allowance_bytes:  # of which a part may not be spent
             place.check_count()
 
 
@@ -92,6 +94,8 @@ async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Pl
     left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
     if left:
         raise Violation(f"key {key} was removed, and lies in {left}")
+    if any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache)):
+        await asyncio.sleep(_SWEPT_S)
     for reader in (node, *others):
         await reader.on_loop(lambda reader=reader: _read(reader, key, there=False))  # type: ignore[misc]
     await store((*others, node)[0], [key], places)

@@ -81,7 +81,6 @@ class Machine:
             values |= {
                 "remote_storage_plugins": "hf3fs",
                 "remote_storage_plugin.hf3fs.base_path": f"{disks['hf3fs'].root}/kv",
-                "max_hf3fs_size": cap_gb,
                 "hf3fs_io_thread_num": 2,
             }
             if self.fittings.shared_arena:

@@ -182,7 +182,7 @@ class _Run:
         self.places = {
             name: Place(disk, self._cap_bytes // (2 if name.startswith("disk2") else 1))
             for name, disk in self.disks.items()
-            if name not in ("hf3fs", "own")
+            if name != "own"
         }
         self._problem: BaseException | None = None
         self._calls = 0
@@ -424,6 +424,8 @@ class _Run:
             }
         if {"gds", "weka"} & set(setting.tiers):
             values["max_gds_size"] = cap
+        if "hf3fs" in setting.tiers:
+            values["max_hf3fs_size"] = cap
         if plugins:
             values["remote_storage_plugins"] = ",".join(plugins)
         return Config.load(environ={}, overrides=values)

@@ -241,6 +241,8 @@ class Daemon:
         with job.memory[place : place + length] as part:
             try:
                 if job.reads:
+                    if self.weather.is_spoilt(self.disk, job.file.number):
+                        return -errno.EIO
                     return job.file.read_into(part[: max(0, job.file.size - job.offset - start)], job.offset + start)
                 return job.file.write([part], job.offset + start, length)
             except OSError as error:

@@ -126,8 +126,7 @@ class Weather:
     def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
         """At the beginning of each call to a disk: as `FileCalls` wants it."""
         self.hold()
-        if self.spoilt and name in _READS and self._is_spoilt(disk, target):
-            self.met["spoilt"] += 1
+        if self.spoilt and name in _READS and self.is_spoilt(disk, _number(disk, target)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if not self.rates:
             return None
@@ -142,11 +141,12 @@ class Weather:
             return 4096 * self.below(3)
         return None
 
-    def _is_spoilt(self, disk: Disk, target: object) -> bool:
-        try:
-            return (disk.root, disk.find(str(target)).number) in self.spoilt
-        except OSError:
+    def is_spoilt(self, disk: Disk, number: int | None) -> bool:
+        """Whether a read of the file with that number meets that it can be read no more."""
+        if (disk.root, number) not in self.spoilt:
             return False
+        self.met["spoilt"] += 1
+        return True
 
     # For coroutines
 
@@ -163,6 +163,13 @@ class Weather:
             await asyncio.sleep(chance * _SLOW_S)
         elif chance < 0.7:
             await asyncio.sleep(chance * self.far_s)
+
+
+def _number(disk: Disk, target: object) -> int | None:
+    try:
+        return disk.find(str(target)).number
+    except OSError:
+        return None
 
 
 def _set(answer: asyncio.Future[None]) -> None:

@@ -59,6 +59,8 @@ _END_S = 5.0
 _SWEEP_S = 5.0
 """How long a file may stay open, and allocated, that another instance deleted."""
 _HEADERS_BYTES = 2 << 20
+_PERHAPS_THE_FILE = frozenset({errno.EBADF, errno.EIO})
+"""Results of a ring: the daemon does not know the descriptor, or something is wrong that is no RPC."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Hf3fsTier(DiskTier):
     option = "hf3fs_base_path"
     open_s = _OPEN_S + 10.0
     """Its own deadline comes first, and knows more."""
-    blames_files = False  # an error of a ring says nothing about the file
+    perhaps_files = DiskTier.perhaps_files - {errno.EREMOTEIO}  # an RPC of a ring that failed says nothing about the file
 
     def __init__(self, settings: Hf3fsSettings, fingerprint: bytes, *, name: str = "hf3fs") -> None:
         super().__init__(settings, fingerprint)
@@ -295,9 +297,9 @@ class Hf3fsTier(DiskTier):
         except CorruptChunk as error:
             doubt = str(error)
         except OSError as error:
-            if error.errno != errno.EBADF:
+            if error.errno not in _PERHAPS_THE_FILE:
                 raise
-            doubt = f"{path}: the daemon does not know the descriptor"
+            doubt = f"{path}: {error.strerror}, says the daemon"
         # The file is to blame only when it is found bad by another way too: anew, with its true length, and without a ring.
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, volume, key, path, into)

@@ -238,3 +238,39 @@ async def test_chunk_that_was_deleted_by_a_write_that_hangs_since_is_stored(
         finally:
             goes_on.set()
         assert await writing and await is_hit(tier, 1)
+
+
+@pytest.mark.parametrize("deleted", [False, True], ids=["leaving", "gone"])
+async def test_chunk_that_is_seen_and_evicted_before_its_write_has_heard_of_its_end_is_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: bool
+) -> None:
+    loop = asyncio.get_running_loop()
+    there, goes_on = asyncio.Event(), threading.Event()
+    write = Volume.write
+
+    def write_late(volume: Volume, key: ChunkKey, *arguments: Any) -> int:
+        occupied_bytes = write(volume, key, *arguments)
+        if key == KEY:
+            loop.call_soon_threadsafe(there.set)
+            assert goes_on.wait(10.0)
+        return occupied_bytes
+
+    monkeypatch.setattr(Volume, "write", write_late)
+    held = Held(monkeypatch)
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        await tier.scanned()
+        writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
+        await there.wait()
+        assert await tier.probe([KEY]) == 1
+        evicting = await held.evict_first(tier)
+        if deleted:
+            held.goes_on.set()
+            assert await evicting
+        goes_on.set()
+        assert await writing
+        assert not tier.contains(KEY)
+        held.goes_on.set()
+        assert await evicting
+        assert not Path(tier.path(KEY)).exists()
+        await fill(tier, range(1, 2))
+        assert await is_hit(tier, 1)

@@ -252,6 +252,7 @@ class DiskTier(Tier):
         now_s = asyncio.get_running_loop().time()
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
             return False
+        began, is_latest = shelf.look_for(key), False
         try:
             occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
         except BaseException as error:
@@ -261,8 +262,11 @@ class DiskTier(Tier):
                 raise
             logger.warning("a chunk cannot be stored: %s", error)
             return False
+        finally:
+            is_latest = shelf.looked(key, began)
         self._refused.pop(key, None)
-        shelf.add(key, occupied_bytes)
+        if is_latest or key in shelf.index:  # else it was seen before we heard of it, and evicted
+            shelf.add(key, occupied_bytes)
         shelf.note(key)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes

@@ -94,8 +94,7 @@ async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Pl
     left = [place.disk.root for place in places if node.keys[key] in place.look().chunks]
     if left:
         raise Violation(f"key {key} was removed, and lies in {left}")
-    if any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache)):
-        await asyncio.sleep(_SWEPT_S)
+    await _swept(node)
     for reader in (node, *others):
         await reader.on_loop(lambda reader=reader: _read(reader, key, there=False))  # type: ignore[misc]
     await store((*others, node)[0], [key], places)
@@ -115,6 +114,7 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
             missing = [name for name, tier in file_tiers(node.cache) if not _lies(node, tier, keys[-1], places)]
             if not missing:
                 return
+            await _swept(node)  # what others keep open takes its space, and the device may be full
             if attempt:  # the first may be one touch only
                 raise Violation(
                     f"all is well, and key {keys[-1]} is not written to {missing}: {node.cache.statistics()}"
@@ -125,6 +125,12 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
 
 def _lies(node: Node, tier: DiskTier, key: int, places: Sequence[Place]) -> bool:
     return any(node.keys[key] in place_of(shelf, places).look().chunks for shelf in tier._shelves)
+
+
+async def _swept(node: Node) -> None:
+    """Until nobody has a file of 3FS open any more that somebody else deleted before this."""
+    if any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache)):
+        await asyncio.sleep(_SWEPT_S)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:

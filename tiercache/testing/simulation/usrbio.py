@@ -52,11 +52,15 @@ class RingWeather(Weather):
     def calm(self) -> bool:
         return super().calm and not self.dead
 
+    @property
+    def fails(self) -> bool:
+        return super().fails or self.dead
+
     def turn(self, kind: str, rate: float) -> None:
         if kind != "dead":
             super().turn(kind, rate)
             return
-        self.last_fault_s = self.world.now_s
+        self.last_fault_s = self.last_failure_s = self.world.now_s
         self.met[kind] += 1
         self.dead = True
         self.daemon.die()
@@ -65,7 +69,7 @@ class RingWeather(Weather):
     def clear(self) -> None:
         if self.dead:
             self.dead = False
-            self.last_fault_s = self.world.now_s
+            self.last_fault_s = self.last_failure_s = self.world.now_s
             self.daemon.begin()
         super().clear()
         self.daemon.go_on()

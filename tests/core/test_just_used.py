@@ -151,6 +151,23 @@ def test_in_every_state_that_a_trace_brings_about(policy: str, name: str) -> Non
             assert cache.whole(document) == len(document)
 
 
+@pytest.mark.parametrize("policy", ORDERS)
+def test_what_is_used_when_no_prefix_is_left_is_more_recent_than_what_was_used_beside_it(policy: str) -> None:
+    cache = Cache(policy, 5)
+    cache.wants([b"head", b"tail"])
+    singles = [b"single %d" % number for number in range(6)]
+    for key in singles[:3]:
+        cache.wants([key], linked=False)
+    cache.order.discard(b"tail")
+    for key in singles[3:]:
+        cache.wants([key], linked=False)
+    assert [key in cache.order for key in singles[2:]] == [True] * 4
+    cache.order.touch(singles[2])
+    for last in (b"last but one", b"last"):
+        cache.put(last, None)
+    assert singles[2] in cache.order
+
+
 @pytest.mark.parametrize("policy", ["LRU", "COST"])
 def test_where_all_was_just_used_the_oldest_of_it_goes_first(policy: str) -> None:
     order: EvictionOrder[int] = make_order(policy)

@@ -13,7 +13,8 @@ class Lru(EvictionOrder[V]):
     """Least recently used first. A read is a use.
 
     What was used last is far from going without being noted. Only where prefixes are known does it have to be: a chunk may
-    be old, and stand before one that was just stored.
+    be old, and stand before one that was just stored. Once a use was noted later ones are, too, also when no prefix is left:
+    else what was noted would be spared before what was used after it.
     """
 
     def __init__(self) -> None:
@@ -22,7 +23,7 @@ class Lru(EvictionOrder[V]):
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self.entries[key] = value
-        if parent is not None or self._family.parents:
+        if parent is not None or self._recent.ends or self._family.parents:
             self._join(key, parent)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
@@ -30,7 +31,7 @@ class Lru(EvictionOrder[V]):
         self.entries.move_to_end(key, last=False)
 
     def touch(self, key: ChunkKey) -> None:
-        if self._family.parents:
+        if self._recent.ends or self._family.parents:
             super().touch(key)
         else:
             self.entries.move_to_end(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import DeviceError
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.opening import DEVICE_S, FILE_SYSTEMS_S
+from tiercache.testing.simulation.deletions import Deletions
 from tiercache.testing.simulation.device_calls import DeviceCalls
 from tiercache.testing.simulation.fitting_checks import check_fittings, watch_errors
 from tiercache.testing.simulation.machine import Machine
@@ -85,7 +86,7 @@ class _Began:
     callers: int
     """Who had begun by then; 0 where others were under way, so that what comes of it is not its doing alone."""
     lost: tuple[int, ...]
-    """What each writer had not written by then, and counted."""
+    """What each writer had not written by then, or its tier could not read any more, and counted."""
 
 
 class Node:
@@ -127,6 +128,7 @@ class Node:
         self._opened: dict[str, tuple[int, float]] = {}
         """How often breakers of writes were seen to open, and when that was last seen to be less."""
         self._server = server
+        self._deletions = Deletions(self.cache, keys)
         self._prefix = prefix
         self._alone = alone
         """Whether no other process uses the same files."""
@@ -239,6 +241,10 @@ class Node:
         self._close_s = timeout_s
         self._cancel_close_s = cancel_s
         self._stop.set()
+
+    def others_deleted(self, keys: Iterable[int]) -> None:
+        """Files of these keys, in each directory that tiers have, beside this process."""
+        self._deletions.happened(keys, self.process.world.now_s)
 
     def begin(self, operation: Operation) -> None:
         """A caller comes."""
@@ -381,7 +387,7 @@ class Node:
 
     async def _put(self, operation: Operation) -> str:
         (key,) = operation.keys
-        began = self._began(operation)
+        began = self._put_begins(operation)
         stored = await self.cache.put(self.keys[key], self.truth.payload(key), deadline_s=self._deadline_s(operation))
         self._check_stored(began, int(stored))
         self._used(began, [(key,)] if stored else None)
@@ -397,7 +403,7 @@ class Node:
                 )
             )
         payloads = [self.truth.payload(key) for key in operation.keys]
-        began = self._began(operation)
+        began = self._put_begins(operation)
         stored = await self.cache.put_many(
             self._names(operation), payloads, deadline_s=self._deadline_s(operation), prefix=prefix
         )
@@ -549,6 +555,10 @@ class Node:
 
     # What must have become of it
 
+    def _put_begins(self, operation: Operation) -> _Began:
+        self._deletions.put_begins(operation.keys, asyncio.get_running_loop().time())
+        return self._began(operation)
+
     def _began(self, operation: Operation) -> _Began:
         loop = asyncio.get_running_loop()
         cache = self.cache
@@ -571,7 +581,7 @@ class Node:
             there=there,
             losses=self._losses(keys),
             callers=self._begun if quiet else 0,
-            lost=tuple(_not_written(writer) for writer in cache._fan_out.writers),
+            lost=tuple(_counted_as_lost(writer) for writer in cache._fan_out.writers),
         )
 
     def _watch_flights(self) -> None:
@@ -593,6 +603,7 @@ class Node:
             if stored == len(began.keys):  # else one that is named twice may be counted for another
                 for key in began.keys:
                     self._stored[key] = began
+                    self._deletions.stored(key, began.at_s)
             return
         now_s = asyncio.get_running_loop().time()
         if now_s < began.until_s - 1e-6:
@@ -625,15 +636,19 @@ class Node:
         place = self.cache._fan_out.writers.index(writer)
         missing = []
         for key, began in self._stored.items():
-            misled_s = self._misled_s(key) if is_remote else float("-inf")
-            if misled_s + _REMEMBERED_S < began.at_s and not self._in_tier(writer.tier, self.keys[key]):
+            if is_remote:
+                misled = self._misled_s(key) + _REMEMBERED_S >= began.at_s
+            else:
+                misled = self._deletions.mislead(key, began.at_s)
+            if not misled and not self._in_tier(writer.tier, self.keys[key]):
                 missing.append((began.at_s, began.lost[place], key))
         missing.sort(reverse=True)
-        for count, (_, lost, _) in enumerate(missing, start=1):
-            if count > _not_written(writer) - lost:
+        for count, (_, lost_then, _) in enumerate(missing, start=1):
+            lost = _counted_as_lost(writer) - lost_then
+            if count > lost:
                 raise Violation(
                     f"{writer.tier.name}: nothing is queued, and of what was stored keys {[key for *_, key in missing]} "
-                    f"are not there; since the first of those {_not_written(writer) - lost} were counted as not written"
+                    f"are not there; since the first of those {lost} were counted as not written, or as unreadable"
                 )
 
     def _check_head(self, began: _Began) -> None:
@@ -690,7 +705,7 @@ class Node:
         return any(
             self._knows(tier) and not tier.traffic.refuses(name) and self._in_tier(tier, name)
             for tier in self.cache.tiers
-            if tier.reads
+            if tier.reads and (isinstance(tier, RemoteTier) or key not in self._deletions)
         )
 
     def _losses(self, keys: Sequence[int]) -> int:
@@ -809,7 +824,8 @@ class Node:
                         raise Violation(f"key {key}: all is well, and what was written a moment ago is not found")
 
 
-def _not_written(writer: TierWriter) -> int:
-    """What it has not written, and said so."""
+def _counted_as_lost(writer: TierWriter) -> int:
+    """What it has not written, and said so; of a tier on files, also what it wrote and found unreadable later."""
     counters = writer.counters
-    return counters.dropped + counters.skipped + counters.replaced + counters.declined
+    unreadable = 0 if isinstance(writer.tier, RemoteTier) else writer.tier.statistics().corrupt
+    return counters.dropped + counters.skipped + counters.replaced + counters.declined + unreadable

@@ -11,7 +11,7 @@ import logging
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -471,6 +471,7 @@ class _Run:
         """rm -rf DIR/* beside running caches."""
         for disk in self.disks.values():
             disk.remove_all(f"{disk.root}/kv")
+        self._others_deleted(range(self._key_count))
         self._happened(fails=True)
         self.truth.memory_is_lost()
 
@@ -494,7 +495,12 @@ class _Run:
                 if self.world.chance.random() < operation.values["share"]:
                     directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
                     disk.remove(directory, key.hex(), directory.names[key.hex()])
+                    self._others_deleted([self._numbers[key]])
         self._happened()
+
+    def _others_deleted(self, keys: Iterable[int]) -> None:
+        for node in self.nodes.values():
+            node.others_deleted(keys)
 
     async def _spoil(self, operation: Operation) -> None:
         """Files can be read no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,3 +113,41 @@ async def test_put_that_is_cancelled_while_it_waits_for_room_holds_nothing(bench
     putting.cancel()
     await asyncio.gather(putting, return_exceptions=True)
     await settled(bench, hung, slow)
+
+
+async def test_chunk_of_a_put_that_is_cancelled_while_it_waits_for_a_queue_is_written_for_who_put_it_beside_it(
+    bench: Bench,
+) -> None:
+    bench.tier.gate.clear()
+    writer = writer_of(bench.tier, queue_chunks=1, wait_s=60.0)
+    path = HostPath(bench.cpu, FanOut([writer]))
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slowly(into: np.ndarray) -> None:
+        copying.set()
+        assert go_on.wait(10.0)
+        np.copyto(into, chunk(50)[1])
+
+    before = [asyncio.create_task(path.put(items_of([number]), 60.0)) for number in range(1, 6)]
+    while not writer.pending:
+        await asyncio.sleep(0)
+    key = chunk(50)[0]
+    cancelled = asyncio.create_task(path.put([(key, SMALL_BYTES, slowly)], 60.0))
+    while not copying.is_set():
+        await asyncio.sleep(0)
+    beside = asyncio.create_task(path.put(items_of([50]), 60.0))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    go_on.set()
+    while not bench.cpu.contains(key):
+        await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert writer.statistics().skipped == 1, "what the cancelled put did not wait for is counted"
+    bench.tier.gate.set()
+    assert await asyncio.gather(beside, *before) == [1] * 6
+    await settled(bench, writer)
+    assert key in bench.memory.chunks

@@ -13,7 +13,7 @@ from tiercache.core.patience import Patience
 from tiercache.errors import TierUnavailable
 from tiercache.scheduler.removals import Outcome
 from tiercache.scheduler.together import all_or_none
-from tiercache.scheduler.writer import TierWriter, release_all
+from tiercache.scheduler.writer import TierWriter
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
@@ -61,8 +61,8 @@ class FanOut:
                 )
                 patience.waited(began_s, loop.time())
         finally:
-            for rest in waiting.values():
-                release_all(rest)  # a writer that was cancelled before its first step has not come to it
+            for writer, rest in waiting.items():
+                writer.skip(rest)  # one that was cancelled before its first step has not come to it
 
     def _offer_now(self, leases: list[Lease], another: LeaseMaker, waiting: dict[TierWriter, deque[Lease]]) -> None:
         """Queue what there is room for. Leases for those with full queues go to `waiting`."""

@@ -40,13 +40,13 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """The chunks that are filled in one hand-over. Others wait for it and store theirs only if it fails."""
+    """The chunks that are filled in one hand-over. Others wait for its end, and store theirs only if it fails."""
 
     passage: Passage
     fills: dict[ChunkKey, tuple[Slot, int, Source]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
-    hot: bool | None = None
-    """Whether its chunks became hot; None until it has ended."""
+    over: bool = False
+    """Whether its chunks are hot, or will not be."""
     ended: asyncio.Future[None] | None = None
     """Made by whoever waits for that first."""
 
@@ -86,20 +86,19 @@ class HostPath:
         return put.stored
 
     async def _left_undone(self, put: _Put) -> list[_Item]:
-        """Wait for those who fill the same chunks: theirs are as good as ours. Returns what they did not store after all."""
+        """Wait for those who fill the same chunks. Returns these, to be put as if they had come now: most are hot. But
+        who filled them may have failed, or be cancelled before tiers had room for them."""
         loop = asyncio.get_running_loop()
         elsewhere, put.elsewhere = put.elsewhere, []
         undone = []
         for item, batch in elsewhere:
-            if batch.hot is None:
+            if not batch.over:
                 batch.ended = batch.ended or loop.create_future()
                 await asyncio.wait([batch.ended], timeout=max(0.0, put.patience.deadline_s - loop.time()))
-            if batch.hot is None:
-                self.skipped += 1
-            elif batch.hot and not batch.passage.forgot(item[0]):
-                put.stored += 1
-            else:
+            if batch.over:
                 undone.append(item)
+            else:
+                self.skipped += 1
         return undone
 
     async def _put_batch(self, items: Sequence[_Item], put: _Put) -> int:
@@ -122,7 +121,7 @@ class HostPath:
                 self.cpu.abandon(slot, WRITE)
             for lease in batch.leases:
                 lease.release()
-            self._end(batch, hot=False)
+            self._end(batch)
             raise
         parents = put.parents or {}
         for key, (slot, length, _) in batch.fills.items():
@@ -130,7 +129,7 @@ class HostPath:
                 self.cpu.abandon(slot, WRITE)
             else:
                 batch.leases.append(self.cpu.publish(key, slot, length, WRITE, parents.get(key)))
-        self._end(batch, hot=True)
+        self._end(batch)
         put.stored += len(batch.leases)
         await self._fan_out.offer(batch.leases, self.lease_for, put.patience)
         return passed
@@ -175,11 +174,11 @@ class HostPath:
         put.elsewhere.append((item, other))
         return True
 
-    def _end(self, batch: _Batch, *, hot: bool) -> None:
+    def _end(self, batch: _Batch) -> None:
         for key in batch.fills:
             if self._filling.get(key) is batch:
                 del self._filling[key]
-        batch.hot = hot
+        batch.over = True
         if batch.ended is not None:
             batch.ended.set_result(None)
 

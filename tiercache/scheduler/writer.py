@@ -139,11 +139,9 @@ class TierWriter:
                         self._room.clear()
                         await self._room.wait()
         except TimeoutError:
-            pass  # what is left is skipped
-        except BaseException:
-            release_all(leases)
-            raise
-        self.skip(leases)
+            pass
+        finally:
+            self.skip(leases)
 
     def skip(self, leases: deque[Lease]) -> None:
         """There is no room for these: do not write them. Takes them out."""

@@ -703,9 +703,12 @@ class Node:
         if self.cache.cpu.contains(name):
             return True
         return any(
-            self._knows(tier) and not tier.traffic.refuses(name) and self._in_tier(tier, name)
-            for tier in self.cache.tiers
-            if tier.reads and (isinstance(tier, RemoteTier) or key not in self._deletions)
+            source.breaker.state is BreakerState.CLOSED  # else one goes there at a time, however long ago the fault was
+            and self._knows(source.tier)
+            and (isinstance(source.tier, RemoteTier) or key not in self._deletions)
+            and not source.tier.traffic.refuses(name)
+            and self._in_tier(source.tier, name)
+            for source in self.cache._reader.flights.sources
         )
 
     def _losses(self, keys: Sequence[int]) -> int:

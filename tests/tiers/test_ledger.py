@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
 from tiercache.tiers.ledger import Ledger
 from tiercache.tiers.record import Record, read_record
 from tiercache.tiers.volume import Volume
+
+__all__ = ["small_device"]
 
 REPOSITORY = Path(__file__).parents[2]
 CAP = 1000
@@ -316,6 +318,28 @@ def test_the_allowance_of_a_killed_process_is_given_back_while_others_live(tmp_p
     volume.bury_the_dead()
     left = volume.ledger.used_bytes - physical_bytes(tmp_path) - (tmp_path / "00").stat().st_blocks * 512
     assert 0 <= left <= FILE_BYTES / 2, "all but an eighth of an allowance"
+    volume.close()
+
+
+def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_device: Path) -> None:
+    cap = 1000 * FILE_BYTES
+    with busy(small_device, 1, cap, rounds=2) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write("go on\n")
+        child.stdin.flush()
+        assert [child.stdout.readline() for _ in range(3)] == ["ready\n", "1\n", "2\n"]
+        child.kill()
+    with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    volume = Volume(small_device, cap, FINGERPRINT, direct=False, durable=False)
+    volume.open()
+    assert len(list(small_device.glob(".tiercache/tmp/*.lock"))) == 1, "the other one is dead"
+    there = physical_bytes(small_device) + (small_device / "00").stat().st_blocks * 512
+    assert volume.ledger.used_bytes > there, "what it had charged and not used could not be given back"
+    reckoning = volume.begin_reckoning()
+    volume.reckon(reckoning, volume.scan("00").counted_bytes)
+    assert volume.ledger.used_bytes == there
     volume.close()
 
 

@@ -11,8 +11,6 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import numpy as np
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
-from tiercache.errors import CorruptChunk, TierUnavailable
+from tiercache.errors import CorruptChunk
 from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
@@ -37,6 +35,7 @@ class CuFileFiles(DeviceFiles):
     name = "cufile"
 
     def __init__(self, driver: Driver, memory: Span, chunk_bytes: int, threads: int) -> None:
+        super().__init__()
         self._driver = driver
         self._memory = memory
         self._chunk_bytes = chunk_bytes
@@ -46,22 +45,19 @@ class CuFileFiles(DeviceFiles):
         self._owned: list[tuple[np.ndarray, Span, bool]] = []
         """Of all threads; and whether the page is pinned."""
         self._open_files: OrderedDict[str, _OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
-        self._calls = 0
-        """Reads and writes under way. The last one frees what `close` could not."""
-        self._closed = False
         self._registered: Any = None
         self._kvikio: Any = None
 
     def open(self) -> None:
         if not self._driver.has_kernels:
             raise DeviceError("there are no kernels to verify chunks with")
-        self._closed = False
+        super().open()
         self._kvikio = import_kvikio()
         self._kvikio.defaults.set({"num_threads": self._threads, "task_size": _TASK_BYTES})
-        self._registered = self._driver.array(self._memory)
-        if not isinstance(self._registered, np.ndarray):
-            self._kvikio.memory_register(self._registered)
+        memory = self._driver.array(self._memory)
+        if not isinstance(memory, np.ndarray):
+            self._kvikio.memory_register(memory)
+        self._registered = memory
 
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
         with self._call():
@@ -133,32 +129,6 @@ class CuFileFiles(DeviceFiles):
             files = [self._open_files.pop(path) for path in deleted]
         for file in files:
             file.handle.close()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            ended = self._ended
-        if ended:
-            self._free()
-
-    @property
-    def _ended(self) -> bool:
-        return self._closed and not self._calls
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._lock:
-            if self._closed:
-                raise TierUnavailable("cuFile is closed")
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                ended = self._ended
-            if ended:
-                self._free()
 
     def _free(self) -> None:
         with self._lock:

@@ -16,18 +16,26 @@ import numpy as np
 
 from tiercache.core.header import Header, aligned, payload_checksum
 from tiercache.device.driver import Driver, Span, Stream
+from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.tiers.chunk_file import read_chunk_file, write_chunk_file
 
 
 class DeviceFiles(ABC):
-    """How device memory gets to files. `direct` and `durable` as for `write_chunk_file`."""
+    """How device memory gets to files. `direct` and `durable` as for `write_chunk_file`. Once closed, `read` and `write`
+    raise TierUnavailable."""
 
     name: str
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        """Reads and writes under way. The last one frees what `close` could not."""
+        self._closed = False
+
     def open(self) -> None:
         """Take what is needed. Raises DeviceError, OSError or ImportError with the reason when it does not work here."""
+        self._closed = False
 
     @abstractmethod
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
@@ -45,9 +53,37 @@ class DeviceFiles(ABC):
     def tidy(self) -> None:  # noqa: B027
         """Close files that others have deleted: as long as they are open they take their space."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Idempotent. Memory that a hung call still uses stays until it ends."""
+        """Idempotent. What calls under way still use stays until the last of them ends, and goes then."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            ended = self._ended and not was_closed
+        if ended:
+            self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Give back what was taken: closed, and with no call under way."""
+
+    @property
+    def _ended(self) -> bool:
+        return self._closed and not self._calls
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """While a read or a write lasts."""
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable(f"{self.name}: the files are closed")
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                ended = self._ended
+            if ended:
+                self._free()
 
 
 class ThreadStreams:
@@ -82,6 +118,7 @@ class BounceFiles(DeviceFiles):
     name = "posix"
 
     def __init__(self, driver: Driver, chunk_bytes: int, threads: int) -> None:
+        super().__init__()
         self._driver = driver
         self._buffer_bytes = aligned(chunk_bytes)
         self._threads = threads
@@ -91,6 +128,7 @@ class BounceFiles(DeviceFiles):
         self._pinned = False
 
     def open(self) -> None:
+        super().open()
         self._arena = Arena(ArenaSettings(size_bytes=self._threads * self._buffer_bytes))
         self._pinned = self._driver.pin(self._arena.memory)
         for number in range(self._threads):
@@ -116,23 +154,23 @@ class BounceFiles(DeviceFiles):
             header = Header(key, fingerprint, payload_bytes, payload_checksum(padded[:payload_bytes]))
             return write_chunk_file(path, header, padded, direct=direct, durable=durable)
 
-    def close(self) -> None:
-        """A buffer that a hung call has keeps all of them: a late copy must not land in memory that is somebody else's."""
-        if self._arena is None or self._buffers.qsize() < self._threads:
+    def _free(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is None:
             return
         if self._pinned:
-            self._driver.unpin(self._arena.memory)
+            self._driver.unpin(arena.memory)
         self._streams.close()
         while not self._buffers.empty():
             self._buffers.get_nowait()
-        self._arena.close()
-        self._arena = None
+        arena.close()
 
     @contextmanager
     def _buffer(self) -> Iterator[np.ndarray]:
         """One of as many buffers as there are threads, so nobody waits here."""
-        buffer = self._buffers.get_nowait()
-        try:
-            yield buffer
-        finally:
-            self._buffers.put(buffer)
+        with self._call():
+            buffer = self._buffers.get_nowait()
+            try:
+                yield buffer
+            finally:
+                self._buffers.put(buffer)

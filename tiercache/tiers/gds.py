@@ -16,6 +16,7 @@ from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Span
 from tiercache.device.probe import probe_gds
 from tiercache.errors import ConfigError, CorruptChunk
+from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
@@ -139,8 +140,7 @@ class GdsTier(DiskTier, DeviceTier):
 
     async def _open_files(self) -> None:
         if self._given_files is not None:
-            await self._metadata.submit(self._given_files.open)
-            self.files = self._given_files
+            await self._take(self._given_files)
             return
         if self.device is None:
             logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", self.option)
@@ -151,22 +151,26 @@ class GdsTier(DiskTier, DeviceTier):
         if self.settings.way != "posix":
             reason = await probe_gds(self.settings.directories, driver)
             if not reason:
-                files: DeviceFiles = CuFileFiles(driver, pool.memory, chunk_bytes, threads)
                 try:
-                    await self._metadata.submit(files.open)
+                    await self._take(CuFileFiles(driver, pool.memory, chunk_bytes, threads))
+                    return
                 except (DeviceError, OSError, ImportError, RuntimeError) as error:
                     reason = str(error)
-                else:
-                    self.files = files
-                    return
             if self.settings.way == "cufile":
                 raise ConfigError(
                     f"{self.option}: GPUDirect Storage does not work with {self._where()}: {reason}. Set use_gds: false to "
                     "go through pinned host memory instead"
                 )
             logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", self.option, reason)
-        files = BounceFiles(driver, chunk_bytes, threads)
-        await self._metadata.submit(files.open)
+        await self._take(BounceFiles(driver, chunk_bytes, threads))
+
+    async def _take(self, files: DeviceFiles) -> None:
+        """Open them, and use them from now on. What they have taken when that fails or is cancelled goes again."""
+        try:
+            await to_the_end(self._metadata.submit(files.open))
+        except BaseException:
+            self._close_in_thread(files.close)
+            raise
         self.files = files
 
     def _where(self) -> str:

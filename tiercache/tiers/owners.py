@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tiercache.tiers.access import Access, NotAFile, open_regular
 from tiercache.tiers.ledger import Ledger
+from tiercache.tiers.manifest import NO_ROOM
 from tiercache.tiers.record import Standing, read_record
 
 UNBORN_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
@@ -112,10 +113,10 @@ class Owner:
                 done.files = self._remove_files(set(dead))
             # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
             for name, standing in dead.items():
-                ledger.announce(standing.pledged_bytes)
+                announced_bytes = _announced(ledger, standing.pledged_bytes)
                 gone = _unlink(self.temporary / f"{name}.lock")
                 done.instances += gone
-                ledger.release(standing.pledged_bytes if gone else 0, standing.pledged_bytes)
+                ledger.release(announced_bytes if gone else 0, announced_bytes)
         return done
 
     def _remove_files(self, dead: set[str]) -> int:
@@ -148,6 +149,18 @@ class Owner:
                         with _locked(path) as standing:
                             if standing is not None:
                                 _unlink(path)
+
+
+def _announced(ledger: Ledger, pledged_bytes: int) -> int:
+    """How much of it may be given back. On a device without a free byte our record has no room to say that we do: then
+    nothing is, and the count is too high until it is reckoned anew."""
+    try:
+        ledger.announce(pledged_bytes)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return 0
+    return pledged_bytes
 
 
 @contextmanager

@@ -1,0 +1,97 @@
+"""What device files have taken is given back once, and not before the last call that uses it has ended."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.gds.conftest import FINGERPRINT, Slots
+from tiercache.device.driver import Stream
+from tiercache.device.twin import TwinDriver
+from tiercache.errors import TierUnavailable
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.device_files import DeviceFiles
+
+
+@pytest.fixture
+def pinned(driver: TwinDriver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Addresses of what is pinned at the moment."""
+    addresses: list[int] = []
+    pin = driver.pin
+
+    def watched(memory: np.ndarray) -> bool:
+        addresses.append(memory.ctypes.data)
+        return pin(memory)
+
+    monkeypatch.setattr(driver, "pin", watched)
+    monkeypatch.setattr(driver, "unpin", lambda memory: addresses.remove(memory.ctypes.data))
+    return addresses
+
+
+async def test_what_a_call_under_way_uses_is_given_back_when_it_ends(
+    files: DeviceFiles,
+    driver: TwinDriver,
+    pinned: list[int],
+    slots: Slots,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key, payload = chunk(1)
+    slot = slots.filled(payload)
+    copying, go_on = threading.Event(), threading.Event()
+    finish = driver.finish
+
+    def slowly(stream: Stream) -> None:
+        copying.set()
+        go_on.wait(30)
+        finish(stream)
+
+    def write(name: str) -> int:
+        path = str(tmp_path / name)
+        return files.write(path, key, FINGERPRINT, slot, CHUNK_BYTES, direct=False, durable=False)
+
+    monkeypatch.setattr(driver, "finish", slowly)
+    files.open()
+    before_bytes, _ = driver.memory_bytes()
+    writing = asyncio.ensure_future(asyncio.to_thread(write, "one"))
+    assert await asyncio.to_thread(copying.wait, 30)
+    files.close()
+    assert pinned, "the copy goes there"
+    go_on.set()
+    assert await writing
+    assert not pinned
+    assert driver.memory_bytes()[0] == before_bytes
+    with pytest.raises(TierUnavailable):
+        write("two")
+    files.close()
+
+
+async def test_an_opening_that_is_cancelled_keeps_nothing(
+    opened: Callable[..., Any],
+    driver: TwinDriver,
+    pinned: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: DeviceFiles,
+) -> None:
+    opening, go_on = threading.Event(), threading.Event()
+    open_files = files.open
+
+    def slowly() -> None:
+        open_files()
+        opening.set()
+        go_on.wait(30)
+
+    monkeypatch.setattr(files, "open", slowly)
+    tier = asyncio.ensure_future(opened(tmp_path).__aenter__())
+    assert await asyncio.to_thread(opening.wait, 30)
+    tier.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await tier
+    assert not pinned

@@ -94,6 +94,8 @@ class Missed(msgspec.Struct, frozen=True, tag=True):
     number: int
     since_s: float
     by: str
+    found: str
+    """What the cache looked like then, for people."""
 
 
 class Wrong(msgspec.Struct, frozen=True, tag=True):

@@ -206,8 +206,11 @@ class Lane:
             self._mouth.say(Wrong(number, what))
 
     def _missed(self, number: int, since_s: float, by: str) -> None:
-        if now_s() - since_s < GET_S / 2:  # what was given up at a deadline says nothing about what is there
-            self._mouth.say(Missed(number, since_s, by))
+        after_s = now_s() - since_s
+        if after_s < GET_S / 2:  # what was given up at a deadline says nothing about what is there
+            said = self._cache.statistics()
+            found = f"after {after_s:.3f} s, breakers {said.breakers}, {said.slots_free} slots free, {said.reader}"
+            self._mouth.say(Missed(number, since_s, by, found))
 
     def _given_up(self) -> int:
         """Chunks that were put and will not be in the tier, for whatever reason it counts."""

@@ -176,9 +176,8 @@ class Referee:
         if not self.place.keeps or self._struck or since_s < self._healed_s + RECOVERY_S:
             return
         if self._promises.was_due(missed.number, since_s):
-            self._found(
-                "lost", f"{process.name} did not find by {missed.by} {self._chunk(missed.number)}, which was flushed"
-            )
+            chunk = self._chunk(missed.number)
+            self._found("lost", f"{process.name} did not find by {missed.by} {chunk}, which was flushed; {missed.found}")
 
     # What is left
 

@@ -25,7 +25,7 @@ from tiercache.core.header import file_bytes
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, look_away, to_the_end
 from tiercache.tiers.access import ACCESS, NotAFile
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.manifest import NO_ROOM, WrongFormat
@@ -126,11 +126,14 @@ class DiskTier(Tier):
         await asyncio.gather(*self._scans, return_exceptions=True)
         for shelf in [] if closed else self._shelves:
             self._close_volume(shelf.volume)
-        closing = list(self._closing)
-        for workers in (self._readers, self._writers, self._metadata):
-            workers.close()
-        if closing:
-            await asyncio.wait(closing, timeout=_CLOSE_S)
+        self._readers.close()
+        self._writers.close()
+        until_s = asyncio.get_running_loop().time() + _CLOSE_S
+        try:
+            while self._closing and (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+                await asyncio.wait(self._closing, timeout=left_s)
+        finally:
+            self._metadata.close()
 
     def describe(self) -> str:
         places = ", ".join(str(directory) for directory in self.settings.directories)
@@ -363,7 +366,6 @@ class DiskTier(Tier):
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 
     def _close_volume(self, volume: Volume) -> None:
-        """After an `open` that may still be at work in the thread."""
         self._close_in_thread(volume.close)
 
     def _close_in_thread(self, close: Callable[[], None]) -> None:
@@ -377,16 +379,19 @@ class DiskTier(Tier):
         closing.add_done_callback(self._closing.discard)
 
     async def _open_volume(self, volume: Volume) -> None:
+        opening = self._metadata.submit(volume.open)
         try:
-            await self._metadata.submit(volume.open)
-        except WrongFormat as error:
-            self._close_volume(volume)
-            raise ConfigError(f"{self.option}: {error}") from error
-        except OSError as error:
-            self._close_volume(volume)
-            raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
-        except BaseException:
-            self._close_volume(volume)
+            await asyncio.shield(opening)
+        except BaseException as error:
+            # Cancelled, it may still be at work in its thread.
+            self._closing.add(opening)
+            opening.add_done_callback(look_away)
+            opening.add_done_callback(lambda _: self._close_volume(volume))
+            opening.add_done_callback(self._closing.discard)
+            if isinstance(error, WrongFormat):
+                raise ConfigError(f"{self.option}: {error}") from error
+            if isinstance(error, OSError):
+                raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
             raise
 
     async def _write_evicting(

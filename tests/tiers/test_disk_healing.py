@@ -308,6 +308,57 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
         volume.close()
 
 
+async def caught_up(tier: DiskTier) -> None:
+    (shelf,) = tier._shelves
+    assert shelf.catching_up is not None
+    await asyncio.wait_for(asyncio.shield(shelf.catching_up), 20)
+
+
+async def test_room_that_a_failed_write_made_and_could_not_count_is_everybodys_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the instance that made it has nothing to do from then on."""
+    async with opened(tmp_path, cap_chunks=16) as idle, opened(tmp_path, cap_chunks=16) as other:
+        await idle.scanned()
+        await other.scanned()
+        await fill(idle, range(1, 60))
+        pwrite, count = os.pwrite, idle._shelves[0].volume.ledger._descriptor
+
+        def fails(descriptor: int, raw: bytes, offset: int) -> int:
+            if descriptor == count:
+                raise OSError(errno.EIO, "Input/output error")
+            return pwrite(descriptor, raw, offset)
+
+        with monkeypatch.context() as device:
+            device.setattr(os, "pwrite", fails)
+            with pytest.raises(OSError, match="Input/output error"):
+                await idle.write(*chunk(60), CHUNK_BYTES)
+        assert tier_total(other) > allocated_bytes(tmp_path)
+        await caught_up(idle)
+        assert tier_total(other) == allocated_bytes(tmp_path)
+
+
+async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, durable=True) as tier:
+        await tier.scanned()
+        await fill(tier, range(1, 3))
+
+        def fails(path: object, **rest: object) -> None:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+        with monkeypatch.context() as device:
+            device.setattr(os, "fdatasync", fails)
+            device.setattr(os, "unlink", fails)
+            with pytest.raises(OSError, match="Input/output error"):
+                await tier.write(*chunk(3), CHUNK_BYTES)
+        assert [path for path in tmp_path.glob(".tiercache/tmp/*") if path.suffix != ".lock"]
+        await caught_up(tier)
+        assert not [path for path in tmp_path.glob(".tiercache/tmp/*") if path.suffix != ".lock"]
+        assert tier_total(tier) == allocated_bytes(tmp_path)
+
+
 async def test_a_read_that_ends_after_close_begins_no_scan(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()

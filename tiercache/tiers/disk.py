@@ -49,6 +49,8 @@ _EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
 _MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
 _REFUSED_KEPT = 4096
 _CLOSE_S = 5.0
+_CATCH_UP_S, _LONGEST_CATCH_UP_S = 1.0, 4.0
+"""Until what failed is tried again; doubled each time. It costs a call or two, and may be room that others lack."""
 _PROBED = 1024
 """Keys that are looked for in one hand-over."""
 
@@ -121,9 +123,10 @@ class DiskTier(Tier):
 
     async def close(self) -> None:
         closed, self._closed = self._closed, True
-        for scanning in list(self._scans):
-            scanning.cancel()
-        await asyncio.gather(*self._scans, return_exceptions=True)
+        tasks = [*self._scans, *(shelf.catching_up for shelf in self._shelves if shelf.catching_up is not None)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for shelf in [] if closed else self._shelves:
             self._close_volume(shelf.volume)
         self._readers.close()
@@ -204,6 +207,7 @@ class DiskTier(Tier):
             raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
         finally:
             is_latest = shelf.looked(key, began)
+            self._catch_up_soon(shelf)
         self._blame.succeeded()
         if length is None:
             if is_latest:  # else it was stored after we had looked
@@ -267,6 +271,7 @@ class DiskTier(Tier):
             return False
         finally:
             is_latest = shelf.looked(key, began)
+            self._catch_up_soon(shelf)
         self._refused.pop(key, None)
         if is_latest or key in shelf.index:  # else it was seen before we heard of it, and evicted
             shelf.add(key, occupied_bytes)
@@ -305,6 +310,7 @@ class DiskTier(Tier):
             # Who looked at the directory meanwhile may have seen it still.
             for shelf in self._shelves:
                 shelf.removed(key)
+                self._catch_up_soon(shelf)
 
     def statistics(self) -> TierStatistics:
         counters = TierStatistics(**vars(self._statistics))
@@ -531,10 +537,32 @@ class DiskTier(Tier):
             if shelf.volume is volume:
                 shelf.scanned, shelf.scanning = True, None
                 shelf.noted_while_scanning.clear()
+                self._catch_up_soon(shelf)
         if is_missing:
             await self._replace(shelf, volume)
         else:
             await self._trim(shelf)
+
+    def _catch_up_soon(self, shelf: Shelf) -> None:
+        """Where something failed that the next change would make up for: it need not wait for one. Of several instances the
+        others cannot use what this one has freed and could not take off the count, and this one may have nothing to do."""
+        if self._closed or shelf.catching_up is not None or not shelf.volume.is_behind:
+            return
+        name = f"tiercache-catch-up-{shelf.volume.root}"
+        shelf.catching_up = asyncio.create_task(self._catch_up(shelf), name=name)
+
+    async def _catch_up(self, shelf: Shelf) -> None:
+        volume, pause_s = shelf.volume, _CATCH_UP_S
+        try:
+            await asyncio.sleep(pause_s)
+            while shelf.volume is volume and volume.is_behind:
+                with contextlib.suppress(TierUnavailable):  # no thread could be started
+                    await self._metadata.submit(volume.catch_up)
+                if volume.is_behind:
+                    pause_s = min(2 * pause_s, _LONGEST_CATCH_UP_S)
+                    await asyncio.sleep(pause_s)
+        finally:
+            shelf.catching_up = None
 
     async def _replace(self, shelf: Shelf, stale: Volume) -> None:
         """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count."""
@@ -553,6 +581,7 @@ class DiskTier(Tier):
                 return
             with shelf.leaving(victims):
                 done = await self._metadata.submit(volume.delete_all, victims)
+            self._catch_up_soon(shelf)
             if done.error is not None:
                 logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)
                 for key, occupied_bytes in done.left:

@@ -137,6 +137,19 @@ class Ledger:
         """Whether everything there is counted, as far as we know."""
         return self._count.trusted
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the files say less, or more, than they should by now: what was due could not be written, and will be with
+        the next change, or with `catch_up`. At once, from any thread."""
+        return bool(self._done) or self._owes_credit or not self._record.is_certain
+
+    def catch_up(self, *, falls: bool = True) -> None:
+        """Try again what could not be written. `falls`: as for `Record.update`. Does not raise."""
+        with suppress(TierUnavailable, OSError), self._open_lock(_SHORT_WAIT_S):
+            if self._owes_credit:
+                self._credit()
+            self._note(eager=False, falls=falls)
+
     def is_lost(self) -> bool:
         """Whether somebody else's file, or none, is at our path. Asks the file system; raises OSError when it fails."""
         try:
@@ -160,7 +173,7 @@ class Ledger:
             self._in_flight_bytes += amount_bytes
             self._spent = True
             self._note(eager=False, falls=False)
-            if self._freed_bytes > self.allowance_bytes // _STEPS:
+            if self._owes_credit:
                 self._credit()
             return True
 
@@ -297,10 +310,12 @@ class Ledger:
 
     def _end(self, done: _Done, *, falls: bool = True) -> None:
         self._done.append(done)
-        with suppress(TierUnavailable, OSError), self._open_lock(_SHORT_WAIT_S):
-            if self._freed_bytes > self.allowance_bytes // _STEPS:
-                self._credit()
-            self._note(eager=False, falls=falls)
+        self.catch_up(falls=falls)
+
+    @property
+    def _owes_credit(self) -> bool:
+        """More than may come together before it is taken off the count."""
+        return self._freed_bytes > self.allowance_bytes // _STEPS
 
     def _take_up(self) -> None:
         """What ended meanwhile."""

@@ -35,6 +35,11 @@ class Record:
         """Whether that stands there: a call that failed may have written all the same."""
 
     @property
+    def is_certain(self) -> bool:
+        """Whether the last `update` was written."""
+        return self._is_certain
+
+    @property
     def is_lost(self) -> bool:
         """Whether its file was deleted, so that nobody else reads it. Raises OSError."""
         return self._descriptor >= 0 and not os.fstat(self._descriptor).st_nlink

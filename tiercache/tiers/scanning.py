@@ -34,6 +34,7 @@ class Shelf:
         self.index = index
         self.scanned = False
         self.scanning: asyncio.Task[None] | None = None
+        self.catching_up: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
         """Read or written since the scan began: what it found out about them may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}

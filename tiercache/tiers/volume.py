@@ -264,12 +264,30 @@ class Volume:
             self._make_directory(os.path.dirname(unborn.path))
             return create(unborn.path)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is still counted, or lies there, that would not be had nothing failed. At once."""
+        return bool(self._abandoned) or self.ledger.is_behind
+
+    def catch_up(self) -> None:
+        """Make up for it, as far as that can be done now. Does not raise."""
+        for _ in range(len(self._abandoned)):
+            left = len(self._abandoned)
+            self._try_abandoned()
+            if len(self._abandoned) >= left:
+                break  # it fails still
+        self.ledger.catch_up()
+
+    def _try_abandoned(self) -> None:
+        """Once more, for what was abandoned first of all."""
+        with contextlib.suppress(IndexError):  # another write took it
+            self.abandon_write(self._abandoned.popleft())
+
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> Unborn:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
         self._require_ours()
         for _ in range(min(_ABANDONED_AT_A_TIME, len(self._abandoned))):
-            with contextlib.suppress(IndexError):  # another write took it
-                self.abandon_write(self._abandoned.popleft())
+            self._try_abandoned()
         announced = self._announce(victims)
         announced_bytes = sum(occupied for _, occupied in announced)
         freed_bytes = 0

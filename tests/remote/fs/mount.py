@@ -14,11 +14,12 @@ from tiercache.testing.hf3fs import why_no_fuse
 _MOUNTED_S = 20.0
 
 SERVER = """
-import os, sys
+import errno, os, sys
 import mfusepy
 
 ROOT = sys.argv[1]
 FLIP = ROOT + ".flip"
+FULL = ROOT + ".full"
 STATUS = "atime ctime mtime gid uid mode nlink size blocks ino".split()
 SPACE = "bavail bfree blocks bsize favail ffree files flag frsize namemax".split()
 
@@ -50,6 +51,8 @@ class Loopback(mfusepy.Operations):
         return data
 
     def write(self, path, data, offset, fh):
+        if os.path.exists(FULL):
+            raise mfusepy.FuseOSError(errno.ENOSPC)
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path, length, fh=None):
@@ -107,6 +110,13 @@ class FragileMount:
     def flip_next(self) -> None:
         """A bit of the next large read flips on its way."""
         self.behind.with_name(f"{self.behind.name}.flip").touch()
+
+    def fill(self) -> None:
+        """From here on nothing can be written."""
+        self.behind.with_name(f"{self.behind.name}.full").touch()
+
+    def make_room(self) -> None:
+        self.behind.with_name(f"{self.behind.name}.full").unlink()
 
     def die(self) -> None:
         """From here on everything fails (ENOTCONN), also what was waiting."""

@@ -323,6 +323,20 @@ async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMo
     await tier.close()
 
 
+async def test_a_mount_that_is_full_at_the_start_is_tried_again(mount: FragileMount) -> None:
+    """Nothing of ours lies there yet, so only others can make room."""
+    mount.fill()
+    tier = tier_on(mount.path, timeout_s=0.2)
+    await tier.open()
+    with pytest.raises(TierUnavailable):
+        await store(tier, range(1, 2))
+    mount.make_room()
+    assert tier._coming is not None
+    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    await store(tier, range(1, 2))
+    await tier.close()
+
+
 async def test_a_mount_that_hangs_costs_the_cache_its_patience_and_then_nothing(
     mount: FragileMount, tmp_path: Path
 ) -> None:

@@ -238,6 +238,8 @@ class Hf3fsTier(DiskTier):
         if not sweep.cancelled() and (error := sweep.exception()) is not None:
             logger.info("%s: could not close deleted files: %s", self.name, error)
         if self.engine is not None:
+            for shelf in self._shelves:
+                self._catch_up_soon(shelf)  # what failed in `_later`
             self._sweep_later()
 
     async def _close_deleted(self) -> int:

@@ -10,7 +10,8 @@ go. Next to the disk tier's, that matters on NFS in four places:
 - a chunk is written under a name of its own, closed, and only then given its name, by `link` where the server has no rename
   that spares what is there: with close-to-open consistency whoever opens that name sees all of it.
 
-The mount may be away: at the start (the cache starts without it, and it comes in when it answers) and later.
+The mount may be away: at the start (the cache starts without it, and it comes in when it answers) and later. One that is so
+full that our bookkeeping finds no room on it counts as away.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tiercache.tiers.access import ACCESS, Access
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.chunk_file import read_chunk_file
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.manifest import NO_ROOM
 from tiercache.tiers.mounts import Mount, mount_of
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.volume import Volume
@@ -262,7 +264,8 @@ class _Engine(WekaTier):
         """There is no device."""
 
     def _told(self, error: OSError) -> ConfigError | TierUnavailable:
-        if error.errno in _MAY_PASS or _was_wiped(error):
+        # Full: others put files on the mount as well, and may take them away.
+        if error.errno in _MAY_PASS or error.errno in NO_ROOM or _was_wiped(error):
             return TierUnavailable(f"{self.name}: {error}")
         return ConfigError(f"{self.option}: {error}")
 

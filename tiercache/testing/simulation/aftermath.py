@@ -20,6 +20,9 @@ from tiercache.tiers.weka import WekaTier
 _SCANNED_S = 5.0
 _TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
 """Until a cap that was lowered is kept, after the first scan: who evicts for all is elected and looks at the count."""
+_ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
+"""Puts of a chunk: the first may be one touch only. What is evicted from a full device makes no room while somebody else has
+it open, who closes it before the next."""
 _SWEPT_S = 6.0
 """How long an instance may keep a file of 3FS open that another one has removed."""
 _LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
@@ -104,7 +107,8 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
     """Put keys that nobody has, one after the other, and see that the last of them is written."""
 
     async def work() -> None:
-        for attempt in range(3):
+        kept_open = any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache))
+        for attempts_left in reversed(range(_ATTEMPTS_BESIDE_OPEN_FILES if kept_open else _ATTEMPTS)):
             for key in keys:
                 await node.cache.put(node.keys[key], node.truth.payload(key))
                 report = await node.cache.flush(10.0)
@@ -114,8 +118,8 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
             missing = [name for name, tier in file_tiers(node.cache) if not _lies(node, tier, keys[-1], places)]
             if not missing:
                 return
-            await _swept(node)  # what others keep open takes its space, and the device may be full
-            if attempt:  # the first may be one touch only
+            await _swept(node)
+            if not attempts_left:
                 raise Violation(
                     f"all is well, and key {keys[-1]} is not written to {missing}: {node.cache.statistics()}"
                 )

@@ -145,6 +145,27 @@ async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
         await lost
 
 
+async def test_a_slot_of_a_lost_read_comes_back_in_a_quiet_moment(
+    opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed lost for good, and its chunk could not be removed."""
+    if memory.arena is None:
+        return  # no slot is lost: the read has ended
+    monkeypatch.setattr(engine, "_QUIET_AFTER_S", 0.4)
+    async with opened(place, rings=HASTY) as tier:
+        await put(tier, memory, 1)
+        emulator.control.lose(1, direction="read")
+        (lost,) = start_reading(tier, memory, 1)
+        await asyncio.sleep(0)
+        await works_again(tier, memory, 2)
+        await asyncio.wait([lost], timeout=PATIENCE_S)
+        with pytest.raises(StillInUse):
+            lost.result()
+        await until(tier.engine, lambda: tier.engine.restarts == 1 and tier.engine.serves)
+        await get(tier, memory, 1)
+        assert tier.engine.in_flight == 0
+
+
 async def test_dead_daemon_fails_what_is_in_flight_and_its_successor_serves(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory
 ) -> None:

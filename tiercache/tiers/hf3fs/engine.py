@@ -28,6 +28,8 @@ _JOIN_S = 2.0
 _END_S = 5.0
 _WORTH_IT = 16
 """Rings are made anew when a 16th of the arena is lost."""
+_QUIET_AFTER_S = 10.0
+"""So late nobody expects an answer any more: rings are made anew for a single slot, when nothing else is under way."""
 _LET_GO_S = 1.0
 """How long a daemon may take to unmap what is not registered any more."""
 _FIRST_TAKE_BACK_PAUSE_S = 10.0
@@ -355,7 +357,13 @@ class RingEngine:
         held_bytes, lost_bytes = self._held_bytes, sum(transfer.arena_bytes for transfer in late)
         if held_bytes and self._loop.time() < self._take_back_at_s:
             return False
-        return _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes
+        if _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes:
+            return True
+        # A slot is little, but its chunk cannot be removed: in a quiet moment it costs nobody anything.
+        if any(not each.ended.done() for each in self._unfinished()):
+            return False
+        lost_s = [each.began_s for each in (*self._forsaken, *late) if each.arena_bytes]
+        return self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
 
     def _worn_out(self, now: _Equipment) -> bool:
         """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it

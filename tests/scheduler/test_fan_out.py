@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler.conftest import SMALL_BYTES, Bench
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import Source
-from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.fan_out import FanOut, FlushReport
 from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
@@ -151,3 +151,20 @@ async def test_chunk_of_a_put_that_is_cancelled_while_it_waits_for_a_queue_is_wr
     assert await asyncio.gather(beside, *before) == [1] * 6
     await settled(bench, writer)
     assert key in bench.memory.chunks
+
+
+async def test_a_flush_says_what_was_declined(bench: Bench) -> None:
+    asked = asyncio.Event()
+
+    class Choosy(MemoryTier):
+        async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+            await asked.wait()
+            return key == chunk(1)[0] and await super().write(key, payload, payload_bytes)
+
+    fan_out = FanOut([writer_of(Choosy("choosy", Traits(durable=True)))])
+    assert await HostPath(bench.cpu, fan_out).put(items_of([1, 2]), 1.0) == 2
+    flush = asyncio.create_task(fan_out.flush(60.0))
+    await asyncio.sleep(0)
+    asked.set()
+    assert await flush == FlushReport({"choosy": 1}, {"choosy": 0}, {"choosy": 0}, {"choosy": 1})
+    assert bench.is_whole()

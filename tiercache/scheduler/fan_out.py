@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.errors import TierUnavailable
 from tiercache.scheduler.removals import Outcome
 from tiercache.scheduler.together import all_or_none
-from tiercache.scheduler.writer import TierWriter
+from tiercache.scheduler.writer import TierWriter, WriterStatistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import Lease
 
@@ -26,11 +26,12 @@ LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
 @dataclass(frozen=True)
 class FlushReport:
     """What became of chunks while somebody waited for a flush or a close, by tier; `pending` were neither written nor given
-    up at its end."""
+    up at its end. `declined`: the tier was asked and did not take them, as what it admits or what lies there forbids."""
 
     written: dict[str, int] = field(default_factory=dict)
     pending: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
+    declined: dict[str, int] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -132,16 +133,18 @@ class FanOut:
         for writer in self.writers:
             await writer.drained()
 
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """By tier, how many chunks were written and dropped up to now."""
-        return {w.tier.name: (w.counters.written, w.counters.dropped) for w in self.writers}
+    def counts(self) -> dict[str, WriterStatistics]:
+        """By tier, what was counted up to now."""
+        return {writer.tier.name: replace(writer.counters) for writer in self.writers}
 
-    def report(self, before: dict[str, tuple[int, int]]) -> FlushReport:
+    def report(self, before: dict[str, WriterStatistics]) -> FlushReport:
         """What has happened since `counts` gave `before`, and what is still to be written."""
+        since = [(writer.tier.name, before[writer.tier.name], writer.counters) for writer in self.writers]
         return FlushReport(
-            written={w.tier.name: w.counters.written - before[w.tier.name][0] for w in self.writers},
-            pending={w.tier.name: w.pending for w in self.writers},
-            dropped={w.tier.name: w.counters.dropped - before[w.tier.name][1] for w in self.writers},
+            written={name: now.written - then.written for name, then, now in since},
+            pending={writer.tier.name: writer.pending for writer in self.writers},
+            dropped={name: now.dropped - then.dropped for name, then, now in since},
+            declined={name: now.declined - then.declined for name, then, now in since},
         )
 
     async def close(self, until_s: float) -> None:

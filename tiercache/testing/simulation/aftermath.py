@@ -11,8 +11,9 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
+from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.hf3fs import Hf3fsTier
+from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.scanning import Shelf
 from tiercache.tiers.weka import WekaTier
@@ -24,7 +25,7 @@ _ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
 """Puts of a chunk: the first may be one touch only. What is evicted from a full device makes no room while somebody else has
 it open, who closes it before the next."""
 _SWEPT_S = 6.0
-"""How long an instance may keep a file of 3FS open that another one has removed."""
+"""How long an instance may keep a file of 3FS or of cuFile open that another one has removed."""
 _LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
 """A full directory may count a 32nd of the cap more than there is; who evicts for all goes down to nine tenths, and others
 hold a part of the count that they do not use."""
@@ -107,8 +108,8 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
     """Put keys that nobody has, one after the other, and see that the last of them is written."""
 
     async def work() -> None:
-        kept_open = any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache))
-        for attempts_left in reversed(range(_ATTEMPTS_BESIDE_OPEN_FILES if kept_open else _ATTEMPTS)):
+        attempts = _ATTEMPTS_BESIDE_OPEN_FILES if _keeps_files_open(node) else _ATTEMPTS
+        for attempts_left in reversed(range(attempts)):
             for key in keys:
                 await node.cache.put(node.keys[key], node.truth.payload(key))
                 report = await node.cache.flush(10.0)
@@ -132,9 +133,14 @@ def _lies(node: Node, tier: DiskTier, key: int, places: Sequence[Place]) -> bool
 
 
 async def _swept(node: Node) -> None:
-    """Until nobody has a file of 3FS open any more that somebody else deleted before this."""
-    if any(isinstance(tier, Hf3fsTier) for _, tier in file_tiers(node.cache)):
+    """Until nobody has a file open any more that somebody else deleted before this."""
+    if _keeps_files_open(node):
         await asyncio.sleep(_SWEPT_S)
+
+
+def _keeps_files_open(node: Node) -> bool:
+    tiers = [tier for _, tier in file_tiers(node.cache)]
+    return any(isinstance(getattr(tier, "files", None), RegisteredFiles | CuFileFiles) for tier in tiers)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:

@@ -98,7 +98,7 @@ async def _latencies(
 async def _idle(accelerator: Accelerator, bridge: EventBridge, streams: list[Stream], duration_s: float) -> float:
     stamps = accelerator.pinned(len(streams) * 8).view(np.int64)
     for position, stream in enumerate(streams):
-        accelerator.work(stream, duration_s * 1.5, stamps, position)
+        accelerator.work(stream, duration_s * 3.0, stamps, position)
     futures = [bridge.after(streams[number % len(streams)]) for number in range(64)]
     await asyncio.sleep(duration_s * 0.2)
     began, used = time.perf_counter(), time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -106,7 +107,7 @@ class RingEngine:
         self._examine_at_s = 0.0
         self._parched = False
         """Given up, and waiting for the arena."""
-        self._take_back_at_s = 0.0
+        self._took_back_s = -math.inf
         self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
         self._look_s = min(_LOOK_S, settings.hang_s / 4)
         self._pause_s = self._look_s
@@ -267,7 +268,7 @@ class RingEngine:
         oldest_s = min((each.began_s for each in unfinished), default=now_s)
         suspect = (
             self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
-        ) or (self._held_bytes > 0 and now_s >= self._take_back_at_s)
+        ) or (self._held_bytes > 0 and self._may_take_back())
         if not suspect:
             self._pause_s = self._look_s
         elif self._examination is None and now_s >= self._examine_at_s:
@@ -329,7 +330,7 @@ class RingEngine:
         if self.arena is None or not self._held_bytes:
             self._parched = False
             return True
-        self._take_back_at_s = self._loop.time() + self._take_back_pause_s
+        self._took_back_s = self._loop.time()
         if not await self._workers.submit(_withdraw, self.arena):
             logger.warning(
                 "3FS at %s still has the arena mapped: what it never answered stays lost for now", self.mount
@@ -355,15 +356,23 @@ class RingEngine:
         if self.arena is None:
             return False
         held_bytes, lost_bytes = self._held_bytes, sum(transfer.arena_bytes for transfer in late)
-        if held_bytes and self._loop.time() < self._take_back_at_s:
+        if held_bytes and not self._may_take_back():
             return False
         if _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes:
             return True
         # A slot is little, but its chunk cannot be removed: in a quiet moment it costs nobody anything.
-        if any(not each.ended.done() for each in self._unfinished()):
-            return False
         lost_s = [each.began_s for each in (*self._forsaken, *late) if each.arena_bytes]
-        return self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
+        return self._is_quiet and self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
+
+    def _may_take_back(self) -> bool:
+        """Whether the last attempt was long enough ago, which may have interrupted others in vain."""
+        pause_s = min(self._take_back_pause_s, _QUIET_AFTER_S) if self._is_quiet else self._take_back_pause_s
+        return self._loop.time() >= self._took_back_s + pause_s
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing is under way that may still be answered in time."""
+        return all(each.ended.done() for each in self._unfinished())
 
     def _worn_out(self, now: _Equipment) -> bool:
         """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it

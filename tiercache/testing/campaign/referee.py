@@ -13,6 +13,7 @@ from tiercache.memory.workers import Workers
 from tiercache.testing.campaign import messages
 from tiercache.testing.campaign.crew import RESIDENT, VISITOR, Crew
 from tiercache.testing.campaign.messages import Find, Found, Prove, Proved, Rest, Rested, Work, now_s
+from tiercache.testing.campaign.operations import GET_S
 from tiercache.testing.campaign.payloads import KEYS_A_LANE, LANES, SLOTS, key_of, number_of
 from tiercache.testing.campaign.places.base import RECOVERY_S, Place
 from tiercache.testing.campaign.plan import Fault, Round
@@ -29,8 +30,8 @@ _PRIVATE_BYTES = 512 << 10
 """Of a tier's own files, when nobody but the resident lives."""
 _CAP_SLACK_BYTES = 16 * 4096
 """A directory is counted when it has been made: one for each write that is under way may be there beyond the cap."""
-_OTHERS_READ_S = 3.0
-"""A get may be answered by a read that had begun for somebody else, so much earlier at most."""
+_OTHERS_READ_S = GET_S + 1.0
+"""A get may be answered by a read that had begun for somebody else, and was about to end with its deadline."""
 _NAMED = 5
 
 

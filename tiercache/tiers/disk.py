@@ -45,6 +45,7 @@ _OVER_THE_CAP = 8
 background."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
+_DELETED = "%s was deleted by somebody else; it was made anew"
 _EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
 _MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
 _REFUSED_KEPT = 4096
@@ -479,14 +480,13 @@ class DiskTier(Tier):
         return error.errno in _DEAD_MOUNT and await self._metadata.submit(volume.answers)
 
     async def _reopen(self, shelf: Shelf, stale: Volume) -> None:
-        """The directory was emptied or replaced under us: what we knew is gone, begin anew. `stale` is the volume that the
-        caller found so; others may have found it at the same time."""
+        """The directory was emptied, deleted or replaced under us: what we knew is gone, begin anew. `stale` is the volume
+        that the caller found so; others may have found it at the same time."""
         async with shelf.replacing:
             if shelf.volume is stale:
-                if not await self._metadata.submit(stale.root.is_dir):
-                    raise TierUnavailable(f"{stale.root} is not there any more")
+                was_deleted = await self._metadata.submit(stale.make_anew)
                 mounted_anew = await self._metadata.submit(stale.is_mounted_anew)
-                logger.warning(_MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 fresh = self._make_volume(stale.root, stale.cap_bytes)
                 try:
                     await self._open_volume(fresh)
@@ -564,10 +564,12 @@ class DiskTier(Tier):
         finally:
             shelf.catching_up = None
 
-    async def _replace(self, shelf: Shelf, stale: Volume) -> None:
-        """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count."""
+    async def _replace(self, shelf: Shelf, stale: Volume, *, may_make: bool = True) -> None:
+        """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count. `may_make`:
+        also where there is no directory at all."""
         try:
-            if await self._metadata.submit(stale.is_wiped):
+            is_there = may_make or await self._metadata.submit(stale.root.is_dir)
+            if is_there and await self._metadata.submit(stale.is_wiped):
                 await self._reopen(shelf, stale)
         except (OSError, TierUnavailable) as error:
             logger.info("%s: %s", stale.root, error)

@@ -144,11 +144,16 @@ class Volume:
         its space until it is closed."""
         self.ways = WAYS
         """How a finished file gets its name; the first that the file system can do."""
+        self._device = -1
+        """Of the directory, and whether something is mounted there, as it was when it was opened."""
+        self._is_mount_point = False
 
     def open(self) -> None:
         """Make the directory ready. Raises OSError when it cannot be used, WrongFormat when it is not ours, TierUnavailable
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
+        self._device = os.stat(self.root).st_dev
+        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
         self._owner.settle(self.access)
@@ -189,6 +194,48 @@ class Volume:
         except OSError:
             return True  # the mount that we have open is dead
 
+    def is_deleted(self) -> bool:
+        """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file
+        system on which it was. Else a mount is away, and it comes back with that. Raises OSError when the device does not
+        say."""
+        place = os.path.realpath(self.root)  # a link to it may be there still
+        try:
+            os.stat(place)
+            return False
+        except _ABSENT:
+            pass
+        try:
+            return os.stat(os.path.dirname(place)).st_dev == self._device
+        except _ABSENT:
+            return False
+
+    def is_here_or_deleted(self) -> bool:
+        """Whether a chunk that is not found is none: the directory is not just away. Raises OSError."""
+        return self.root.is_dir() or self.is_deleted()
+
+    def make_anew(self) -> bool:
+        """Before the directory is opened anew: make it where it was deleted; whether it was.
+
+        Raises TierUnavailable where it cannot be made, and where a mount is away: who writes to what is below it fills
+        another device. OSError when the device does not say.
+        """
+        if self.root.is_dir():
+            if self._is_unmounted():
+                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
+            return False
+        if not self.is_deleted():
+            raise TierUnavailable(f"{self.root} is not there any more")
+        try:
+            self.access.make_directory(os.path.realpath(self.root))
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
+        return True
+
+    def _is_unmounted(self) -> bool:
+        """Whether only the mount point is left of what was mounted there. Raises OSError."""
+        here = os.stat(self.root).st_dev
+        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
+
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
         if hasattr(self, "ledger"):
@@ -214,7 +261,8 @@ class Volume:
         return found
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Verified read; None when the file is not here. A corrupt file is in quarantine when CorruptChunk is raised."""
+        """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
+        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
         return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
@@ -222,7 +270,7 @@ class Volume:
         try:
             return reader(self.path(key))
         except _ABSENT:
-            if not self.root.is_dir():
+            if not self.is_here_or_deleted():
                 raise
             return None
         except CorruptChunk:

@@ -116,6 +116,7 @@ class DiskTier(Tier):
                 volume = self._make_volume(directory, share_bytes)
                 await self._open_volume(volume)
                 self._shelves.append(Shelf(volume, self._make_index()))
+                self._require_another(volume)
         except BaseException:
             await self.close()
             raise
@@ -384,6 +385,15 @@ class DiskTier(Tier):
             return
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    def _require_another(self, volume: Volume) -> None:
+        """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""
+        for shelf in self._shelves:
+            if shelf.volume is not volume and shelf.volume.is_same(volume):
+                raise ConfigError(
+                    f"{self.option}: {shelf.volume.root} and {volume.root} are one directory, which would be filled twice; "
+                    "name it once"
+                )
 
     async def _open_volume(self, volume: Volume) -> None:
         opening = self._metadata.submit(volume.open)

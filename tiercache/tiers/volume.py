@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -34,7 +35,7 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.access import OWNER, Access, occupied_bytes
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger, LedgerLost
-from tiercache.tiers.manifest import NO_ROOM, reads_back, require_manifest
+from tiercache.tiers.manifest import MANIFEST, NO_ROOM, reads_back, require_manifest
 from tiercache.tiers.naming import UNSUPPORTED, WAYS
 from tiercache.tiers.owners import Owner
 from tiercache.tiers.quarantine import Quarantine
@@ -49,6 +50,8 @@ T = TypeVar("T")
 _PUBLISH_ATTEMPTS = 8
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+_NOT_WORTH_A_WORD = frozenset({"lost+found", ".tiercache", "quarantine", *TOP_LEVELS})
+"""In a directory that has no manifest: what is ours all the same, and what file systems put there."""
 _MOST_ABANDONED = 1024
 _ABANDONED_AT_A_TIME = 4
 """What a write tries to remove, of what earlier ones have left."""
@@ -144,7 +147,7 @@ class Volume:
         its space until it is closed."""
         self.ways = WAYS
         """How a finished file gets its name; the first that the file system can do."""
-        self._device = -1
+        self._device = self._number = -1
         """Of the directory, and whether something is mounted there, as it was when it was opened."""
         self._is_mount_point = False
 
@@ -152,8 +155,8 @@ class Volume:
         """Make the directory ready. Raises OSError when it cannot be used, WrongFormat when it is not ours, TierUnavailable
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
-        self._device = os.stat(self.root).st_dev
-        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+        self._note_place(os.stat(self.root))
+        self._say_what_lies_here()
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
         self._owner.settle(self.access)
@@ -170,6 +173,10 @@ class Volume:
             self.access.enforce(place)
         if not places:
             self.ledger.trust()
+
+    def is_same(self, other: Volume) -> bool:
+        """Whether both are open on the same directory, by whatever names."""
+        return (self._device, self._number) == (other._device, other._number)
 
     def require_manifest(self) -> None:
         """Somebody who empties the directory takes the manifest, too."""
@@ -509,6 +516,24 @@ class Volume:
         buried = self._owner.bury_the_dead(self.ledger)
         self.strays_removed += buried.files
         return buried.instances
+
+    def _note_place(self, status: os.stat_result) -> None:
+        self._device, self._number = status.st_dev, status.st_ino
+        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+
+    def _say_what_lies_here(self) -> None:
+        """Before the manifest is made: whoever named a wrong directory learns it the first time, and once."""
+        if os.path.lexists(self.root / MANIFEST):
+            return
+        with os.scandir(self.root) as entries:
+            others = list(itertools.islice((entry.name for entry in entries if entry.name not in _NOT_WORTH_A_WORD), 3))
+        if others:
+            logger.warning(
+                "%s: there are files of others, such as %s, and none of ours: is it the right directory? Chunks are stored "
+                "beside them from now on",
+                self.root,
+                ", ".join(sorted(others)),
+            )
 
     def _require_ours(self) -> None:
         """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is

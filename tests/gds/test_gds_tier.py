@@ -150,6 +150,7 @@ class TestBadFiles:
     )
     async def test_bad_file(self, opened: Opened, slots: Slots, tmp_path: Path, harm: str) -> None:
         async with opened(tmp_path) as tier:
+            await tier.scanned()  # a scan that comes by removes what is cut
             key = await store(tier, slots, 1)
             await store(tier, slots, 99)
             getattr(self, harm)(tier.path(key))
@@ -158,6 +159,26 @@ class TestBadFiles:
             assert not tier.contains(key)
             assert len(list((tmp_path / "quarantine").iterdir())) == 1
             assert await tier.read_device(key, slots.empty()) is None
+            await store(tier, slots, 1)
+            into = slots.empty()
+            assert await tier.read_device(key, into) == CHUNK_BYTES
+            assert np.array_equal(slots.content(into, CHUNK_BYTES), chunk(1)[1])
+
+    @pytest.mark.parametrize("harm", ["cut_to_an_odd_length", "cut_to_less_than_a_header", "empty"])
+    @pytest.mark.parametrize("first", [True, False], ids=["first scan", "later scan"])
+    async def test_bad_file_that_a_scan_meets_before_a_read(
+        self, opened: Opened, slots: Slots, tmp_path: Path, harm: str, first: bool
+    ) -> None:
+        """It can never be a hit, and is removed: a miss, and nothing in quarantine. See `Volume.scan`."""
+        async with opened(tmp_path) as tier:
+            await tier.scanned()
+            key = await store(tier, slots, 1)
+            getattr(self, harm)(tier.path(key))
+            tier._begin_scan(tier._shelves[0], first=first)
+            await tier.scanned()
+            assert not os.path.exists(tier.path(key))
+            assert await tier.read_device(key, slots.empty()) is None
+            assert not (tmp_path / "quarantine").exists()
             await store(tier, slots, 1)
             into = slots.empty()
             assert await tier.read_device(key, into) == CHUNK_BYTES

@@ -351,16 +351,17 @@ async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> No
         assert not await is_hit(stale, 24), "it made room"
 
 
-async def test_directory_that_vanishes_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
-    directory = tmp_path / "disk"
+async def test_directory_that_vanishes_with_what_it_lay_in_costs_its_hits_and_comes_back(tmp_path: Path) -> None:
+    """As a mount that is away; see tests/remote/fs/test_deleted_directory.py for a directory that was deleted."""
+    directory = tmp_path / "mount" / "disk"
     async with opened(directory) as tier:
         await fill(tier, range(1, 4))
-        directory.rename(tmp_path / "elsewhere")
+        directory.parent.rename(tmp_path / "elsewhere")
         with pytest.raises(FileNotFoundError):
             await is_hit(tier, 1)
         with pytest.raises(TierUnavailable, match="not there any more"):
             await fill(tier, range(4, 5))
-        directory.mkdir()
+        directory.mkdir(parents=True)
         await fill(tier, range(5, 6))
         await tier.scanned()
         assert await is_hit(tier, 5)

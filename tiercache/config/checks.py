@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,6 +29,7 @@ def combination_problems(
     """Problems of parsed `values` (absent means default), settings of remote tiers, and LMCache keys that are not ours."""
     yield from _memory(values, foreign)
     yield from _control(values)
+    yield from _directories(values)
     yield from _gds(values)
     yield from _remote_url(values)
     yield from _plugins(values, plugins)
@@ -57,13 +59,27 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
         yield ("control_socket",), f"control_socket: expected {expected}, found {path!r}"
 
 
+def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """By names alone: a mount may hang. Tiers find links out when they open the directories."""
+    users: dict[str, tuple[str, str]] = {}
+    for key in ("local_disk", "gds_path", "weka_path"):
+        for path in values.get(key, ()):
+            place = os.path.normpath(path)
+            if place not in users:
+                users[place] = key, path
+                continue
+            other, first = users[place]
+            if other == key:
+                yield (key,), f"{key}: {first!r} and {path!r} are one directory, which would be filled twice; name it once"
+            else:
+                both = path if path == first else f"{first!r} and {path!r}: it"
+                yield (other, key), f"{other}, {key}: {both} is a directory of two tiers; each needs its own"
+
+
 def _gds(values: Mapping[str, Any]) -> Iterator[Problem]:
     for key in ("gds_path", "weka_path"):
         if values.get(key) and values.get("gds_buffer_size") is None:
             yield (key, "gds_buffer_size"), f"{key} needs gds_buffer_size (or cufile_buffer_size): MiB of device memory"
-    shared = sorted({*values.get("gds_path", ()), *values.get("weka_path", ())} & set(values.get("local_disk", ())))
-    if shared:
-        yield ("gds_path", "local_disk"), f"{shared[0]} is a directory of two tiers; each needs its own"
     if values.get("gds_backend") == "hipfile" and (values.get("gds_path") or values.get("weka_path")):
         yield ("gds_backend",), "gds_backend: hipfile is not supported; cufile is, or use_gds: false"
 
@@ -136,13 +152,14 @@ def _hf3fs(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[Pr
             ("remote_storage_plugins", "hf3fs_base_path"),
             f"remote_storage_plugins: {' and '.join(without)} have both the base paths of hf3fs_base_path; give one its own",
         )
-    seen: set[PurePosixPath] = set()
+    seen: dict[PurePosixPath, str] = {}
     for key, path in paths:
         place = PurePosixPath(path)
         if place in seen:
-            yield (key,), f"{key}: {path!r} is a base path already; who shares it with itself would fill it twice"
+            first = seen[place]
+            yield (key,), f"{key}: {path!r} is a base path already ({first}); who shares it with itself would fill it twice"
         if without or not instances or key != "hf3fs_base_path":  # else nobody uses it
-            seen.add(place)
+            seen.setdefault(place, f"{key}: {path!r}")
         if VIRTUAL_DIRECTORY in place.parts:
             yield (key,), f"{key}: expected a directory for files, found {path!r}: 3FS registers memory there"
         elif ".." in PurePosixPath(path).parts or not path.startswith("/"):

@@ -45,6 +45,7 @@ _OVER_THE_CAP = 8
 background."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
+_DELETED = "%s was deleted by somebody else; it was made anew"
 _EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
 _MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
 _REFUSED_KEPT = 4096
@@ -115,6 +116,7 @@ class DiskTier(Tier):
                 volume = self._make_volume(directory, share_bytes)
                 await self._open_volume(volume)
                 self._shelves.append(Shelf(volume, self._make_index()))
+                self._require_another(volume)
         except BaseException:
             await self.close()
             raise
@@ -384,6 +386,15 @@ class DiskTier(Tier):
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
+    def _require_another(self, volume: Volume) -> None:
+        """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""
+        for shelf in self._shelves:
+            if shelf.volume is not volume and shelf.volume.is_same(volume):
+                raise ConfigError(
+                    f"{self.option}: {shelf.volume.root} and {volume.root} are one directory, which would be filled twice; "
+                    "name it once"
+                )
+
     async def _open_volume(self, volume: Volume) -> None:
         opening = self._metadata.submit(volume.open)
         try:
@@ -479,14 +490,13 @@ class DiskTier(Tier):
         return error.errno in _DEAD_MOUNT and await self._metadata.submit(volume.answers)
 
     async def _reopen(self, shelf: Shelf, stale: Volume) -> None:
-        """The directory was emptied or replaced under us: what we knew is gone, begin anew. `stale` is the volume that the
-        caller found so; others may have found it at the same time."""
+        """The directory was emptied, deleted or replaced under us: what we knew is gone, begin anew. `stale` is the volume
+        that the caller found so; others may have found it at the same time."""
         async with shelf.replacing:
             if shelf.volume is stale:
-                if not await self._metadata.submit(stale.root.is_dir):
-                    raise TierUnavailable(f"{stale.root} is not there any more")
+                was_deleted = await self._metadata.submit(stale.make_anew)
                 mounted_anew = await self._metadata.submit(stale.is_mounted_anew)
-                logger.warning(_MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
                 fresh = self._make_volume(stale.root, stale.cap_bytes)
                 try:
                     await self._open_volume(fresh)
@@ -564,10 +574,12 @@ class DiskTier(Tier):
         finally:
             shelf.catching_up = None
 
-    async def _replace(self, shelf: Shelf, stale: Volume) -> None:
-        """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count."""
+    async def _replace(self, shelf: Shelf, stale: Volume, *, may_make: bool = True) -> None:
+        """As `_reopen`, where no write finds it out: one that sees a full directory never comes to the count. `may_make`:
+        also where there is no directory at all."""
         try:
-            if await self._metadata.submit(stale.is_wiped):
+            is_there = may_make or await self._metadata.submit(stale.root.is_dir)
+            if is_there and await self._metadata.submit(stale.is_wiped):
                 await self._reopen(shelf, stale)
         except (OSError, TierUnavailable) as error:
             logger.info("%s: %s", stale.root, error)

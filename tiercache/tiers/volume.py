@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import stat
@@ -34,7 +35,7 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.access import OWNER, Access, occupied_bytes
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger, LedgerLost
-from tiercache.tiers.manifest import NO_ROOM, reads_back, require_manifest
+from tiercache.tiers.manifest import MANIFEST, NO_ROOM, reads_back, require_manifest
 from tiercache.tiers.naming import UNSUPPORTED, WAYS
 from tiercache.tiers.owners import Owner
 from tiercache.tiers.quarantine import Quarantine
@@ -49,6 +50,8 @@ T = TypeVar("T")
 _PUBLISH_ATTEMPTS = 8
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+_NOT_WORTH_A_WORD = frozenset({"lost+found", ".tiercache", "quarantine", *TOP_LEVELS})
+"""In a directory that has no manifest: what is ours all the same, and what file systems put there."""
 _MOST_ABANDONED = 1024
 _ABANDONED_AT_A_TIME = 4
 """What a write tries to remove, of what earlier ones have left."""
@@ -144,11 +147,16 @@ class Volume:
         its space until it is closed."""
         self.ways = WAYS
         """How a finished file gets its name; the first that the file system can do."""
+        self._device = self._number = -1
+        """Of the directory, and whether something is mounted there, as it was when it was opened."""
+        self._is_mount_point = False
 
     def open(self) -> None:
         """Make the directory ready. Raises OSError when it cannot be used, WrongFormat when it is not ours, TierUnavailable
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
+        self._note_place(os.stat(self.root))
+        self._say_what_lies_here()
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
         self._owner.settle(self.access)
@@ -165,6 +173,10 @@ class Volume:
             self.access.enforce(place)
         if not places:
             self.ledger.trust()
+
+    def is_same(self, other: Volume) -> bool:
+        """Whether both are open on the same directory, by whatever names."""
+        return (self._device, self._number) == (other._device, other._number)
 
     def require_manifest(self) -> None:
         """Somebody who empties the directory takes the manifest, too."""
@@ -188,6 +200,48 @@ class Volume:
             return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
         except OSError:
             return True  # the mount that we have open is dead
+
+    def is_deleted(self) -> bool:
+        """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file
+        system on which it was. Else a mount is away, and it comes back with that. Raises OSError when the device does not
+        say."""
+        place = os.path.realpath(self.root)  # a link to it may be there still
+        try:
+            os.stat(place)
+            return False
+        except _ABSENT:
+            pass
+        try:
+            return os.stat(os.path.dirname(place)).st_dev == self._device
+        except _ABSENT:
+            return False
+
+    def is_here_or_deleted(self) -> bool:
+        """Whether a chunk that is not found is none: the directory is not just away. Raises OSError."""
+        return self.root.is_dir() or self.is_deleted()
+
+    def make_anew(self) -> bool:
+        """Before the directory is opened anew: make it where it was deleted; whether it was.
+
+        Raises TierUnavailable where it cannot be made, and where a mount is away: who writes to what is below it fills
+        another device. OSError when the device does not say.
+        """
+        if self.root.is_dir():
+            if self._is_unmounted():
+                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
+            return False
+        if not self.is_deleted():
+            raise TierUnavailable(f"{self.root} is not there any more")
+        try:
+            self.access.make_directory(os.path.realpath(self.root))
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
+        return True
+
+    def _is_unmounted(self) -> bool:
+        """Whether only the mount point is left of what was mounted there. Raises OSError."""
+        here = os.stat(self.root).st_dev
+        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
@@ -214,7 +268,8 @@ class Volume:
         return found
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Verified read; None when the file is not here. A corrupt file is in quarantine when CorruptChunk is raised."""
+        """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
+        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
         return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
@@ -222,7 +277,7 @@ class Volume:
         try:
             return reader(self.path(key))
         except _ABSENT:
-            if not self.root.is_dir():
+            if not self.is_here_or_deleted():
                 raise
             return None
         except CorruptChunk:
@@ -461,6 +516,24 @@ class Volume:
         buried = self._owner.bury_the_dead(self.ledger)
         self.strays_removed += buried.files
         return buried.instances
+
+    def _note_place(self, status: os.stat_result) -> None:
+        self._device, self._number = status.st_dev, status.st_ino
+        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+
+    def _say_what_lies_here(self) -> None:
+        """Before the manifest is made: whoever named a wrong directory learns it the first time, and once."""
+        if os.path.lexists(self.root / MANIFEST):
+            return
+        with os.scandir(self.root) as entries:
+            others = list(itertools.islice((entry.name for entry in entries if entry.name not in _NOT_WORTH_A_WORD), 3))
+        if others:
+            logger.warning(
+                "%s: there are files of others, such as %s, and none of ours: is it the right directory? Chunks are stored "
+                "beside them from now on",
+                self.root,
+                ", ".join(sorted(others)),
+            )
 
     def _require_ours(self) -> None:
         """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is

@@ -127,7 +127,7 @@ class WekaTier(GdsTier):
     async def _make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
         """Nothing is deleted here: whoever is elected makes room, and this waits for it."""
         volume, evictor = shelf.volume, self._shared[shelf].evictor
-        if deficit_bytes <= 0:
+        if deficit_bytes <= 0 or volume.ledger.missing:  # who writes finds out what became of the directory
             evictor.glance()
             return Victims()
         goal_bytes = volume.cap_bytes - needed_bytes
@@ -175,7 +175,9 @@ class WekaTier(GdsTier):
         self._shared[shelf].evictor.glance()
         if shelf.volume.ledger.missing and not shelf.replacing.locked():
             # Also where nothing is written: what others count in is another count.
-            self._begin(self._replace(shelf, shelf.volume), f"tiercache-replace-{shelf.volume.root}")
+            # A directory that was moved away may come back, and who only looks does not need another one.
+            replacing = self._replace(shelf, shelf.volume, may_make=False)
+            self._begin(replacing, f"tiercache-replace-{shelf.volume.root}")
 
     async def _trim(self, shelf: Shelf) -> None:
         """The elected instance does that; it may have waited for the count to be right."""

@@ -291,7 +291,7 @@ class Hf3fsTier(DiskTier):
             try:
                 file = await self._file_threads.submit(self.files.open_to_read, path)
             except FileNotFoundError:
-                if not await self._metadata.submit(volume.root.is_dir):
+                if not await self._metadata.submit(volume.is_here_or_deleted):
                     raise
                 return None
         try:

@@ -1,0 +1,99 @@
+"""Which directories tiers on files take, and what they say about them when they begin."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.remote.fs.test_fs import tier_on
+from tests.tiers.test_disk import fill, is_hit, opened, small_device
+from tiercache.errors import ConfigError
+from tiercache.tiers.base import Tier
+from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+__all__ = ["small_device"]
+
+FINGERPRINT = b"p" * 16
+CAP_BYTES = 1 << 24
+
+
+def disk(*places: Path) -> Tier:
+    return DiskTier(DiskSettings(places, CAP_BYTES), FINGERPRINT)
+
+
+def gds(*places: Path) -> Tier:
+    return GdsTier(GdsSettings(places, CAP_BYTES), FINGERPRINT)
+
+
+def weka(*places: Path) -> Tier:
+    return WekaTier(WekaSettings(places, CAP_BYTES), FINGERPRINT)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"), [(disk, "local_disk"), (gds, "gds_path"), (weka, "weka_path"), (tier_on, r"fs\.a\.base_path")]
+)
+@pytest.mark.parametrize("linked", ["itself", "its parent"])
+async def test_one_directory_by_two_names_is_an_error_that_names_both(
+    tmp_path: Path, make: Callable[..., Tier], option: str, linked: str
+) -> None:
+    real = tmp_path / "real" / "kv"
+    real.mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(real if linked == "itself" else real.parent)
+    other = link if linked == "itself" else link / "kv"
+    tier = make(tmp_path / "more", real, other)
+    with pytest.raises(ConfigError, match=rf"{option}: {real} and {other} are one directory"):
+        await tier.open()
+    await tier.close()
+
+
+async def test_links_to_different_directories_are_none(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"to-{name}").symlink_to(tmp_path / name)
+    tier = disk(tmp_path / "to-a", tmp_path / "to-b")
+    await tier.open()
+    await tier.close()
+
+
+async def test_directory_with_files_of_others_is_taken_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "passwd").write_text("root")
+    with caplog.at_level(logging.WARNING):
+        async with opened(tmp_path) as tier:
+            await fill(tier, range(1, 3))
+        (said,) = caplog.messages
+        assert said.startswith(f"{tmp_path}: there are files of others, such as passwd, and none of ours")
+        async with opened(tmp_path) as tier:
+            assert await is_hit(tier, 2)
+    assert len(caplog.messages) == 1
+    assert (tmp_path / "passwd").read_text() == "root"
+
+
+@pytest.mark.parametrize("ours", [[], ["lost+found"], [".tiercache", "quarantine", "00"]], ids=["empty", "disk", "torn"])
+async def test_directory_without_files_of_others_is_taken_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: list[str]
+) -> None:
+    for name in ours:
+        (tmp_path / name).mkdir()
+    with caplog.at_level(logging.WARNING):
+        async with opened(tmp_path):
+            pass
+    assert caplog.messages == []
+
+
+async def test_directory_on_a_mount_that_is_read_only_is_a_wrong_setting(small_device: Path) -> None:
+    async with opened(small_device) as tier:
+        await fill(tier, range(1, 3))
+    subprocess.run(["mount", "-o", "remount,ro", small_device], check=True)
+    with pytest.raises(ConfigError, match=f"local_disk: {small_device} cannot be used: .*Read-only"):
+        async with opened(small_device):
+            pass

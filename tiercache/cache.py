@@ -26,10 +26,18 @@ from tiercache.device.device import Device, gpu_in_use
 from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import device_payload
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
-from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers, to_the_end
-from tiercache.opening import DEVICE_S, close_device, close_tier, made, make_tiers_in_time, open_tier, when_ended
+from tiercache.opening import (
+    DEVICE_S,
+    close_device,
+    close_tier,
+    made,
+    make_arena,
+    make_tiers_in_time,
+    open_tier,
+    when_ended,
+)
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FlushReport
@@ -101,7 +109,8 @@ class TierCache:
         """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
 
         Raises ConfigError with one clear sentence when something cannot be had, or hangs. Whatever comes out, and when it is
-        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on.
+        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on. So the next one
+        may be started at once.
         """
         if self._started:
             raise TierCacheError("the cache was started already: a cache is started once; make another one")
@@ -124,11 +133,12 @@ class TierCache:
         left_behind: set[asyncio.Future[None]] = set()
         taken.callback(lambda: when_ended(left_behind, lambda: close_device(self._device)))
         tiers = await make_tiers_in_time(self.config, self.layout, self._device)
-        self._arena = arena = await made("max_local_cpu_size", None, Arena.close, Arena, settings)
+        self._arena = arena = await make_arena(settings)
         taken.callback(lambda: when_ended(left_behind, arena.close))
         self._copiers = Workers("copy", _COPYING_THREADS)
         taken.callback(self._copiers.close)
         pool = SlotPool(arena, self.layout.chunk_bytes)
+        taken.callback(pool.close)  # before the arena: a view of its memory keeps all of it mapped
         if self._device is not None:
             self._device.begin()
             await to_the_end(self._copiers.submit(self._device.pin, arena.memory))

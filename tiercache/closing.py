@@ -50,7 +50,7 @@ class Deadline:
         task.cancel()
         task.add_done_callback(look_away)
 
-    async def ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float = float("-inf")) -> None:
+    async def ended(self, tasks: Collection[asyncio.Future[Any]], least_s: float = float("-inf")) -> None:
         """Until all `tasks` have ended, or until the deadline, but no sooner than at `least_s`. Not kept from it by
         cancellation: a loop that shuts down cancels everything."""
         done = False
@@ -59,7 +59,7 @@ class Deadline:
                 await self._ended(tasks, least_s)
                 done = True
 
-    async def _ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float) -> None:
+    async def _ended(self, tasks: Collection[asyncio.Future[Any]], least_s: float) -> None:
         loop = asyncio.get_running_loop()
         while left := [task for task in tasks if not task.done()]:
             left_s = max(self.until_s, least_s) - loop.time()

@@ -47,7 +47,13 @@ class ArenaSettings:
 class Arena:
     """A page-aligned, pre-faulted run of memory. `kind` says what it became: "thp", "hugetlb" or "shm"."""
 
-    def __init__(self, settings: ArenaSettings, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: ArenaSettings,
+        on_progress: Callable[[int, int], None] | None = None,
+        unwanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`unwanted` is asked while pages are touched: once it says so the rest is not, and nobody may use the arena."""
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
@@ -63,7 +69,7 @@ class Arena:
             self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
             if settings.numa_node is not None:
                 self._prefer_node(settings.numa_node)
-            self._prefault(settings.threads, on_progress)
+            self._prefault(settings.threads, on_progress, unwanted)
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -193,7 +199,9 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def _prefault(self, threads: int, on_progress: Callable[[int, int], None] | None) -> None:
+    def _prefault(
+        self, threads: int, on_progress: Callable[[int, int], None] | None, unwanted: Callable[[], bool]
+    ) -> None:
         offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
         self.memory = self.memory[offset : offset + self.size_bytes]
         starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
@@ -208,7 +216,7 @@ class Arena:
             nonlocal touched, last_report_s
             while True:
                 with lock:
-                    if not starts or failures:
+                    if not starts or failures or unwanted():
                         return
                     start = starts.pop()
                 part = self.memory[start : start + _PREFAULT_STEP_BYTES]
@@ -216,7 +224,8 @@ class Arena:
                     if not populate(part):
                         part[:: mmap.PAGESIZE] = 0
                 except OSError as error:
-                    failures.append(error)
+                    # Without its frames: they keep the memory, and this list keeps them.
+                    failures.append(error.with_traceback(None))
                     return
                 with lock:
                     touched += part.nbytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from _thread import get_ident
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import isfinite
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.ahead import Ahead, check_seconds
+from tiercache.ahead import Ahead, check_loop, check_seconds
 from tiercache.assembly import arena_settings, make_device, make_fan_out, reader_settings
 from tiercache.closing import GRACE_S, Deadline, Lingering, Part, closed
 from tiercache.control.naming import Naming, TokenNaming
@@ -55,11 +56,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
+_CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)
 
 
 class TierCache:
-    """An embedded cache. Everything belongs to the event loop that entered `open`.
+    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that run
+    none, are RuntimeErrors and change nothing (`keys`, `statistics` and `describe`, which only look, are not refused).
 
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
@@ -79,6 +82,9 @@ class TierCache:
         self._device: Device | None = None
         self._device_path: DevicePath | None = None
         self.namespace = layout.namespace(config.tenant_salt)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        """The one that the loop ran in last."""
         self._started = self._running = self._closed = False
         self._closing: asyncio.Task[FlushReport] | None = None
         self._closers = 0
@@ -109,12 +115,13 @@ class TierCache:
         """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
 
         Raises ConfigError with one clear sentence when something cannot be had, or hangs. Whatever comes out, and when it is
-        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on. So the next one
-        may be started at once.
+        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on. So one may
+        start again at once.
         """
         if self._started:
             raise TierCacheError("the cache was started already: a cache is started once; make another one")
         self._started = True
+        self._loop = asyncio.get_running_loop()
         try:
             async with AsyncExitStack() as taken:
                 await self._start(taken)
@@ -195,9 +202,10 @@ class TierCache:
         Returns what was not written. What hangs is left behind half a second after the deadline, and its memory stays mapped
         until it ends. Cancelled, it stops writing, gives everything back, and raises CancelledError then.
         """
+        if not self._running and (self._closing is None or self._closing.done()):
+            return FlushReport() if self._closing is None else self._closing.result()
+        check_loop(self._loop)
         if self._closing is None:
-            if not self._running:
-                return FlushReport()
             self._close_by = Deadline()
             self._closing = asyncio.get_running_loop().create_task(self._close(self._close_by), name="tiercache-close")
         now_s = asyncio.get_running_loop().time()
@@ -365,7 +373,13 @@ class TierCache:
         A hot chunk is answered without leaving the loop. `deadline_s` in seconds; what arrives later is a miss for this
         caller and is kept for the next.
         """
-        self._check_open()
+        if not self._running:
+            raise CacheClosed(_CLOSED)
+        # The thread: asking for the loop would cost a hot get 5 %. What is not hot asks for it (`_Get`); to answer what is hot
+        # harms nobody as long as it is the loop's thread.
+        if get_ident() != self._thread:
+            check_loop(self._loop)
+            self._thread = get_ident()
         check_key(key)
         return _Get(self, key, deadline_s)
 
@@ -431,6 +445,7 @@ class TierCache:
         They are prefetched, after those of earlier requests and before all that is only predicted, within the prefetcher's
         share and bandwidth. With `local_cpu: false` there is nothing to promote into.
         """
+        check_loop(self._loop)
         check_keys(keys)
         if self.cpu.keep:
             self.ahead.queued(keys)
@@ -480,6 +495,7 @@ class TierCache:
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, are hot. Does not wait; does not count as a use."""
+        check_loop(self._loop)
         check_keys(keys)
         return self.cpu.prefix(keys)
 
@@ -490,7 +506,8 @@ class TierCache:
         return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in self.tiers)])
 
     def statistics(self) -> Statistics:
-        self._check_open()
+        if not self._running:
+            raise CacheClosed(_CLOSED)
         return Statistics(
             tiers={tier.name: tier.statistics() for tier in (self.cpu, *self.tiers)},
             writers={writer.tier.name: writer.statistics() for writer in self._fan_out.writers},
@@ -536,6 +553,7 @@ class TierCache:
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
+        check_loop(self._loop)
         return self.cpu.clear()
 
     @property
@@ -584,7 +602,8 @@ class TierCache:
 
     def _check_open(self) -> None:
         if not self._running:
-            raise CacheClosed("the cache is closed")
+            raise CacheClosed(_CLOSED)
+        check_loop(self._loop)
 
 
 class _Operations:
@@ -632,6 +651,7 @@ class _Get:
         reader = self._cache._reader
         lease = reader.lease_now(self._key)
         if lease is None:
+            check_loop(self._cache._loop)
             until_s = asyncio.get_running_loop().time() + self._cache._wait_s(self._deadline_s)
             lease = await reader.fetch(self._key, until_s)
         self._lease = lease

@@ -34,7 +34,7 @@ FILE_SYSTEMS_S = 30.0
 DEVICE_S = 120.0
 """What an accelerator has to come up."""
 _LET_GO_S = 2.0
-"""What a tier or a device that is too late, or that is called off, has to give back what it holds, before it is left behind."""
+"""What a tier or a device that is too late, or called off, has to give back what it holds, before it is left behind."""
 _LET_GO_OF_MEMORY_S = 30.0
 """As much for the arena: no device can hang in it, and whoever starts again at once needs its name."""
 

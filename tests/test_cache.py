@@ -263,6 +263,36 @@ async def test_closed_cache_says_so() -> None:
     assert (await cache.close()).complete
 
 
+async def test_lease_of_a_closed_cache_says_so_and_a_view_that_was_taken_before_stays() -> None:
+    async with opened() as cache:
+        assert await cache.put(key(1), payload(1))
+        lease = cache.cpu.lease(key(1))
+        assert lease is not None
+        view = lease.view
+    with pytest.raises(CacheClosed, match="its memory given back"):
+        _ = lease.view
+    assert np.array_equal(view, payload(1))
+    lease.release()
+
+
+async def test_deadline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    nan = float("nan")
+    async with opened(tmp_path) as cache:
+        with pytest.raises(ValueError, match="deadline_s: expected a number of seconds, found nan"):
+            await cache.put(key(1), payload(1), deadline_s=nan)
+        with pytest.raises(ValueError, match="deadline_s"):
+            await cache.forget([key(1)], deadline_s=nan)
+        with pytest.raises(ValueError, match="deadline_s"):
+            async with cache.get(key(1), deadline_s=nan):
+                pass
+        with pytest.raises(ValueError, match="timeout_s"):
+            await cache.flush(nan)
+        with pytest.raises(ValueError, match="timeout_s"):
+            await cache.close(nan)
+        assert await cache.put(key(1), payload(1), deadline_s=float("inf"))
+        assert is_whole(cache) or (await cache.flush()).complete
+
+
 async def test_arena_too_small_for_the_layout_says_what_to_raise() -> None:
     with pytest.raises(ConfigError, match="max_local_cpu_size.*at least 4 are needed"):
         async with opened(layout=Layout("big", chunk_tokens=64, bytes_per_token=1 << 20)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -342,6 +343,45 @@ async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path,
         if isinstance(outcome, TierCache):
             await outcome.close(0.0)
         assert await gone(arena_file), steps
+
+
+@pytest.mark.parametrize("way", ["open", "start"])
+def test_program_that_ends_without_closing_its_cache_leaves_no_shared_memory(
+    tmp_path: Path, arena_file: Path, way: str
+) -> None:
+    program = (
+        "import asyncio, sys; from pathlib import Path; from tests.test_cache import LAYOUT, configured, key, payload\n"
+        "from tiercache import TierCache\n"
+        "async def main():\n"
+        "    config = configured(Path(sys.argv[1]), shm_name=sys.argv[2])\n"
+        "    if sys.argv[3] == 'open': cache = await (manager := TierCache.open(config, LAYOUT)).__aenter__()\n"
+        "    else: cache = TierCache(config, LAYOUT); await cache.start()\n"
+        "    for number in range(32): assert await cache.put(key(number), payload(number))\n"
+        "asyncio.run(main())"
+    )
+    name = arena_file.name.removeprefix("tiercache.")
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), name, way],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert not arena_file.exists()
+    assert "hang in a device" not in run.stderr, "nothing does"
+    if way == "start":  # the other one is closed with the loop's generators
+        assert "the cache was not closed" in run.stderr
+
+
+async def test_close_with_a_read_at_any_step_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+        for number in range(8):
+            assert await cache.put(key(number), payload(number))
+    for steps in range(16):
+        async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+            reading = asyncio.create_task(cache.warm([key(number) for number in range(8)]))
+            cache.prefetch([key(number) for number in range(8)])
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        await reading
+        assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING], steps
 
 
 @contextlib.contextmanager

@@ -196,6 +196,12 @@ def check_loop(loop: asyncio.AbstractEventLoop | None) -> None:
         )
 
 
+def check_number(name: str, seconds: float) -> None:
+    """Raises ValueError for what is not a number: no time ever comes to it. Without an end, and over already, are times."""
+    if seconds != seconds:
+        raise ValueError(f"{name}: expected a number of seconds, found {seconds}")
+
+
 def check_seconds(name: str, value_s: float) -> None:
     """Raises ValueError unless it is a length of time: a timer that is not a number upsets all others."""
     if not (isfinite(value_s) and value_s >= 0):

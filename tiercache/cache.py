@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.ahead import Ahead, check_loop, check_seconds
+from tiercache.ahead import Ahead, check_loop, check_number, check_seconds
 from tiercache.assembly import arena_settings, make_device, make_fan_out, reader_settings
 from tiercache.closing import GRACE_S, Deadline, Lingering, Part, closed
 from tiercache.control.naming import Naming, TokenNaming
@@ -61,8 +61,8 @@ _KEY_OF = itemgetter(0)
 
 
 class TierCache:
-    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that run
-    none, are RuntimeErrors and change nothing (`keys`, `statistics` and `describe`, which only look, are not refused).
+    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that
+    run none, are RuntimeErrors and change nothing (`keys`, `statistics` and `describe`, which only look, are not refused).
 
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
@@ -205,11 +205,13 @@ class TierCache:
         if not self._running and (self._closing is None or self._closing.done()):
             return FlushReport() if self._closing is None else self._closing.result()
         check_loop(self._loop)
+        timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
+        check_number("timeout_s", timeout_s)
         if self._closing is None:
             self._close_by = Deadline()
             self._closing = asyncio.get_running_loop().create_task(self._close(self._close_by), name="tiercache-close")
         now_s = asyncio.get_running_loop().time()
-        self._close_by.bring_forward(now_s + (self.config.close_timeout_s if timeout_s is None else timeout_s))
+        self._close_by.bring_forward(now_s + timeout_s)
         self._closers += 1
         try:
             return await asyncio.shield(self._closing)
@@ -245,8 +247,14 @@ class TierCache:
         await self.cpu.close()
         self._copiers.close()
         self._closed = True
-        if hanging := len(self._lingering.tasks) + self._operation.under_way:
+        if hanging := self._lingering.hanging + self._operation.under_way:
             logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
+        if called_off := self._lingering.called_off:
+            logger.warning(
+                "the event loop was shut down before the cache was closed, with %d operations under way: its memory stays "
+                "mapped. Use `async with TierCache.open(...)`, or await `close`, before the loop ends",
+                called_off,
+            )
         self._give_memory_back()
         return report
 
@@ -375,8 +383,8 @@ class TierCache:
         """
         if not self._running:
             raise CacheClosed(_CLOSED)
-        # The thread: asking for the loop would cost a hot get 5 %. What is not hot asks for it (`_Get`); to answer what is hot
-        # harms nobody as long as it is the loop's thread.
+        # The thread: asking for the loop would cost a hot get 5 %. What is not hot asks for it (`_Get`); to answer what is
+        # hot harms nobody as long as it is the loop's thread.
         if get_ident() != self._thread:
             check_loop(self._loop)
             self._thread = get_ident()
@@ -526,6 +534,7 @@ class TierCache:
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
         """Wait until all that was put is written to its tiers, for up to `timeout_s`."""
         self._check_open()
+        check_number("timeout_s", timeout_s)
         return await self._fan_out.flush(timeout_s)
 
     async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
@@ -598,7 +607,10 @@ class TierCache:
             )
 
     def _wait_s(self, deadline_s: float | None) -> float:
-        return float(self.config.blocking_timeout_secs) if deadline_s is None else deadline_s
+        if deadline_s is None:
+            return float(self.config.blocking_timeout_secs)
+        check_number("deadline_s", deadline_s)
+        return deadline_s
 
     def _check_open(self) -> None:
         if not self._running:

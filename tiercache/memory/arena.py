@@ -6,6 +6,7 @@ pages reads 0.9 GB/s where huge pages read 2.3-2.6.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,6 +16,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,7 @@ class Arena:
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
+        self._not_closed: weakref.finalize[..., Arena] | None = None
         self.pinned = False
         self.memory = np.empty(0, dtype=np.uint8)
         if settings.hugepages and settings.shm_name:
@@ -99,6 +102,8 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""
+        if self._not_closed is not None:
+            self._not_closed.detach()
         self.memory = np.empty(0, dtype=np.uint8)
         mapping = self.__dict__.pop("_mapping", None)
         if mapping is not None:
@@ -181,6 +186,7 @@ class Arena:
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
+        self._not_closed = weakref.finalize(self, _give_back, path, descriptor, os.getpid())
 
     def _prefer_node(self, node: int) -> None:
         """mbind(MPOL_PREFERRED): pages come from `node` while it has any."""
@@ -251,6 +257,15 @@ class Arena:
         logger.info(
             "arena: %.2f GB of %s memory in %.1f s", self.size_bytes / 2**30, self.kind, time.monotonic() - began_s
         )
+
+
+def _give_back(path: Path, descriptor: int, process: int) -> None:
+    """Of an arena that nobody closed, at the exit of the process or when nobody has it any more. Not by a forked child."""
+    with contextlib.suppress(OSError):  # the name is gone, or the process whose descriptor that was
+        if os.getpid() == process and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            logger.warning("shm_name: the cache was not closed, or something hangs in it; removing %s", path)
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _sweep_dead_arenas() -> None:

@@ -3,9 +3,10 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,6 +263,36 @@ async def test_closed_cache_says_so() -> None:
     assert (await cache.close()).complete
 
 
+async def test_lease_of_a_closed_cache_says_so_and_a_view_that_was_taken_before_stays() -> None:
+    async with opened() as cache:
+        assert await cache.put(key(1), payload(1))
+        lease = cache.cpu.lease(key(1))
+        assert lease is not None
+        view = lease.view
+    with pytest.raises(CacheClosed, match="its memory given back"):
+        _ = lease.view
+    assert np.array_equal(view, payload(1))
+    lease.release()
+
+
+async def test_deadline_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    nan = float("nan")
+    async with opened(tmp_path) as cache:
+        with pytest.raises(ValueError, match="deadline_s: expected a number of seconds, found nan"):
+            await cache.put(key(1), payload(1), deadline_s=nan)
+        with pytest.raises(ValueError, match="deadline_s"):
+            await cache.forget([key(1)], deadline_s=nan)
+        with pytest.raises(ValueError, match="deadline_s"):
+            async with cache.get(key(1), deadline_s=nan):
+                pass
+        with pytest.raises(ValueError, match="timeout_s"):
+            await cache.flush(nan)
+        with pytest.raises(ValueError, match="timeout_s"):
+            await cache.close(nan)
+        assert await cache.put(key(1), payload(1), deadline_s=float("inf"))
+        assert is_whole(cache) or (await cache.flush()).complete
+
+
 async def test_arena_too_small_for_the_layout_says_what_to_raise() -> None:
     with pytest.raises(ConfigError, match="max_local_cpu_size.*at least 4 are needed"):
         async with opened(layout=Layout("big", chunk_tokens=64, bytes_per_token=1 << 20)):
@@ -325,3 +356,72 @@ async def test_what_is_no_key_is_refused_everywhere(tmp_path: Path, wrong: objec
                 if asyncio.iscoroutine(outcome):
                     await outcome
         assert cache.cpu.statistics().resident == 0
+
+
+async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp_path: Path) -> None:
+    """One put from another loop took the copying threads: from then on they refused the cache's own."""
+    async with opened(tmp_path) as cache:
+        assert await cache.put(key(1), payload(1))
+        into = np.zeros(CHUNK_BYTES, np.uint8)
+
+        async def get(number: int) -> None:
+            async with cache.get(key(number)):
+                pass
+
+        async def call(function: Callable[..., object], *arguments: object) -> None:
+            function(*arguments)
+
+        calls: list[Callable[[], Coroutine[Any, Any, object]]] = [
+            lambda: cache.put(key(2), payload(2)),
+            lambda: cache.put_many([key(2)], [payload(2)]),
+            lambda: cache.store(range(64), [payload(2)]),
+            lambda: get(1),
+            lambda: get(2),
+            lambda: cache.get_into([key(1)], [into]),
+            lambda: cache.warm([key(1)]),
+            lambda: cache.lookup_keys([key(1)]),
+            lambda: cache.flush(),
+            lambda: cache.forget([key(1)]),
+            lambda: cache.close(),
+            lambda: call(cache.prefetch, [key(3)]),
+            lambda: call(cache.warm_soon, [key(3)]),
+            lambda: call(cache.lookup_hot, [key(1)]),
+            lambda: call(cache.clear_hot),
+            lambda: call(cache.ahead.began, "session", [key(1)]),
+            lambda: call(cache.ahead.ended, "session", [key(1)]),
+            lambda: call(cache.ahead.over, "session"),
+            lambda: call(cache.ahead.pin, [key(1)]),
+            lambda: call(cache.ahead.unpin, [key(1)]),
+        ]
+        for begin in calls:
+            with pytest.raises(RuntimeError, match="belongs to the event loop that started it"):
+                await asyncio.to_thread(lambda: asyncio.run(begin()))
+        with pytest.raises(RuntimeError, match="belongs to the event loop that started it"):
+            await asyncio.to_thread(cache.clear_hot)
+        assert (await asyncio.to_thread(cache.statistics)).tiers["cpu"].resident == 1
+        assert await cache.put(key(2), payload(2))
+        assert await cache.get_into([key(1)], [into]) == 1
+        assert np.array_equal(into, payload(1))
+        await cache.flush()
+        assert is_whole(cache)
+
+
+def test_loop_may_go_on_in_another_thread() -> None:
+    loop = asyncio.new_event_loop()
+    cache = TierCache(configured(), LAYOUT)
+
+    async def use() -> None:
+        assert await cache.put(key(1), payload(1))
+        async with cache.get(key(1)) as lease:
+            assert lease is not None
+
+    async def start_and_use() -> None:
+        await cache.start()
+        await use()
+
+    try:
+        loop.run_until_complete(start_and_use())
+        asyncio.run(asyncio.to_thread(loop.run_until_complete, use()))
+        loop.run_until_complete(cache.close())
+    finally:
+        loop.close()

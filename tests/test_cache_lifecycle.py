@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.remote.fs.mount import FragileMount, why_no_fuse
@@ -340,3 +343,108 @@ async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path,
         if isinstance(outcome, TierCache):
             await outcome.close(0.0)
         assert await gone(arena_file), steps
+
+
+@pytest.mark.parametrize("way", ["open", "start"])
+def test_program_that_ends_without_closing_its_cache_leaves_no_shared_memory(
+    tmp_path: Path, arena_file: Path, way: str
+) -> None:
+    program = (
+        "import asyncio, sys; from pathlib import Path; from tests.test_cache import LAYOUT, configured, key, payload\n"
+        "from tiercache import TierCache\n"
+        "async def main():\n"
+        "    config = configured(Path(sys.argv[1]), shm_name=sys.argv[2])\n"
+        "    if sys.argv[3] == 'open': cache = await (manager := TierCache.open(config, LAYOUT)).__aenter__()\n"
+        "    else: cache = TierCache(config, LAYOUT); await cache.start()\n"
+        "    for number in range(32): assert await cache.put(key(number), payload(number))\n"
+        "asyncio.run(main())"
+    )
+    name = arena_file.name.removeprefix("tiercache.")
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), name, way],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert not arena_file.exists()
+    assert "hang in a device" not in run.stderr, "nothing does"
+    if way == "start":  # the other one is closed with the loop's generators
+        assert "the cache was not closed" in run.stderr
+
+
+async def test_close_with_a_read_at_any_step_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+        for number in range(8):
+            assert await cache.put(key(number), payload(number))
+    for steps in range(16):
+        async with TierCache.open(configured(tmp_path), LAYOUT) as cache:
+            reading = asyncio.create_task(cache.warm([key(number) for number in range(8)]))
+            cache.prefetch([key(number) for number in range(8)])
+            for _ in range(steps):
+                await asyncio.sleep(0)
+        await reading
+        assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING], steps
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What nobody uses any more is to be given back, not to be found later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def mapped(arena_file: Path) -> int:
+    """How often this process has it mapped, deleted or not."""
+    return Path("/proc/self/maps").read_text().count(arena_file.name)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_start_that_comes_to_nothing_has_given_its_memory_back_when_it_ends(
+    tmp_path: Path, arena_file: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = asyncio.Event()
+
+    async def opens(tier: DiskTier) -> None:
+        arrived.set()
+        if end == "failed":
+            raise OSError("no such device")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(DiskTier, "open", opens)
+    with without_collector():
+        starting = asyncio.create_task(started(tmp_path, arena_file))
+        await arrived.wait()
+        if end == "cancelled":
+            starting.cancel()
+        with pytest.raises((asyncio.CancelledError, ConfigError)):
+            await starting
+        assert not arena_file.exists()
+        assert not mapped(arena_file), "memory that waits for the garbage collector"
+
+
+async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_back_and_may_be_tried_again(
+    arena_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touching, go_on = threading.Event(), threading.Event()
+
+    def populate(part: np.ndarray) -> bool:
+        touching.set()
+        return go_on.wait(10.0)
+
+    with monkeypatch.context() as patched, without_collector():
+        patched.setattr("tiercache.memory.arena._populate_call", lambda: populate)
+        starting = asyncio.create_task(started(None, arena_file))
+        assert await asyncio.to_thread(touching.wait, 10.0)
+        for _ in range(3):
+            starting.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not starting.done(), "its arena still has the name"
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not arena_file.exists()
+        assert not mapped(arena_file)
+    again = await started(None, arena_file)
+    await again.close()

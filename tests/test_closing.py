@@ -96,3 +96,17 @@ async def test_memory_is_free_when_the_last_of_what_lingers_has_ended_and_not_af
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0)
     assert free == [1], "nobody knows whether its thread has ended"
+
+
+async def test_what_has_ended_in_this_very_step_does_not_hang() -> None:
+    lingering = Lingering(lambda: None)
+    thing = Thing(None)
+    task = asyncio.ensure_future(thing.close())
+    await asyncio.sleep(0)
+    lingering.keep([task])
+    thing.go_on.set()
+    await asyncio.sleep(0)
+    assert task.done() and lingering.tasks, "its callbacks come with the next step"
+    await lingering.ended(soon(0.0))
+    assert not lingering.tasks
+    assert (lingering.hanging, lingering.called_off) == (0, 0)

@@ -7,6 +7,7 @@ nothing else.
 from __future__ import annotations
 
 import asyncio
+from asyncio.events import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -35,7 +36,7 @@ _WAITS_S = 60.0
 
 
 class Ahead:
-    """All methods belong to the event loop, and none waits.
+    """All methods belong to the event loop (from elsewhere they are RuntimeErrors), and none waits.
 
     `on_continued` is called with the chunks of requests of sessions that have come back at least once.
     """
@@ -98,6 +99,7 @@ class Ahead:
 
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
+        check_loop(self._loop)
         check_keys(keys)
         if self.foresight.began(session, keys, step, self._loop.time()):
             self._on_continued(keys)
@@ -108,6 +110,7 @@ class Ahead:
 
         `kind` says how it ended, in words of the program's own: after "tool" one is sooner back than after "user".
         """
+        check_loop(self._loop)
         check_keys(keys)
         if self.foresight.ended(session, keys, step, kind, self._loop.time()):
             self._on_continued(keys)
@@ -115,6 +118,7 @@ class Ahead:
 
     def over(self, session: str) -> None:
         """It will not come back; what was fetched for it may be evicted."""
+        check_loop(self._loop)
         self.foresight.over(session)
         self._carry_out()
 
@@ -124,6 +128,7 @@ class Ahead:
         Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
         writes their part of it. A chunk that was prefetched counts as used then. A closed cache pins nothing.
         """
+        check_loop(self._loop)
         check_keys(keys)
         check_seconds("ttl_s", ttl_s)
         if self._closed:
@@ -146,6 +151,7 @@ class Ahead:
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
         """Let `keys` be evicted like others."""
+        check_loop(self._loop)
         check_keys(keys)
         for key in keys:
             pin = self._pins.pop(key, None)
@@ -179,6 +185,21 @@ class Ahead:
             self._thinking.cancel()
         self.unpin(list(self._pins))
         await self.prefetcher.close()
+
+
+def check_loop(loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raises RuntimeError unless that is the one that runs: from elsewhere, all that a cache has would be torn apart."""
+    if _get_running_loop() is not loop:
+        raise RuntimeError(
+            "the cache belongs to the event loop that started it, and this call comes from elsewhere; use "
+            "asyncio.run_coroutine_threadsafe(..., loop) or CacheThread, or open a cache of its own on this loop"
+        )
+
+
+def check_number(name: str, seconds: float) -> None:
+    """Raises ValueError for what is not a number: no time ever comes to it. Without an end, and over already, are times."""
+    if seconds != seconds:
+        raise ValueError(f"{name}: expected a number of seconds, found {seconds}")
 
 
 def check_seconds(name: str, value_s: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from _thread import get_ident
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from math import isfinite
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tiercache.ahead import Ahead, check_seconds
+from tiercache.ahead import Ahead, check_loop, check_number, check_seconds
 from tiercache.assembly import arena_settings, make_device, make_fan_out, reader_settings
 from tiercache.closing import GRACE_S, Deadline, Lingering, Part, closed
 from tiercache.control.naming import Naming, TokenNaming
@@ -26,10 +27,18 @@ from tiercache.device.device import Device, gpu_in_use
 from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import device_payload
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
-from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers, to_the_end
-from tiercache.opening import DEVICE_S, close_device, close_tier, made, make_tiers_in_time, open_tier, when_ended
+from tiercache.opening import (
+    DEVICE_S,
+    close_device,
+    close_tier,
+    made,
+    make_arena,
+    make_tiers_in_time,
+    open_tier,
+    when_ended,
+)
 from tiercache.payloads import Source, sink_of, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FlushReport
@@ -47,11 +56,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
+_CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)
 
 
 class TierCache:
-    """An embedded cache. Everything belongs to the event loop that entered `open`.
+    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that
+    run none, are RuntimeErrors and change nothing (`keys`, `statistics` and `describe`, which only look, are not refused).
 
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
@@ -71,6 +82,9 @@ class TierCache:
         self._device: Device | None = None
         self._device_path: DevicePath | None = None
         self.namespace = layout.namespace(config.tenant_salt)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        """The one that the loop ran in last."""
         self._started = self._running = self._closed = False
         self._closing: asyncio.Task[FlushReport] | None = None
         self._closers = 0
@@ -101,11 +115,13 @@ class TierCache:
         """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
 
         Raises ConfigError with one clear sentence when something cannot be had, or hangs. Whatever comes out, and when it is
-        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on.
+        cancelled: nothing that was taken is kept, but for what hangs, which gives itself back when it goes on. So one may
+        start again at once.
         """
         if self._started:
             raise TierCacheError("the cache was started already: a cache is started once; make another one")
         self._started = True
+        self._loop = asyncio.get_running_loop()
         try:
             async with AsyncExitStack() as taken:
                 await self._start(taken)
@@ -124,11 +140,12 @@ class TierCache:
         left_behind: set[asyncio.Future[None]] = set()
         taken.callback(lambda: when_ended(left_behind, lambda: close_device(self._device)))
         tiers = await make_tiers_in_time(self.config, self.layout, self._device)
-        self._arena = arena = await made("max_local_cpu_size", None, Arena.close, Arena, settings)
+        self._arena = arena = await make_arena(settings)
         taken.callback(lambda: when_ended(left_behind, arena.close))
         self._copiers = Workers("copy", _COPYING_THREADS)
         taken.callback(self._copiers.close)
         pool = SlotPool(arena, self.layout.chunk_bytes)
+        taken.callback(pool.close)  # before the arena: a view of its memory keeps all of it mapped
         if self._device is not None:
             self._device.begin()
             await to_the_end(self._copiers.submit(self._device.pin, arena.memory))
@@ -185,13 +202,16 @@ class TierCache:
         Returns what was not written. What hangs is left behind half a second after the deadline, and its memory stays mapped
         until it ends. Cancelled, it stops writing, gives everything back, and raises CancelledError then.
         """
+        if not self._running and (self._closing is None or self._closing.done()):
+            return FlushReport() if self._closing is None else self._closing.result()
+        check_loop(self._loop)
+        timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
+        check_number("timeout_s", timeout_s)
         if self._closing is None:
-            if not self._running:
-                return FlushReport()
             self._close_by = Deadline()
             self._closing = asyncio.get_running_loop().create_task(self._close(self._close_by), name="tiercache-close")
         now_s = asyncio.get_running_loop().time()
-        self._close_by.bring_forward(now_s + (self.config.close_timeout_s if timeout_s is None else timeout_s))
+        self._close_by.bring_forward(now_s + timeout_s)
         self._closers += 1
         try:
             return await asyncio.shield(self._closing)
@@ -227,8 +247,14 @@ class TierCache:
         await self.cpu.close()
         self._copiers.close()
         self._closed = True
-        if hanging := len(self._lingering.tasks) + self._operation.under_way:
+        if hanging := self._lingering.hanging + self._operation.under_way:
             logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
+        if called_off := self._lingering.called_off:
+            logger.warning(
+                "the event loop was shut down before the cache was closed, with %d operations under way: its memory stays "
+                "mapped. Use `async with TierCache.open(...)`, or await `close`, before the loop ends",
+                called_off,
+            )
         self._give_memory_back()
         return report
 
@@ -355,7 +381,13 @@ class TierCache:
         A hot chunk is answered without leaving the loop. `deadline_s` in seconds; what arrives later is a miss for this
         caller and is kept for the next.
         """
-        self._check_open()
+        if not self._running:
+            raise CacheClosed(_CLOSED)
+        # The thread: asking for the loop would cost a hot get 5 %. What is not hot asks for it (`_Get`); to answer what is
+        # hot harms nobody as long as it is the loop's thread.
+        if get_ident() != self._thread:
+            check_loop(self._loop)
+            self._thread = get_ident()
         check_key(key)
         return _Get(self, key, deadline_s)
 
@@ -421,6 +453,7 @@ class TierCache:
         They are prefetched, after those of earlier requests and before all that is only predicted, within the prefetcher's
         share and bandwidth. With `local_cpu: false` there is nothing to promote into.
         """
+        check_loop(self._loop)
         check_keys(keys)
         if self.cpu.keep:
             self.ahead.queued(keys)
@@ -470,6 +503,7 @@ class TierCache:
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, are hot. Does not wait; does not count as a use."""
+        check_loop(self._loop)
         check_keys(keys)
         return self.cpu.prefix(keys)
 
@@ -480,7 +514,8 @@ class TierCache:
         return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in self.tiers)])
 
     def statistics(self) -> Statistics:
-        self._check_open()
+        if not self._running:
+            raise CacheClosed(_CLOSED)
         return Statistics(
             tiers={tier.name: tier.statistics() for tier in (self.cpu, *self.tiers)},
             writers={writer.tier.name: writer.statistics() for writer in self._fan_out.writers},
@@ -499,6 +534,7 @@ class TierCache:
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
         """Wait until all that was put is written to its tiers, for up to `timeout_s`."""
         self._check_open()
+        check_number("timeout_s", timeout_s)
         return await self._fan_out.flush(timeout_s)
 
     async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
@@ -526,6 +562,7 @@ class TierCache:
 
     def clear_hot(self) -> int:
         """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
+        check_loop(self._loop)
         return self.cpu.clear()
 
     @property
@@ -570,11 +607,15 @@ class TierCache:
             )
 
     def _wait_s(self, deadline_s: float | None) -> float:
-        return float(self.config.blocking_timeout_secs) if deadline_s is None else deadline_s
+        if deadline_s is None:
+            return float(self.config.blocking_timeout_secs)
+        check_number("deadline_s", deadline_s)
+        return deadline_s
 
     def _check_open(self) -> None:
         if not self._running:
-            raise CacheClosed("the cache is closed")
+            raise CacheClosed(_CLOSED)
+        check_loop(self._loop)
 
 
 class _Operations:
@@ -622,6 +663,7 @@ class _Get:
         reader = self._cache._reader
         lease = reader.lease_now(self._key)
         if lease is None:
+            check_loop(self._cache._loop)
             until_s = asyncio.get_running_loop().time() + self._cache._wait_s(self._deadline_s)
             lease = await reader.fetch(self._key, until_s)
         self._lease = lease

@@ -50,7 +50,7 @@ class Deadline:
         task.cancel()
         task.add_done_callback(look_away)
 
-    async def ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float = float("-inf")) -> None:
+    async def ended(self, tasks: Collection[asyncio.Future[Any]], least_s: float = float("-inf")) -> None:
         """Until all `tasks` have ended, or until the deadline, but no sooner than at `least_s`. Not kept from it by
         cancellation: a loop that shuts down cancels everything."""
         done = False
@@ -59,7 +59,7 @@ class Deadline:
                 await self._ended(tasks, least_s)
                 done = True
 
-    async def _ended(self, tasks: Collection[asyncio.Task[Any]], least_s: float) -> None:
+    async def _ended(self, tasks: Collection[asyncio.Future[Any]], least_s: float) -> None:
         loop = asyncio.get_running_loop()
         while left := [task for task in tasks if not task.done()]:
             left_s = max(self.until_s, least_s) - loop.time()
@@ -86,12 +86,25 @@ class Lingering:
             self.tasks.add(task)
             task.add_done_callback(self._ended)
 
+    @property
+    def hanging(self) -> int:
+        """How many have not ended."""
+        return sum(not task.done() for task in self.tasks)
+
+    @property
+    def called_off(self) -> int:
+        """Of how many nobody knows: who waited for them was cancelled, as a loop that is shut down does with all."""
+        return sum(task.cancelled() for task in self.tasks)
+
     async def ended(self, until_s: float) -> None:
         """Until all have, or until that loop time: what was merely under way ends soon. Not kept from it by cancellation."""
         loop = asyncio.get_running_loop()
         while (unfinished := [task for task in self.tasks if not task.done()]) and loop.time() < until_s:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait(unfinished, timeout=until_s - loop.time())
+        # What ended a moment ago has told those who wait for it, and not us: callbacks come with the next step.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         # A wait that was cancelled says nothing about the thread that it waited for: that one stays for good.

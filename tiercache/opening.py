@@ -18,6 +18,7 @@ from tiercache.closing import GRACE_S, Deadline, closed
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.workers import Workers, look_away
 from tiercache.tiers.base import Tier
 
@@ -32,30 +33,39 @@ FILE_SYSTEMS_S = 30.0
 """What the file systems of the configured directories have to say what they are."""
 DEVICE_S = 120.0
 """What an accelerator has to come up."""
-_LET_GO_S = 0.5
-"""What a tier that is too late has to give back what it holds, before it is left behind."""
+_LET_GO_S = 2.0
+"""What a tier or a device that is too late, or called off, has to give back what it holds, before it is left behind."""
+_LET_GO_OF_MEMORY_S = 30.0
+"""As much for the arena: no device can hang in it, and whoever starts again at once needs its name."""
 
 
 async def made(
-    what: str, within_s: float | None, give_back: Callable[[T], object], make: Callable[..., T], *arguments: Any
+    what: str,
+    within_s: float | None,
+    give_back: Callable[[T], object] | None,
+    make: Callable[..., T],
+    *arguments: Any,
+    unwanted: threading.Event | None = None,
+    let_go_s: float = _LET_GO_S,
 ) -> T:
     """`make(*arguments)` in a thread. Raises ConfigError about `what` when that takes longer; None: it takes what it takes.
 
-    What comes too late, or after a cancellation, is given back by `give_back`, in the thread.
+    What comes too late, or after a cancellation, is given back by `give_back` (None: it holds nothing), in the thread.
+    Cancelled, this ends when that is done, or after `let_go_s`. `unwanted` is set when nobody needs the result any more.
     """
     workers = Workers("start", 1)
-    unwanted = threading.Event()
+    unwanted = unwanted or threading.Event()
 
     def run() -> tuple[T, bool]:
         result = make(*arguments)
-        if late := unwanted.is_set():
+        if (late := unwanted.is_set()) and give_back is not None:
             give_back(result)
         return result, late
 
     def disown(work: asyncio.Future[tuple[T, bool]]) -> None:
         if not work.cancelled() and work.exception() is None:
             result, given_back = work.result()
-            if not given_back:  # it came at this very moment
+            if not given_back and give_back is not None:  # it came at this very moment
                 give_back(result)
 
     try:
@@ -67,7 +77,12 @@ async def made(
         await asyncio.wait([work], timeout=within_s)
     except asyncio.CancelledError:
         unwanted.set()
-        work.add_done_callback(disown)
+        if give_back is not None:
+            await Deadline(asyncio.get_running_loop().time() + let_go_s).ended([work])
+        if work.done():  # a callback would come after the caller has gone on
+            disown(work)
+        else:
+            work.add_done_callback(disown)
         raise
     if not work.done():
         unwanted.set()
@@ -79,8 +94,22 @@ async def made(
 async def make_tiers_in_time(config: Config, layout: Layout, device: Device | None) -> list[Tier]:
     """`make_tiers`, which asks the file systems of directories what they are."""
     places = ", ".join([*(config.gds_path or ()), *(config.weka_path or ())])
+    return await made(f"gds_path, weka_path: {places}", FILE_SYSTEMS_S, None, make_tiers, config, layout, device)
+
+
+async def make_arena(settings: ArenaSettings) -> Arena:
+    """As long as it takes to touch its pages; cancelled, it stops that."""
+    unwanted = threading.Event()
     return await made(
-        f"gds_path, weka_path: {places}", FILE_SYSTEMS_S, lambda tiers: None, make_tiers, config, layout, device
+        "max_local_cpu_size",
+        None,
+        Arena.close,
+        Arena,
+        settings,
+        None,
+        unwanted.is_set,
+        unwanted=unwanted,
+        let_go_s=_LET_GO_OF_MEMORY_S,
     )
 
 

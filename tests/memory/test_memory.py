@@ -1,6 +1,7 @@
 """The arena in its three kinds, slots, and the threads that touch them."""
 
 import asyncio
+import errno
 import gc
 import os
 import subprocess
@@ -137,6 +138,33 @@ def test_memory_that_a_limit_refuses_is_one_sentence_and_leaves_nothing(kind: st
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("max_local_cpu_size: 0.25 GB of memory are not to be had (Cannot allocate memory)")
     assert not (Path("/dev/shm") / f"tiercache.{shm_name}").exists()
+
+
+def test_memory_that_gives_out_while_it_is_touched_is_given_back_at_once(
+    shm_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def populate(part: np.ndarray) -> bool:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("tiercache.memory.arena._populate_call", lambda: populate)
+    gc.disable()
+    try:
+        with pytest.raises(ConfigError, match="not to be had"):
+            Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
+        assert shm_name not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+def test_pages_of_an_arena_that_nobody_wants_any_more_are_not_touched() -> None:
+    seen: list[int] = []
+    arena = Arena(
+        ArenaSettings(size_bytes=1 << 30, threads=1),
+        on_progress=lambda done, total: seen.append(done),
+        unwanted=lambda: len(seen) == 2,
+    )
+    arena.close()
+    assert seen == [64 << 20, 128 << 20]
 
 
 def test_slots_are_aligned_disjoint_and_all_there() -> None:

@@ -1,6 +1,7 @@
 """The cascade: one flight a key, deadlines that hold, and nothing lost when things hang, fail or are cancelled."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -247,6 +248,30 @@ async def test_closing_answers_whoever_waits(bench: Bench) -> None:
     await reader.close()
     assert await asker is None
     bench.tier.gate.set()
+
+
+async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its tier was closed by then, and a warning told of a read that had failed."""
+    keys = bench.keep_on_tier(range(1, 10))
+    reader = reader_of(bench)
+    go_on = threading.Event()
+
+    def copy(view: np.ndarray) -> None:
+        assert go_on.wait(10.0)
+
+    batch = asyncio.create_task(reader.deliver(keys, [copy] * len(keys), soon(100.0)))
+    await bench.tier.until_entered(4)
+    while reader.flights.counters.hits["disk"] < 4 or len(reader.flights):
+        await asyncio.sleep(0)
+    await reader.close()
+    entered = bench.tier.entered
+    go_on.set()
+    assert await batch == entered
+    assert bench.tier.entered == entered
+    assert not caplog.records
+    assert bench.is_whole()
 
 
 async def test_impatient_callers_do_not_switch_a_healthy_tier_off(bench: Bench) -> None:

@@ -6,6 +6,7 @@ pages reads 0.9 GB/s where huge pages read 2.3-2.6.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -15,6 +16,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +49,17 @@ class ArenaSettings:
 class Arena:
     """A page-aligned, pre-faulted run of memory. `kind` says what it became: "thp", "hugetlb" or "shm"."""
 
-    def __init__(self, settings: ArenaSettings, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        settings: ArenaSettings,
+        on_progress: Callable[[int, int], None] | None = None,
+        unwanted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`unwanted` is asked while pages are touched: once it says so the rest is not, and nobody may use the arena."""
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
+        self._not_closed: weakref.finalize[..., Arena] | None = None
         self.pinned = False
         self.memory = np.empty(0, dtype=np.uint8)
         if settings.hugepages and settings.shm_name:
@@ -63,7 +72,7 @@ class Arena:
             self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
             if settings.numa_node is not None:
                 self._prefer_node(settings.numa_node)
-            self._prefault(settings.threads, on_progress)
+            self._prefault(settings.threads, on_progress, unwanted)
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -93,6 +102,8 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""
+        if self._not_closed is not None:
+            self._not_closed.detach()
         self.memory = np.empty(0, dtype=np.uint8)
         mapping = self.__dict__.pop("_mapping", None)
         if mapping is not None:
@@ -175,6 +186,7 @@ class Arena:
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
+        self._not_closed = weakref.finalize(self, _give_back, path, descriptor, os.getpid())
 
     def _prefer_node(self, node: int) -> None:
         """mbind(MPOL_PREFERRED): pages come from `node` while it has any."""
@@ -193,7 +205,9 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def _prefault(self, threads: int, on_progress: Callable[[int, int], None] | None) -> None:
+    def _prefault(
+        self, threads: int, on_progress: Callable[[int, int], None] | None, unwanted: Callable[[], bool]
+    ) -> None:
         offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
         self.memory = self.memory[offset : offset + self.size_bytes]
         starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
@@ -208,7 +222,7 @@ class Arena:
             nonlocal touched, last_report_s
             while True:
                 with lock:
-                    if not starts or failures:
+                    if not starts or failures or unwanted():
                         return
                     start = starts.pop()
                 part = self.memory[start : start + _PREFAULT_STEP_BYTES]
@@ -216,7 +230,8 @@ class Arena:
                     if not populate(part):
                         part[:: mmap.PAGESIZE] = 0
                 except OSError as error:
-                    failures.append(error)
+                    # Without its frames: they keep the memory, and this list keeps them.
+                    failures.append(error.with_traceback(None))
                     return
                 with lock:
                     touched += part.nbytes
@@ -242,6 +257,15 @@ class Arena:
         logger.info(
             "arena: %.2f GB of %s memory in %.1f s", self.size_bytes / 2**30, self.kind, time.monotonic() - began_s
         )
+
+
+def _give_back(path: Path, descriptor: int, process: int) -> None:
+    """Of an arena that nobody closed, at the exit of the process or when nobody has it any more. Not by a forked child."""
+    with contextlib.suppress(OSError):  # the name is gone, or the process whose descriptor that was
+        if os.getpid() == process and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            logger.warning("shm_name: the cache was not closed, or something hangs in it; removing %s", path)
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _sweep_dead_arenas() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tiercache.core.header import aligned
-from tiercache.errors import ConfigError
+from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena
 
 FEWEST_SLOTS = 4
@@ -61,8 +61,13 @@ class SlotPool:
         self._free.append(slot)
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
-        """uint8[length_bytes] of the slot, the whole slot by default. Aligned to 4096 bytes."""
-        return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
+        """uint8[length_bytes] of the slot, the whole slot by default. Aligned to 4096 bytes. CacheClosed after `close`."""
+        try:
+            return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
+        except IndexError:
+            if self._memory.size:
+                raise
+            raise CacheClosed("the cache is closed, and its memory given back") from None
 
     def close(self) -> None:
         """Let go of the arena's memory. No slot may be used after."""

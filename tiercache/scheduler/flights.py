@@ -129,6 +129,9 @@ class Flights:
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
+        if self._closed:  # a batch that was copying then comes for its next chunk
+            self.counters.misses += 1
+            return None
         flight = self._flights.get(key)
         if flight is not None and flight.forgotten:
             flight = None

@@ -74,8 +74,9 @@ class _Entry:
 class Lease:
     """A counted hold on a hot chunk: its memory is not reused before `release`.
 
-    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory). Release on the
-    event loop; using the lease as a context manager does.
+    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory); one that was
+    taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
+    the lease as a context manager does.
     """
 
     __slots__ = ("_entry", "_purpose", "_tier")

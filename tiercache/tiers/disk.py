@@ -396,11 +396,21 @@ class DiskTier(Tier):
                 )
 
     async def _open_volume(self, volume: Volume) -> None:
-        opening = self._metadata.submit(volume.open)
+        unwanted = threading.Event()
+
+        def open_it() -> None:
+            try:
+                volume.open()
+            finally:
+                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
+                    volume.close()
+
+        opening = self._metadata.submit(open_it)
         try:
             await asyncio.shield(opening)
         except BaseException as error:
             # Cancelled, it may still be at work in its thread.
+            unwanted.set()
             self._closing.add(opening)
             opening.add_done_callback(look_away)
             opening.add_done_callback(lambda _: self._close_volume(volume))

@@ -112,4 +112,6 @@ async def test_writes_that_waited_for_a_mount_that_hung_leave_a_volume_alone_tha
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     assert [outcome for outcome in outcomes if not isinstance(outcome, CacheClosed)] == []
     assert len(list(mount.behind.glob("[0-9a-f][0-9a-f]/*"))) == 1
-    assert not list((mount.behind / ".tiercache" / "tmp").iterdir())
+    left = [path.name for path in (mount.behind / ".tiercache" / "tmp").iterdir()]
+    # What FUSE calls a deleted file that is open goes when the server hears that it was closed, which nobody waits for.
+    assert [name for name in left if not name.startswith(".fuse_hidden")] == []

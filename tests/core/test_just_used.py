@@ -1,5 +1,6 @@
 """Whatever the policy: a prefix that was just stored or read is whole for the next request, in every state of the cache."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,7 +58,11 @@ def fresh(length: int) -> list[bytes]:
 
 
 REQUESTS = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 30), st.sampled_from(["linked", "single", "renewed", "forgotten"])),
+    st.tuples(
+        st.integers(0, 12),
+        st.integers(1, 30),
+        st.sampled_from(["linked", "single", "renewed", "forgotten", "backwards", "shuffled"]),
+    ),
     max_size=25,
 )
 
@@ -74,7 +79,11 @@ def play(cache: Cache, requests: Sequence[tuple[int, int, str]]) -> None:
             for key in keys[length // 2 :]:
                 order.discard(key)
         else:
-            cache.wants(keys, linked=how == "linked")
+            if how == "backwards":
+                keys.reverse()
+            elif how == "shuffled":
+                random.Random(name).shuffle(keys)
+            cache.wants(keys, linked=how != "single")
             order.follow(keys)
 
 

@@ -70,8 +70,13 @@ class EvictionOrder(ABC, Generic[V]):
         self._noted(key)
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
-        """Learn that `keys`, which were just used, follow one another in a prefix, as far as they are resident."""
+        """Learn that `keys`, which were just used, follow one another in a prefix, as far as they are resident.
+
+        Of what was said of them at other times, that is forgotten which contradicts it: what follows what is as it was said
+        last. A key that is named twice stands where it was named first.
+        """
         entries, parents, ends = self.entries, self._family.parents, self._recent.ends
+        places: dict[ChunkKey, int] = {}
         parent = None
         gap = False
         for key in keys:
@@ -80,12 +85,12 @@ class EvictionOrder(ABC, Generic[V]):
                 continue
             if parent is not None and parent != key and not (gap and key in self._strays):
                 known = parents.get(key)
-                if known is None:
-                    self._adopt(key, parent)
-                elif known != parent and not gap:
-                    # It followed an earlier one, while this one was not here.
-                    self._family.leave(key)
-                    self._adopt(key, parent)
+                # If it is known to follow another one, that was an earlier one, while this one was not here.
+                if known is None or (known != parent and not gap):
+                    if self._family.may_be_behind(parent, key):
+                        places = places or self._straighten(keys)
+                    if not places or places[parent] < places[key]:
+                        self._adopt(key, parent)
                 if not gap and parent in ends and key not in ends:
                     self._grew(key, parent)  # its beginning came after it, and stands for all of it
             parent, gap = key, False
@@ -94,10 +99,12 @@ class EvictionOrder(ABC, Generic[V]):
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of all that are resident of `keys`, which follow one another from the first chunk of a prefix.
 
-        The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom.
+        The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom, as
+        `follow` does.
         """
-        entries, use, spared, parents = self.entries, self._use, self._spared, self._family.parents
-        recent_ends = self._recent.ends
+        entries, use, spared, family = self.entries, self._use, self._spared, self._family
+        parents, recent_ends = family.parents, self._recent.ends
+        places: dict[ChunkKey, int] = {}
         self._full = False
         ends: list[tuple[ChunkKey, int]] = []
         length = 0
@@ -116,8 +123,9 @@ class EvictionOrder(ABC, Generic[V]):
             if after is None:
                 end = key
             elif parents.get(after) != key and after != key:
-                self._family.leave(after)
-                tail = self._adopt(after, key, tail)
+                if family.may_be_behind(key, after):
+                    places, tail = places or self._straighten(keys), None
+                tail = self._adopt(after, key, tail) if not places or places[key] < places[after] else None
             length += 1
             after = key
             if key in recent_ends:
@@ -125,6 +133,11 @@ class EvictionOrder(ABC, Generic[V]):
         if end is not None:
             ends.append((end, length))
         self._awaited = not ends
+        if self._strays:
+            for key in keys:
+                if key not in entries:
+                    break
+                self._strays.pop(key, None)
         # What stands behind a gap is of use only when that is filled.
         for part in ends:
             self._recent.used(*part)
@@ -214,18 +227,41 @@ class EvictionOrder(ABC, Generic[V]):
     def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
 
+    def _straighten(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, int]:
+        """Nothing follows what is behind it in `keys`; returns their places. Whoever makes one of `keys` follow one before
+        it then makes no circle.
+
+        Chained keys can be in one order only, others may be named in any. A circle would have no tail to go first.
+        """
+        places, wrong = self._family.places(keys)
+        for key in wrong:
+            self._cut(key)
+        return places
+
+    def _cut(self, key: ChunkKey) -> None:
+        """`key` does not follow any more what it was known to follow."""
+        parent = self._family.leave(key)
+        self._path.clear()  # which may go that way
+        if parent is not None and parent in self._spared:
+            group, _ = self._spared[parent]  # for the sake of an end that may be behind `key`
+            for spared in group:
+                self._judge(spared)
+            group.clear()
+
     def _adopt(self, key: ChunkKey, parent: ChunkKey, tail: ChunkKey | None = None) -> ChunkKey | None:
-        """Learn the parent of a resident; both are resident. `tail` is the next end of a prefix from `key` on, where it is
-        known; returns it, where it is known then."""
+        """Learn the parent of a resident, in place of the one that it has; both are resident, and `parent` is not behind
+        `key`. `tail` is the next end of a prefix from `key` on, where it is known; returns it, where it is known then."""
+        if key in self._family.parents:
+            self._cut(key)
         self._family.add(key, parent)
         self._strays.pop(key, None)
         ends = self._recent.ends
         if parent not in ends:
             return tail
-        end, steps = tail or key, 0
-        while end not in ends and steps < len(self.entries) and (child := self._family.child(end)) is not None:
-            end, steps = child, steps + 1
-        if end in ends and end != parent:
+        end = tail or key
+        while end not in ends and (child := self._family.child(end)) is not None:
+            end = child
+        if end in ends:
             self._move_group(parent, end)
             self._recent.joined(end, parent)
         return end if end in ends else None
@@ -320,7 +356,10 @@ class EvictionOrder(ABC, Generic[V]):
     def _last_of_all(self) -> ChunkKey:
         """Nothing is left but the prefix that was used last."""
         self._full = True
-        return self._recent.latest
+        key = self._recent.latest
+        while (child := self._family.child(key)) is not None:
+            key = child  # it was said in between to stand before what it is now spared for
+        return key
 
     def _tail_behind(self, key: ChunkKey) -> ChunkKey | None:
         """The end of the prefix that `key` is in; None if that was just used, and `key` is spared with all behind it.
@@ -340,11 +379,6 @@ class EvictionOrder(ABC, Generic[V]):
                 self._spare_path(spared[child][0])
                 return None
             path.append(child)
-            if len(path) > len(self.entries):
-                # Somebody said that a chunk follows itself. Chained keys cannot, others may; forget who follows whom.
-                self._family = Family()
-                path.clear()
-                return key
         if path[-1] in ends:
             self._spare_path(self._groups.setdefault(path[-1], []))
             return None
@@ -366,11 +400,9 @@ class EvictionOrder(ABC, Generic[V]):
             self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0
         if length:
-            group = self._groups.pop(key, None)
             if length > 1 and parent is not None:
                 self._recent.used(parent, length - 1)
-                if group is not None:
-                    self._groups[parent] = group
+                self._move_group(key, parent)
             else:
-                for spared in group or ():
+                for spared in self._groups.pop(key, ()):
                     self._judge(spared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from tiercache.core.keys import ChunkKey
 
@@ -19,7 +20,8 @@ class Family:
         self.children: dict[ChunkKey, ChunkKey | OrderedDict[ChunkKey, None]] = {}
 
     def add(self, key: ChunkKey, parent: ChunkKey) -> None:
-        """`key` follows `parent`; both are resident. A chunk cannot follow itself or one that follows it."""
+        """`key`, which has no parent, follows `parent`; both are resident. A chunk cannot follow itself, nor one behind it:
+        where that may be (`may_be_behind`), the caller looks first (`places`)."""
         self.parents[key] = parent
         there = self.children.get(parent)
         if there is None:
@@ -50,6 +52,33 @@ class Family:
             else:
                 del self.children[parent]
         return parent
+
+    def may_be_behind(self, key: ChunkKey, other: ChunkKey) -> bool:
+        """False where it is plain that `key` does not stand behind `other`; no way is walked for that."""
+        parents = self.parents
+        return key in parents and other in self.children and parents[key] != parents.get(other)
+
+    def places(self, keys: Sequence[ChunkKey]) -> tuple[dict[ChunkKey, int], list[ChunkKey]]:
+        """The place of each of `keys` (the first one, where it is there twice), and of each chunk that stands between two of
+        them, which is that of the one before it; and which of `keys` stand behind one that has a later place.
+        """
+        parents = self.parents
+        places: dict[ChunkKey, int] = {}
+        wrong = []
+        for place, key in enumerate(keys):
+            places.setdefault(key, place)
+        for key, place in list(places.items()):
+            between = []
+            ancestor = parents.get(key)
+            while ancestor is not None and ancestor not in places:
+                between.append(ancestor)
+                ancestor = parents.get(ancestor)
+            before = -1 if ancestor is None else places[ancestor]
+            for other in between:  # no way is walked twice
+                places[other] = before
+            if before > place:
+                wrong.append(key)
+        return places, wrong
 
     def child(self, key: ChunkKey) -> ChunkKey | None:
         """One of the chunks that follow `key`; None when it is the last of its prefix."""

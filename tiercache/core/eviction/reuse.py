@@ -80,7 +80,7 @@ class Sample:
         self.table: Table | None = None
         self.mask = 7
         """A name is in the sample if its checksum has none of these bits."""
-        self._capacity = 0
+        self._capacity = 1
         self._names: OrderedDict[ChunkKey, tuple[int, int]] = OrderedDict()
         self._hits = [[0.0] * BUCKETS for _ in range(classes)]
         self._lost = [[0.0] * BUCKETS for _ in range(classes)]

@@ -200,6 +200,7 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     assert await writer.close(began_s + 0.5) == 6
+    assert writer.statistics().dropped == 6, "those whose writes were called off, too"
     assert loop.time() - began_s == pytest.approx(0.5, abs=0.1)
     assert writer.stuck == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2

@@ -222,6 +222,9 @@ class TierWriter:
             self._writing[key] = lease.payload_bytes
             try:
                 await self._write(key, lease)
+            except asyncio.CancelledError:
+                self.counters.dropped += 1
+                raise
             except Exception:
                 logger.exception("%s: a write failed in a way that nobody foresaw", self.tier.name)
                 self.counters.dropped += 1

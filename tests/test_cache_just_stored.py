@@ -91,3 +91,29 @@ async def test_of_a_prefix_that_is_larger_than_the_arena_the_head_is_kept(policy
         for _ in range(3):
             await put(cache, keys, "as a prefix")
             assert cache.lookup_hot(keys) >= 128 - 32, "all but the slots that the last batch went through"
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+async def test_the_same_chunks_may_be_put_as_prefixes_in_different_orders(policy: str) -> None:
+    """Keys that are not chained allow it. Seen: puts raised KeyError."""
+    chance = random.Random(1)
+    async with opened(128, cache_policy=policy) as cache:
+        for _ in range(150):
+            keys = [key(number) for number in chance.sample(range(240), chance.randrange(2, 50))]
+            await put(cache, keys, "as a prefix")
+            assert await got(cache, keys) == len(keys)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+async def test_the_same_chunks_may_be_read_from_disk_in_different_orders(policy: str, tmp_path: Path) -> None:
+    """Seen: reads of chunks that lie there were misses, then puts of new chunks failed, too."""
+    chance = random.Random(4)
+    async with opened(128, tmp_path, cache_policy=policy, disk_durability="none") as cache:
+        for number in range(0, 240, 40):
+            await put(cache, numbered(number, 40), "as a batch")
+            await cache.flush()
+        for _ in range(150):
+            keys = [key(number) for number in chance.sample(range(240), chance.randrange(2, 50))]
+            assert await got(cache, keys) == len(keys)
+        for one in numbered(1000, 40):
+            assert await cache.put(one, PAYLOAD)

@@ -148,26 +148,25 @@ def test_a_key_that_is_named_twice_stands_where_it_was_named_first(policy: str, 
     assert all_victims(order) == [b"c", b"b", b"a"]
 
 
-@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("policy", [policy for policy in ORDERS if policy not in ("LFU", "MRU")])
 def test_what_was_known_of_the_way_to_a_victim_is_not_believed_when_it_changes(policy: str) -> None:
-    """The end of a prefix is looked for once, not for each victim. Here one of it goes elsewhere meanwhile."""
-    order: EvictionOrder[int] = make_order(policy)
+    """The end of a prefix is looked for once, not for each victim. Here what comes before that goes elsewhere meanwhile."""
+    order = filled(policy, [b"new", *(b"single %d" % number for number in range(8))])
     for key in (b"d", b"c", b"b", b"a"):
         order.insert_cold(key, 0)
-    order.insert(b"new", 0)
     order.follow([b"a", b"b", b"c", b"d"])
     assert order.pop_victim()[0] == b"d"
     order.follow([b"new", b"b"])
+    assert order.pop_victim()[0] == b"a"
     rest = all_victims(order)
-    assert sorted(rest) == [b"a", b"b", b"c", b"new"]
     assert rest.index(b"c") < rest.index(b"b") < rest.index(b"new")
 
 
 @pytest.mark.parametrize("policy", ORDERS)
-def test_what_was_spared_for_a_longer_prefix_is_judged_again_with_a_shorter_one(policy: str) -> None:
-    """Two ends, one behind the other, each with chunks that are spared for it; the last one is forgotten."""
-    order: EvictionOrder[int] = make_order(policy)
-    for key in (b"other", b"middle", b"head"):
+def test_what_was_spared_for_a_prefix_is_judged_again_also_when_what_continued_that_was_forgotten(policy: str) -> None:
+    """Two ends, one behind the other, each with chunks that are spared for its sake. Seen: StopIteration (FIFO)."""
+    order = filled(policy, [b"single %d" % number for number in range(10)])
+    for key in (b"middle", b"head"):
         order.insert_cold(key, 0)
     order.touch_prefix([b"head", b"middle"])
     order.coldest()
@@ -175,8 +174,9 @@ def test_what_was_spared_for_a_longer_prefix_is_judged_again_with_a_shorter_one(
     order.touch_prefix([b"middle", b"tail"])
     order.coldest()
     order.discard(b"tail")
-    order.insert(b"new", 0)
-    assert sorted(all_victims(order)) == [b"head", b"middle", b"new", b"other"]
+    order.touch_prefix([b"absent"])
+    residents = set(order.entries)
+    assert set(all_victims(order)) == residents
 
 
 @pytest.mark.parametrize("policy", ORDERS)

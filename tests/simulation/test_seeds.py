@@ -1,6 +1,6 @@
 """Seeds that differ in each run, for a limited time; and all that ever failed, always.
 
-TORTURE_SECONDS says how long: 30 where it is not set, 120 in `.ci/run`. TORTURE_SEED says where to begin instead of
+TORTURE_SECONDS says how long: 30 where it is not set, 60 in `.ci/run`. TORTURE_SEED says where to begin instead of
 at the clock's time.
 """
 

@@ -139,7 +139,7 @@ class TierWriter:
                         self._room.clear()
                         await self._room.wait()
         except TimeoutError:
-            pass
+            pass  # the put had no more time for it
         finally:
             self.skip(leases)
 

@@ -150,7 +150,7 @@ async def test_a_slot_of_a_lost_read_comes_back_in_a_quiet_moment(
 ) -> None:
     """It stayed lost for good, and its chunk could not be removed."""
     if memory.arena is None:
-        return  # no slot is lost: the read has ended
+        pytest.skip("no slot is lost without an arena: the read has ended")
     monkeypatch.setattr(engine, "_QUIET_AFTER_S", 0.4)
     async with opened(place, rings=HASTY) as tier:
         await put(tier, memory, 1)

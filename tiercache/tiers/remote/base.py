@@ -246,6 +246,7 @@ class RemoteTier(Tier):
         try:
             if use.removal is not None:
                 await asyncio.wait([use.removal])
+                self._check_open()
             stored = await self._finish(self._put(key, payload[:payload_bytes]))
             use.stored |= stored and use.reads > 0
         except BaseException:

@@ -92,7 +92,7 @@ class EvictionOrder(ABC, Generic[V]):
                     if not places or places[parent] < places[key]:
                         self._adopt(key, parent)
                 if not gap and parent in ends and key not in ends:
-                    self._grew(key, parent)  # its beginning came after it, and stands for all of it
+                    self._grew(key, parent, counted=True)  # its beginning came after it, and stands for all of it
             parent, gap = key, False
         self._trim()
 
@@ -107,6 +107,7 @@ class EvictionOrder(ABC, Generic[V]):
         places: dict[ChunkKey, int] = {}
         self._full = False
         ends: list[tuple[ChunkKey, int]] = []
+        stale = False  # the first chunk of a part follows something: that may be in a later part
         length = 0
         end: ChunkKey | None = None
         after: ChunkKey | None = None
@@ -115,6 +116,7 @@ class EvictionOrder(ABC, Generic[V]):
             if key not in entries:
                 if end is not None:
                     ends.append((end, length))
+                    stale = stale or after in parents
                 end, length, after, tail = None, 0, None, None
                 continue
             if key in spared:
@@ -132,6 +134,10 @@ class EvictionOrder(ABC, Generic[V]):
                 tail = key
         if end is not None:
             ends.append((end, length))
+            stale = stale or after in parents
+        gaps = len(ends) > 1 or after is None
+        if stale and gaps and not places:
+            self._straighten(keys)  # else what fills the gaps would make a circle, and be cut off for that
         self._awaited = not ends
         if self._strays:
             for key in keys:
@@ -140,7 +146,7 @@ class EvictionOrder(ABC, Generic[V]):
                 self._strays.pop(key, None)
         # What stands behind a gap is of use only when that is filled.
         for part in ends:
-            self._recent.used(*part)
+            self._recent.used(*part, exactly=gaps)
         self._trim()
 
     def renew(self, key: ChunkKey) -> None:
@@ -242,11 +248,17 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` does not follow any more what it was known to follow."""
         parent = self._family.leave(key)
         self._path.clear()  # which may go that way
-        if parent is not None and parent in self._spared:
-            group, _ = self._spared[parent]  # for the sake of an end that may be behind `key`
-            for spared in group:
-                self._judge(spared)
-            group.clear()
+        self._is_cut_off(parent)
+
+    def _is_cut_off(self, ancestor: ChunkKey | None) -> None:
+        """What was behind it is not any more. It may be spared, and all before it, for the sake of an end of that."""
+        while self._spared and ancestor is not None:
+            if ancestor in self._spared:
+                group, _ = self._spared[ancestor]
+                for spared in group:
+                    self._judge(spared)
+                group.clear()
+            ancestor = self._family.parents.get(ancestor)
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey, tail: ChunkKey | None = None) -> ChunkKey | None:
         """Learn the parent of a resident, in place of the one that it has; both are resident, and `parent` is not behind
@@ -301,11 +313,11 @@ class EvictionOrder(ABC, Generic[V]):
             self._recent.used(key)
         self._trim()
 
-    def _grew(self, key: ChunkKey, parent: ChunkKey) -> None:
+    def _grew(self, key: ChunkKey, parent: ChunkKey, *, counted: bool = False) -> None:
         if not self._returning:
             self._awaited = False
         self._move_group(parent, key)
-        self._recent.grew(key, parent)
+        self._recent.grew(key, parent, counted=counted)
 
     def _trim(self) -> None:
         recent = self._recent
@@ -395,7 +407,10 @@ class EvictionOrder(ABC, Generic[V]):
         if key in self._spared:
             self._judge(key)
         family = self._family
+        has_children = key in family.children
         parent = family.remove(key) if family.parents else None
+        if has_children:
+            self._is_cut_off(parent)
         if self._strays:
             self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0

@@ -18,24 +18,24 @@ class Recent:
         self.ends: OrderedDict[ChunkKey, int] = OrderedDict()
         self.chunks = 0
 
-    def used(self, end: ChunkKey, chunks: int = 1) -> None:
-        """`chunks` up to `end` were used."""
+    def used(self, end: ChunkKey, chunks: int = 1, *, exactly: bool = False) -> None:
+        """`chunks` up to `end` were used; and `exactly` no more: what stands before them was at another time, if ever."""
         ends = self.ends
         before = ends.get(end, 0)
         if before:
             ends.move_to_end(end)
-        if chunks > before:
+        if chunks > before or exactly:
             ends[end] = chunks
             self.chunks += chunks - before
 
-    def grew(self, key: ChunkKey, parent: ChunkKey) -> None:
-        """`key` was used, which follows `parent`."""
+    def grew(self, key: ChunkKey, parent: ChunkKey, *, counted: bool = False) -> None:
+        """`key` was used, which follows `parent`; it is `counted` where it was for an end behind it."""
         ends = self.ends
         length = ends.pop(parent, 0)
         if length:
             self.chunks -= length
         before = ends.pop(key, 0)
-        self._set(key, before, length + (before or 1))
+        self._set(key, before, length + (before or not counted))
 
     def joined(self, key: ChunkKey, parent: ChunkKey) -> None:
         """The prefix that ends with `key` was found to begin with the one that ends with `parent`; neither was used."""

@@ -40,16 +40,16 @@ async def test_base_paths_share_evenly_and_find_all_after_one_is_added(
     async with opened(*three) as tier:
         keys = await write_small(tier, memory, range(CHUNKS))
         where = Counter(Path(tier.path(key)).parents[1].name for key in keys)
-        assert set(where) == {"a", "b", "c"}
-        assert all(CHUNKS / 3 * 0.6 < count < CHUNKS / 3 * 1.4 for count in where.values()), where
+        # The directory's name is another one each time: 99 fair draws are outside of this once in a million times.
+        assert all(10 < where[name] < 57 for name in "abc"), where
     async with opened(*three, place / "d") as tier:
         into = memory.make()
         for number, key in enumerate(keys):
             assert await tier.probe([key]) == 1
             assert await tier.read(key, into) == 100
             assert (into[:100] == number % 251).all()
-        more = await write_small(tier, memory, range(CHUNKS, CHUNKS + 40))
-        assert sum(Path(tier.path(key)).parents[1].name == "d" for key in more) >= 3
+        more = await write_small(tier, memory, range(CHUNKS, 2 * CHUNKS))
+        assert 5 < sum(Path(tier.path(key)).parents[1].name == "d" for key in more) < 47
 
 
 async def test_chunk_has_its_name_only_when_nobody_can_write_to_it(

@@ -228,7 +228,9 @@ async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> No
                 assert await process.stdout.readline() == b"done\n"
                 assert physical_bytes(tmp_path) <= 40 * FILE_BYTES
             await tier.refreshed()
-            assert await is_hit(tier, 111), "the other process stored it"
+            # Which are left is up to whoever evicts: this one does not know when they were stored.
+            found = [number for number in range(1, 121) if number % 10 in range(1, 6) and await is_hit(tier, number)]
+            assert found, "the other process stored them"
     finally:
         process.kill()
         await process.wait()

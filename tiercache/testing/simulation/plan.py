@@ -154,7 +154,7 @@ def places_of(setting: Setting) -> tuple[str, ...]:
 
 
 def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
-    chance = random.Random(f"operations {seed}")
+    chance, more = random.Random(f"operations {seed}"), random.Random(f"operations, more {seed}")
     events = _events_of(setting)
     share = chance.choice([0.0, 0.02, 0.06])
     pace_s = chance.choice([0.0, 1e-4, 1e-3, 0.05])
@@ -166,6 +166,8 @@ def operations_of(seed: int, setting: Setting, count: int) -> list[Operation]:
         if chance.random() < share:
             (kind,) = chance.choices(list(events), list(events.values()))
             found.append(_event(chance, kind, process, after_s, setting))
+            if kind == "empty":
+                found[-1].values["itself"] = more.random() < 0.5
             if found[-1].values.get("fault") == "hung" and chance.random() < 0.4:
                 # Longer than anybody waits for anything, with all that is under way.
                 found.append(Operation("rest", process, 0.0, (), None, {"for_s": 45.0}))

@@ -468,9 +468,11 @@ class _Run:
         self._happened()
 
     async def _empty(self, operation: Operation) -> None:
-        """rm -rf DIR/* beside running caches."""
+        """rm -rf DIR/* beside running caches, or rm -rf DIR."""
         for disk in self.disks.values():
             disk.remove_all(f"{disk.root}/kv")
+            if operation.values["itself"] and (directory := disk.top.names.get("kv")) is not None:
+                disk.remove(disk.top, "kv", directory)
         self._others_deleted(range(self._key_count))
         self._happened(fails=True)
         self.truth.memory_is_lost()

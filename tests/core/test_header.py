@@ -38,10 +38,19 @@ def test_zeroes_and_foreign_bytes_are_no_header() -> None:
 
 
 def test_other_key_or_layout_is_refused_with_both_named() -> None:
+    raw = HEADER.pack()
     with pytest.raises(HeaderError, match="key: expected 6a6a.*found 6b6b"):
-        HEADER.require(b"j" * 24, b"f" * 16)
+        Header.check(raw, b"j" * 24, b"f" * 16)
     with pytest.raises(HeaderError, match="layout: expected 6767.*found 6666"):
-        HEADER.require(b"k" * 24, b"g" * 16)
+        Header.check(raw, b"k" * 24, b"g" * 16)
+    assert Header.check(raw, b"k" * 24, b"f" * 16) == Header.check(raw, b"k" * 24, None) == HEADER
+
+
+def test_what_is_said_of_the_payload() -> None:
+    assert Header.payload_bytes_of(HEADER.pack()) == HEADER.payload_bytes
+    HEADER.check_payload(HEADER.payload_checksum)
+    with pytest.raises(HeaderError, match=f"payload checksum: expected {HEADER.payload_checksum:016x}, found 0{{16}}"):
+        HEADER.check_payload(0)
 
 
 def test_lengths_are_padded_to_pages() -> None:

@@ -21,7 +21,7 @@ from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderErro
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.access import access_as_found, open_regular
-from tiercache.tiers.chunk_file import verify_chunk
+from tiercache.tiers.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.volume import Volume
 
 _THREADS = 4
@@ -112,7 +112,8 @@ def _read_and_verify(path: Path) -> int:
                 got += more
         # Nobody reads these pages soon, and the page cache may hold what somebody does.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return verify_chunk(path, memoryview(header)[:PACKED_BYTES], bytes.fromhex(path.name), None, memory, got, length)
+    raw_header = memoryview(header)[:PACKED_BYTES]
+    return verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
 
 
 def _promised_bytes(header: bytes) -> int | None:

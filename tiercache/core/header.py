@@ -32,6 +32,7 @@ VERSION = 1
 _FIELDS = struct.Struct("<8sII32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 _KEY_FIELD_BYTES = 32
+_PAYLOAD_BYTES = slice(64, 72)
 
 
 class HeaderError(ValueError):
@@ -75,12 +76,25 @@ class Header:
             raise HeaderError(f"key length: expected 1..{_KEY_FIELD_BYTES}, found {key_bytes}")
         return cls(key[:key_bytes], fingerprint, payload_bytes, payload_checksum)
 
-    def require(self, key: bytes, fingerprint: bytes) -> None:
-        """Raise HeaderError unless this header belongs to `key` in the layout with `fingerprint`."""
-        if self.key != key:
-            raise HeaderError(f"key: expected {key.hex()}, found {self.key.hex()}")
-        if self.fingerprint != fingerprint:
-            raise HeaderError(f"layout: expected {fingerprint.hex()}, found {self.fingerprint.hex()}")
+    @classmethod
+    def check(cls, raw: Any, key: bytes, fingerprint: bytes | None) -> Header:
+        """As `unpack`, and raises HeaderError unless it belongs to `key` in the layout with `fingerprint` (None: in any)."""
+        header = cls.unpack(raw)
+        if header.key != key:
+            raise HeaderError(f"key: expected {key.hex()}, found {header.key.hex()}")
+        if fingerprint is not None and header.fingerprint != fingerprint:
+            raise HeaderError(f"layout: expected {fingerprint.hex()}, found {header.fingerprint.hex()}")
+        return header
+
+    @staticmethod
+    def payload_bytes_of(raw: Any) -> int:
+        """What a packed header says of the payload's length; nothing is checked."""
+        return int.from_bytes(raw[_PAYLOAD_BYTES], "little")
+
+    def check_payload(self, checksum: int) -> None:
+        """Raise HeaderError unless this is the payload's checksum."""
+        if checksum != self.payload_checksum:
+            raise HeaderError(f"payload checksum: expected {self.payload_checksum:016x}, found {checksum:016x}")
 
 
 PACKED_BYTES = _FIELDS.size + _CHECKSUM.size

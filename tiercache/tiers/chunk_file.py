@@ -80,7 +80,8 @@ def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.n
             got += more
     finally:
         os.close(descriptor)
-    return verify_chunk(path, memoryview(buffer)[: min(got, PACKED_BYTES)], key, fingerprint, into, got, length_bytes)
+    raw_header = memoryview(buffer)[: min(got, PACKED_BYTES)]
+    return verify_chunk(path, raw_header, key, fingerprint, got, length_bytes, host_checksum(into))
 
 
 def verify_chunk(
@@ -88,28 +89,28 @@ def verify_chunk(
     raw_header: memoryview,
     key: bytes,
     fingerprint: bytes | None,
-    into: np.ndarray,
     got: int,
     length: int,
-    checksum: Callable[[np.ndarray], int] = payload_checksum,
+    checksum: Callable[[int], int],
 ) -> int:
-    """Check everything that a header promises; `fingerprint` None accepts any layout (for `tiercache verify`).
+    """Check everything that a header promises, and return the payload's length. `fingerprint` None accepts any layout (for
+    `tiercache verify`). Of a file of `length` bytes, `got` were read.
 
-    `checksum` is called once, with the payload without padding.
+    `checksum` is called once, with the payload's length without padding.
     """
     try:
-        header = Header.unpack(raw_header)
-        header.require(key, header.fingerprint if fingerprint is None else fingerprint)
+        header = Header.check(raw_header, key, fingerprint)
+        if length != file_bytes(header.payload_bytes) or got < length:
+            raise HeaderError(f"length: expected {file_bytes(header.payload_bytes)} bytes, found {length} (read {got})")
+        header.check_payload(checksum(header.payload_bytes))
     except HeaderError as error:
         raise CorruptChunk(f"{path}: {error}") from error
-    if length != file_bytes(header.payload_bytes) or got < length:
-        raise CorruptChunk(
-            f"{path}: length: expected {file_bytes(header.payload_bytes)} bytes, found {length} (read {got})"
-        )
-    found = checksum(into[: header.payload_bytes])
-    if found != header.payload_checksum:
-        raise CorruptChunk(f"{path}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}")
     return header.payload_bytes
+
+
+def host_checksum(payload: np.ndarray) -> Callable[[int], int]:
+    """For `verify_chunk`: of a payload in host memory."""
+    return lambda payload_bytes: payload_checksum(payload[:payload_bytes])
 
 
 def supports_direct_io(directory: Path) -> bool:

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes, payload_checksum
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, file_bytes, payload_checksum
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.access import open_regular
 from tiercache.tiers.allocation import reserve
+from tiercache.tiers.chunk_file import verify_chunk
 from tiercache.tiers.device_files import DeviceFiles, ThreadStreams
 from tiercache.tiers.manifest import NO_ROOM
 
@@ -149,19 +150,12 @@ class CuFileFiles(DeviceFiles):
         page, _ = self._scratch()
         self._driver.copy(page.ctypes.data, slot.address, _PAGE, self._streams.get())
         self._streams.synchronize()
-        try:
-            header = Header.unpack(page[:PACKED_BYTES])
-            header.require(key, fingerprint)
-        except HeaderError as error:
-            raise CorruptChunk(f"{path}: {error}") from error
-        if slot.length_bytes != file_bytes(header.payload_bytes):
-            raise CorruptChunk(
-                f"{path}: length: expected {file_bytes(header.payload_bytes)} bytes, found {slot.length_bytes}"
-            )
-        found = self._digest(slot.part(HEADER_BYTES, header.payload_bytes))
-        if found != header.payload_checksum:
-            raise CorruptChunk(f"{path}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}")
-        return header.payload_bytes
+        length = slot.length_bytes
+
+        def digest(payload_bytes: int) -> int:
+            return self._digest(slot.part(HEADER_BYTES, payload_bytes))
+
+        return verify_chunk(path, page[:PACKED_BYTES].data, key, fingerprint, length, length, digest)
 
     def _digest(self, payload: Span) -> int:
         page, scratch = self._scratch()

@@ -165,8 +165,7 @@ class Place:
 def is_good(key: bytes, file: File) -> bool:
     """Whether a chunk can be read from what lies there."""
     try:
-        header = Header.unpack(file.read(0, PACKED_BYTES))
-        header.require(key, header.fingerprint)
+        header = Header.check(file.read(0, PACKED_BYTES), key, None)
     except HeaderError:
         return False
     payload = file.read(HEADER_BYTES, header.payload_bytes)

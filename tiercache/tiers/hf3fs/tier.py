@@ -33,7 +33,7 @@ from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.access import ACCESS
 from tiercache.tiers.base import Traits
-from tiercache.tiers.chunk_file import verify_chunk
+from tiercache.tiers.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.disk import DiskSettings, DiskTier
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
@@ -342,13 +342,13 @@ class Hf3fsTier(DiskTier):
             raise TierUnavailable(f"{self.name}: the rings were closed meanwhile")
         raw_header = view[:PACKED_BYTES].data
         if in_place:
-            return verify_chunk(path, raw_header, key, self.fingerprint, into, moved_bytes, moved_bytes)
+            checksum = host_checksum(into)
+        else:
 
-        def copy(payload: np.ndarray) -> int:
-            return copy_with_checksum(payload, into)
+            def checksum(payload_bytes: int) -> int:
+                return copy_with_checksum(view[HEADER_BYTES:][:payload_bytes], into)
 
-        payload = view[HEADER_BYTES:]
-        return verify_chunk(path, raw_header, key, self.fingerprint, payload, moved_bytes, moved_bytes, copy)
+        return verify_chunk(path, raw_header, key, self.fingerprint, moved_bytes, moved_bytes, checksum)
 
     def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
         """Of what a transfer uses, when nobody uses it any more."""

@@ -156,11 +156,10 @@ class RemoteTier(Tier):
         header = self.verified_header(key, raw_header)
         if header.payload_bytes != got_bytes:
             raise CorruptChunk(f"{self.name}: length: expected {header.payload_bytes} bytes, found {got_bytes}")
-        found = payload_checksum(into[:got_bytes])
-        if found != header.payload_checksum:
-            raise CorruptChunk(
-                f"{self.name}: payload checksum: expected {header.payload_checksum:016x}, found {found:016x}"
-            )
+        try:
+            header.check_payload(payload_checksum(into[:got_bytes]))
+        except HeaderError as error:
+            raise CorruptChunk(f"{self.name}: {error}") from error
         return got_bytes
 
     def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
@@ -168,11 +167,9 @@ class RemoteTier(Tier):
         if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
             raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
         try:
-            header = Header.unpack(raw_header)
-            header.require(key, self.fingerprint)
+            return Header.check(raw_header, key, self.fingerprint)
         except HeaderError as error:
             raise CorruptChunk(f"{self.name}: {error}") from error
-        return header
 
     # The contract
 

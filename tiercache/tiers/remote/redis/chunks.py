@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from tiercache.core.header import PACKED_BYTES, HeaderError
+from tiercache.core.header import PACKED_BYTES, Header, HeaderError
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.remote.base import RemoteTier
@@ -71,7 +71,7 @@ class Chunks:
             return None
         if not lies_elsewhere(head, len(head)):
             return self._tier.verified(key, head, into, length)
-        payload_bytes = int.from_bytes(head[64:72], "little")
+        payload_bytes = Header.payload_bytes_of(head)
         if state_of(key, self._tier.fingerprint, head, len(head)) != "ours" or payload_bytes > len(view):
             raise CorruptChunk(f"{self._servers.name}: the head of {key.hex()} does not fit its payload")
         try:

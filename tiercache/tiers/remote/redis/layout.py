@@ -86,7 +86,7 @@ def segment_names(head: bytes, value: bytes, chunk_bytes: int) -> Iterator[bytes
 
 def lies_elsewhere(value: bytes, length: int) -> bool:
     """Whether a value of `length` bytes, which begins with `value`, is a header and a manifest."""
-    return length == HEAD_BYTES and is_ours(value) and int.from_bytes(value[64:72], "little") > SMALLEST_SEGMENT_BYTES
+    return length == HEAD_BYTES and is_ours(value) and Header.payload_bytes_of(value) > SMALLEST_SEGMENT_BYTES
 
 
 def is_ours(value: bytes) -> bool:
@@ -107,8 +107,7 @@ def state_of(key: ChunkKey, fingerprint: bytes, beginning: bytes, length: int) -
     if not is_ours(beginning):
         return "foreign"
     try:
-        header = Header.unpack(beginning)
-        header.require(key, fingerprint)
+        header = Header.check(beginning, key, fingerprint)
         if lies_elsewhere(beginning, length):
             count, segment_bytes, _ = _MANIFEST.unpack(beginning[PACKED_BYTES:])
             whole = count == _segments(header.payload_bytes, segment_bytes)

@@ -160,8 +160,7 @@ class S3Tier(RemoteTier):
             logger.warning("%s: the object %s is not ours; it is left alone", self.name, self.path(key))
             return False
         try:
-            header = Header.unpack(raw_header)
-            header.require(key, self.fingerprint)
+            header = Header.check(raw_header, key, self.fingerprint)
             whole = length_bytes == PACKED_BYTES + header.payload_bytes
         except HeaderError:
             whole = False

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from tiercache.config.config import Config
 from tiercache.config.explanation import explain
 from tiercache.config.loading import read
 from tiercache.errors import ConfigError
@@ -18,7 +19,7 @@ def explain_command(path: Path | None, as_json: bool) -> int:
     Returns the exit status: 0, or 1 with the problems on stderr when the configuration cannot be used.
     """
     try:
-        explanation = explain(read(path, os.environ, {}))
+        explanation = explain(Config(**read(path, os.environ, {})))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

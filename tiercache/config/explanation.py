@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tiercache.config.config import Config
 from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX
-from tiercache.config.schema import KEYS, Config
+from tiercache.config.schema import KEYS
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
 from tiercache.config.tiers import PlannedTier, tiers_of
@@ -75,7 +76,7 @@ def explain(config: Config) -> Explanation:
     """What `config` means. Pure: touches neither disk nor network."""
     values = [
         ExplainedValue(
-            name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier, key.effective
+            name, key.shown(getattr(config, name)), config.origins.get(name), key.meaning, key.tier, key.honoured
         )
         for name, key in KEYS.items()
     ]

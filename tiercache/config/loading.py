@@ -13,8 +13,8 @@ from typing import Any
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.remote_options import FLAT
-from tiercache.config.remotes import PLUGIN_PREFIX, flat_settings_in_use, read_remotes
-from tiercache.config.schema import ALIASES, GB, KEYS, Config, Key, available_memory_bytes
+from tiercache.config.remotes import NOT_AVAILABLE, PLUGIN_PREFIX, flat_settings_in_use, read_remotes
+from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key, available_memory_bytes
 from tiercache.config.sources import (
     PREFIXES,
     Origin,
@@ -25,21 +25,20 @@ from tiercache.config.sources import (
     is_foreign_variable,
     override_settings,
 )
-from tiercache.config.tiers import NOT_AVAILABLE
 from tiercache.errors import ConfigError
 
 logger = logging.getLogger("tiercache.config")
 
 
-def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Config:
-    """What `Config.load` does: `read`, and each warning in the log."""
-    config = read(path, environ, overrides)
-    for warning in config.warnings:
+def load(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `Config`, as `read`, and each warning in the log."""
+    values = read(path, environ, overrides)
+    for warning in values["warnings"]:
         logger.warning("%s", warning)
-    return config
+    return values
 
 
-def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> Config:
+def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Read and check without a word in the log."""
     problems: list[str] = []
     layers = []
@@ -53,7 +52,7 @@ def read(path: str | os.PathLike[str] | None, environ: Mapping[str, str], overri
     resolved = _Resolution(problems)
     for layer in layers:
         resolved.add_layer(layer)
-    return resolved.config()
+    return resolved.fields()
 
 
 def _read(problems: list[str], source: Callable[[], list[Setting]]) -> list[Setting]:
@@ -104,21 +103,20 @@ class _Resolution:
             alias = setting.name if setting.name != key.name else ""
             self.origins[key.name] = replace(setting.origin, alias=alias)
 
-    def config(self) -> Config:
-        """The checked result; raises ConfigError with every problem."""
+    def fields(self) -> dict[str, Any]:
+        """The checked fields of a `Config` that are not defaults; raises ConfigError with every problem."""
         for names, problem in combination_problems(self.values, self.plugins, self.flat, self.foreign):
             if not self.bad.intersection(names):
                 self.problems.append(problem)
         if self.problems:
             raise error_of(self.problems)
         warnings = self._warnings()
-        return Config(
-            **self.values,
-            remote_storage_plugin_settings=self.plugins,
-            remote_settings=self.flat,
-            origins=self.origins,
-            warnings=tuple(warnings),
-        )
+        return self.values | {
+            "remote_storage_plugin_settings": self.plugins,
+            "remote_settings": self.flat,
+            "origins": self.origins,
+            "warnings": tuple(warnings),
+        }
 
     def _problem(self, key: str, sentence: str) -> None:
         self.bad.add(key)
@@ -203,8 +201,8 @@ class _Resolution:
         return [f"{lowered}: {available / GB:.1f} GB are available, reserve_local_cpu_size is {reserve:g}"]
 
 
-def check_fields(config: Config) -> None:
-    """Check a Config that was built directly, and bring each field to its own type. Raises ConfigError."""
+def check_fields(config: ConfigFields) -> None:
+    """Check fields that were given directly, and bring each field to its own type. Raises ConfigError."""
     problems, values = [], {}
     for name, key in KEYS.items():
         given = getattr(config, name)

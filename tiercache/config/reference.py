@@ -11,7 +11,6 @@ from typing import Any
 from tiercache.config.foreign import FOREIGN
 from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS, Option
 from tiercache.config.schema import KEYS, Key
-from tiercache.config.tiers import AVAILABLE, NOT_AVAILABLE
 
 _INTRODUCTION = """\
 # Configuration
@@ -55,8 +54,6 @@ def _lines() -> Iterator[str]:
     yield _INTRODUCTION
     for tier, heading in _HEADINGS.items():
         yield f"## {heading}\n"
-        if not AVAILABLE.get(tier, True):
-            yield f"The keys are checked; the tier itself is {NOT_AVAILABLE}.\n"
         yield "| key | value | default | meaning |"
         yield "|---|---|---|---|"
         yield from (_row(key) for key in KEYS.values() if key.tier == tier)

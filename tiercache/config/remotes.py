@@ -7,14 +7,13 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiercache.config.remote_options import ALIASES, FLAT, Option, options_of
+from tiercache.config.schema import ConfigFields
 from tiercache.config.secrets import hidden
 
-if TYPE_CHECKING:
-    from tiercache.config.schema import Config
-
+NOT_AVAILABLE = "not available in this version"
 PLUGIN_PREFIX = "remote_storage_plugin."
 ENTRY_POINTS = "tiercache.tiers"
 """The group of entry points by which installed packages bring types of their own."""
@@ -59,7 +58,7 @@ class Remote:
         return bool(self.options.get("role") != "read")
 
 
-def remotes_of(config: Config) -> list[Remote]:
+def remotes_of(config: ConfigFields) -> list[Remote]:
     """Remote tiers in the order in which they are written: plugins first, then the URL."""
     return read_remotes(
         {

@@ -1,12 +1,11 @@
 """The table of keys: what tiercache understands, and what each key means.
 
-A field of `Config` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
+A field of `ConfigFields` is a row: its type, default and range, the names it also goes by, the tier it belongs to.
 Validation, `explain` and docs/configuration.md are all made from these rows.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
-from tiercache.config.tiers import AVAILABLE
 
 if TYPE_CHECKING:
     from tiercache.config.sources import Origin
@@ -34,7 +32,7 @@ class Key:
     meaning: str
     aliases: tuple[str, ...] = ()
     tier: str = ""
-    """The tier that the key belongs to, a name of `tiercache.config.tiers.AVAILABLE`; empty: the cache as a whole."""
+    """The kind of tier that the key belongs to, or remote; empty: the cache as a whole."""
     honoured: bool = True
     """False while nothing acts on it yet: it is checked, kept, and named in a warning."""
     secret: bool = False
@@ -59,22 +57,14 @@ class Key:
             text = type(value).__name__
         return text if len(text) <= 100 else f"{text[:97]}..."
 
-    @property
-    def effective(self) -> bool:
-        """False when this version accepts the key and does nothing with it."""
-        return self.honoured and AVAILABLE.get(self.tier, True)
-
 
 def _key(kind: Kind, default: Any, meaning: str, **rest: Any) -> Any:
     return field(default=default, metadata={"kind": kind, "meaning": meaning, **rest})
 
 
 @dataclass(frozen=True, repr=False)
-class Config:
-    """A checked configuration. `Config.load` reads one; built directly, values are checked as well.
-
-    Raises ConfigError that names every problem it found.
-    """
+class ConfigFields:
+    """What a `Config` holds: see there."""
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
     save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
@@ -294,34 +284,11 @@ class Config:
     warnings: tuple[str, ...] = field(default=(), compare=False)
     """What was accepted and will not have its effect, one sentence each."""
 
-    @classmethod
-    def load(
-        cls,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        environ: Mapping[str, str] | None = None,
-        overrides: Mapping[str, Any] | None = None,
-    ) -> Config:
-        """Read the YAML file, then the environment, then `overrides`; later ones win.
-
-        Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
-        environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
-        `tiercache.` or `lmcache.`. Logs each of `warnings`. Raises ConfigError that names every problem.
-        """
-        from tiercache.config.loading import load
-
-        return load(path, os.environ if environ is None else environ, overrides or {})
-
-    def __post_init__(self) -> None:
-        from tiercache.config.loading import check_fields
-
-        check_fields(self)
-
     def __repr__(self) -> str:
         changed = {
             name: key.shown(value) for name, key in KEYS.items() if (value := getattr(self, name)) != key.default
         }
-        return f"Config({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
 
     @property
     def arena_bytes(self) -> int:
@@ -344,7 +311,7 @@ class Config:
 
 
 KEYS: dict[str, Key] = {
-    row.name: Key(row.name, default=row.default, **row.metadata) for row in fields(Config) if row.metadata
+    row.name: Key(row.name, default=row.default, **row.metadata) for row in fields(ConfigFields) if row.metadata
 }
 
 ALIASES: dict[str, str] = {alias: key.name for key in KEYS.values() for alias in key.aliases}

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tiercache.config.remotes import Remote, remotes_of, shown_place
-
-if TYPE_CHECKING:
-    from tiercache.config.schema import Config
-
-AVAILABLE: dict[str, bool] = {"cpu": True, "disk": True, "gds": True, "weka": True, "hf3fs": True, "remote": True}
-"""Kinds of tiers, and whether this version has them. A new tier begins by becoming True."""
-
-NOT_AVAILABLE = "not available in this version"
+from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place
+from tiercache.config.schema import ConfigFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +35,12 @@ class PlannedTier:
         }
 
 
-def tiers_of(config: Config) -> list[PlannedTier]:
+def tiers_of(config: ConfigFields) -> list[PlannedTier]:
     """The tiers that `config` makes, the fastest first: a get asks them in this order."""
     return [_cpu(config), *_disk(config), *_gds(config), *_remotes(config)]
 
 
-def _cpu(config: Config) -> PlannedTier:
+def _cpu(config: ConfigFields) -> PlannedTier:
     place = f"POSIX shared memory {config.shm_name}" if config.shm_name else "memory"
     if config.local_cpu_use_hugepages:
         place = "2 MiB huge pages"
@@ -55,26 +48,26 @@ def _cpu(config: Config) -> PlannedTier:
     return PlannedTier("cpu", "cpu", place, config.arena_bytes, "on" if config.local_cpu else "off", note)
 
 
-def _disk(config: Config) -> Iterator[PlannedTier]:
+def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
     if config.local_disk:
         on = config.disk_bytes > 0
         note = "" if on else "max_local_disk_size is 0, which switches the disk tier off"
         yield PlannedTier("disk", "disk", ", ".join(config.local_disk), config.disk_bytes, "on" if on else "off", note)
 
 
-def _gds(config: Config) -> Iterator[PlannedTier]:
+def _gds(config: ConfigFields) -> Iterator[PlannedTier]:
     for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
         if paths:
-            yield PlannedTier(kind, kind, ", ".join(paths), config.gds_bytes or None, _state(kind))
+            yield PlannedTier(kind, kind, ", ".join(paths), config.gds_bytes or None, "on")
 
 
-def _remotes(config: Config) -> Iterator[PlannedTier]:
+def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
     for remote in remotes_of(config):
         state = "on" if remote.available else NOT_AVAILABLE
         yield PlannedTier(remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote))
 
 
-def _cap(config: Config, remote: Remote) -> int | None:
+def _cap(config: ConfigFields, remote: Remote) -> int | None:
     if remote.type == "hf3fs":
         return config.hf3fs_bytes or None
     return int(remote.options.get("max_size", 0.0) * 2**30) or None if remote.type == "fs" else None
@@ -84,7 +77,3 @@ def _role(remote: Remote) -> str:
     if remote.reads and remote.writes:
         return ""
     return "role is read: nothing is written to it" if remote.reads else "role is write: nothing is read from it"
-
-
-def _state(kind: str) -> str:
-    return "on" if AVAILABLE[kind] else NOT_AVAILABLE

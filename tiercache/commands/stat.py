@@ -34,51 +34,59 @@ def stat_command(directory: Path, as_json: bool) -> int:
     return 0
 
 
-async def survey(directory: Path) -> dict[str, Any]:
-    """Counts and bytes of everything below `directory`, as the file system allocates them. Changes nothing.
+class _Read:
+    """What was found in headers."""
 
-    `counted_bytes` is what the ledger should say: chunks, quarantine and the directories they lie in; it differs from
-    `ledger_bytes` while somebody writes, and after a crash until a cache has had the directory to itself.
-    """
-    layouts: dict[str, dict[str, int]] = defaultdict(lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0})
-    unreadable: list[str] = []
-    ages: list[float] = []
-    now_s = time.time()
-    places = asyncio.Semaphore(_AT_ONCE)
+    def __init__(self) -> None:
+        self.layouts: dict[str, dict[str, int]] = defaultdict(
+            lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0}
+        )
+        self.unreadable: list[str] = []
+        self.ages: list[float] = []
+        self._now_s = time.time()
+        self._places = asyncio.Semaphore(_AT_ONCE)
 
-    async def look(path: str, status: os.stat_result) -> None:
-        async with places:
+    async def look(self, path: str, status: os.stat_result) -> None:
+        async with self._places:
             try:
                 async with aiofiles.open(path, "rb") as file:
                     header = Header.unpack(await file.read(PACKED_BYTES))
             except FileNotFoundError:
                 return  # evicted while we looked
             except (OSError, HeaderError) as error:
-                unreadable.append(f"{path}: {error}")
+                self.unreadable.append(f"{path}: {error}")
                 return
         if status.st_size != file_bytes(header.payload_bytes):
             expected = file_bytes(header.payload_bytes)
-            unreadable.append(f"{path}: length: expected {expected} bytes, found {status.st_size}")
+            self.unreadable.append(f"{path}: length: expected {expected} bytes, found {status.st_size}")
             return
-        layout = layouts[header.fingerprint.hex()]
+        layout = self.layouts[header.fingerprint.hex()]
         layout["chunks"] += 1
         layout["payload_bytes"] += header.payload_bytes
         layout["occupied_bytes"] += status.st_blocks * 512
-        ages.append(now_s - status.st_mtime)
+        self.ages.append(self._now_s - status.st_mtime)
 
+
+async def survey(directory: Path) -> dict[str, Any]:
+    """Counts and bytes of everything below `directory`, as the file system allocates them. Changes nothing.
+
+    `counted_bytes` is what the ledger should say: chunks, quarantine and the directories they lie in; it differs from
+    `ledger_bytes` while somebody writes, and after a crash until a cache has had the directory to itself.
+    """
+    read = _Read()
     counted_bytes = foreign = 0
     for top in TOP_LEVELS:
         part = await asyncio.to_thread(_files, directory / top)
         chunks = [(path, status) for path, status in part if CHUNK_NAME.fullmatch(os.path.basename(path))]
         foreign += len(part) - len(chunks)
-        await asyncio.gather(*(look(path, status) for path, status in chunks))
+        await asyncio.gather(*(read.look(path, status) for path, status in chunks))
         counted_bytes += sum(status.st_blocks * 512 for _, status in chunks)
         counted_bytes += await asyncio.to_thread(_own_bytes, directory / top)
     quarantine = await asyncio.to_thread(_files, directory / "quarantine")
     quarantined_bytes = sum(status.st_blocks * 512 for _, status in quarantine)
     temporary = await asyncio.to_thread(_files, directory / ".tiercache" / "tmp")
     strays = [status.st_blocks * 512 for path, status in temporary if not path.endswith((".lock", ".new"))]
-    ages.sort()
+    layouts, ages = read.layouts, sorted(read.ages)
     return {
         "directory": str(directory),
         "chunks": sum(layout["chunks"] for layout in layouts.values()),
@@ -86,7 +94,7 @@ async def survey(directory: Path) -> dict[str, Any]:
         "counted_bytes": counted_bytes + quarantined_bytes,
         "ledger_bytes": await asyncio.to_thread(counted_in, directory / ".tiercache" / "ledger"),
         "layouts": dict(layouts),
-        "unreadable": sorted(unreadable),
+        "unreadable": sorted(read.unreadable),
         "quarantined": len(quarantine),
         "quarantined_bytes": quarantined_bytes,
         "unfinished": len(strays),

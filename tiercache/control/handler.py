@@ -8,7 +8,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiercache.control.messages import (
     Began,
@@ -27,11 +27,9 @@ from tiercache.control.messages import (
 )
 from tiercache.control.naming import Naming
 from tiercache.control.pace import Turns
+from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.prefetcher import PrefetchHandle
-
-if TYPE_CHECKING:
-    from tiercache.cache import TierCache
 
 _MOST_HANDLES = 4096
 _KEYS_AT_ONCE = 1024
@@ -42,7 +40,7 @@ _FORGOTTEN_AT_ONCE = 8192
 class Handler:
     """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
 
-    def __init__(self, cache: TierCache, naming: Naming, turns: Turns) -> None:
+    def __init__(self, cache: ServedCache, naming: Naming, turns: Turns) -> None:
         self._cache = cache
         self._naming = naming
         self._turns = turns

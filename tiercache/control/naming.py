@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tiercache.control.messages import ControlError, Prefix
+from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, chunk_keys
-
-if TYPE_CHECKING:
-    from tiercache.cache import TierCache
 
 _TOKENS_AT_ONCE = 16 << 10
 _KEYS_AT_ONCE = 8 << 10
@@ -19,10 +17,10 @@ _KEYS_AT_ONCE = 8 << 10
 class Naming(Protocol):
     """How the program that owns the cache names prefixes. Both raise ControlError for what cannot be named."""
 
-    async def keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """Its chunks, in order: what a request that begins with it would look for."""
 
-    async def all_keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """Those, and every shorter chunk that may lie behind some part of it; in no order."""
 
 
@@ -35,7 +33,7 @@ class TokenNaming:
     def __init__(self) -> None:
         self._naming = asyncio.Lock()
 
-    async def keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is not None:
             return given
         if prefix.cache_salt or prefix.lora is not None:
@@ -45,11 +43,11 @@ class TokenNaming:
         async with self._naming:
             return await _hashed(cache, prefix.tokens or ())
 
-    async def all_keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         return await self.keys(cache, prefix)
 
 
-async def _hashed(cache: TierCache, tokens: Sequence[int]) -> list[ChunkKey]:
+async def _hashed(cache: ServedCache, tokens: Sequence[int]) -> list[ChunkKey]:
     """`cache.keys` in steps: a chunk's key is what the next one's is made from."""
     chunk_tokens = cache.layout.chunk_tokens
     step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens

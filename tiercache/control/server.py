@@ -11,7 +11,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tiercache.control.handler import Handler
 from tiercache.control.large import FROM_BYTES, decode_large
@@ -25,10 +25,8 @@ from tiercache.control.messages import (
 )
 from tiercache.control.naming import Naming
 from tiercache.control.pace import Room, Turns, due_s
+from tiercache.control.served import ServedCache
 from tiercache.errors import ConfigError, TierCacheError
-
-if TYPE_CHECKING:
-    from tiercache.cache import TierCache
 
 logger = logging.getLogger("tiercache.control")
 
@@ -66,7 +64,7 @@ class ControlServer:
     The loop is the cache's: what messages take of it, they take a short step a round, all connections together.
     """
 
-    def __init__(self, path: Path, cache: TierCache, naming: Naming) -> None:
+    def __init__(self, path: Path, cache: ServedCache, naming: Naming) -> None:
         self.path = path
         self._turns = Turns()
         self._handler = Handler(cache, naming, self._turns)

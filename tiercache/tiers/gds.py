@@ -14,13 +14,13 @@ from pathlib import Path
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Span
-from tiercache.device.probe import probe_gds
 from tiercache.errors import ConfigError, CorruptChunk
 from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import DeviceTier
 from tiercache.tiers.cufile import CuFileFiles
 from tiercache.tiers.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.gds_probe import probe_gds
 from tiercache.tiers.volume import Victims, Volume
 
 logger = logging.getLogger("tiercache.gds")

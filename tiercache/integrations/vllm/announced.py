@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tiercache.cache import TierCache
 from tiercache.control.messages import Prefix
 from tiercache.control.naming import given_keys
+from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.integrations.vllm.lookup import locate
 from tiercache.integrations.vllm.naming import BlockNames
@@ -18,7 +18,7 @@ class AnnouncedPrompts:
         self.names = names
         self._geometry = geometry
 
-    async def keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         """As a request finds them: full chunks as far as there are any, the longest tail behind them, then what is
         missing."""
         if (given := await given_keys(prefix)) is not None:
@@ -29,7 +29,7 @@ class AnnouncedPrompts:
         missing = [names[end - 1] for end in full if end > match.blocks]
         return [*found, *keys_from_hashes(cache.namespace, missing)]
 
-    async def all_keys(self, cache: TierCache, prefix: Prefix) -> list[ChunkKey]:
+    async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)

@@ -24,6 +24,7 @@ import msgspec
 
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
+from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends, tail_lengths
@@ -50,7 +51,7 @@ async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, 
     return match
 
 
-async def locate(cache: TierCache, names: Sequence[bytes], geometry: Geometry) -> tuple[Match, list[ChunkKey]]:
+async def locate(cache: ServedCache, names: Sequence[bytes], geometry: Geometry) -> tuple[Match, list[ChunkKey]]:
     """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
     name a block.
     """

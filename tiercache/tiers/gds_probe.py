@@ -1,7 +1,7 @@
 """Whether GPUDirect Storage works with a directory, found out by doing it in a process of its own.
 
 Where its driver is missing, opening cuFile can spin for ever (kvikio 26.10 without a GPU does), and a killed process is the
-only way to end that. Run as `python -m tiercache.device.probe DIRECTORY ORDINAL`; prints one line of JSON.
+only way to end that. Run as `python -m tiercache.tiers.gds_probe DIRECTORY ORDINAL`; prints one line of JSON.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""What the control socket wants of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tiercache.ahead import Ahead
+from tiercache.config import Config
+from tiercache.core.keys import ChunkKey
+from tiercache.core.layout import Layout
+from tiercache.scheduler.prefetcher import PrefetchHandle
+from tiercache.scheduler.reader import Hit
+from tiercache.statistics import Statistics
+
+
+class ServedCache(Protocol):
+    """`TierCache` is one; each of these is as it is there."""
+
+    config: Config
+    layout: Layout
+    namespace: bytes
+    ahead: Ahead
+
+    async def lookup_keys(self, keys: Sequence[ChunkKey]) -> Hit: ...
+
+    def lookup_hot(self, keys: Sequence[ChunkKey]) -> int: ...
+
+    def prefetch(
+        self, what: Sequence[ChunkKey], *, deadline: float = ..., priority: int = ..., ttl: float = ...
+    ) -> PrefetchHandle: ...
+
+    async def forget(self, keys: Sequence[ChunkKey]) -> None: ...
+
+    def statistics(self) -> Statistics: ...

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.device import probe
 from tiercache.device.twin import TwinDriver
+from tiercache.tiers import gds_probe
 
 
 async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     program = f"import os; open({str(mark)!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-    reason = await probe._ask([sys.executable, "-c", program], timeout_s=1.0)
+    reason = await gds_probe._ask([sys.executable, "-c", program], timeout_s=1.0)
     assert reason == "cuFile's driver did not answer within 1 s"
     if mark.exists():
         with pytest.raises(ProcessLookupError):
@@ -22,14 +22,14 @@ async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:
 
 
 async def test_probe_that_crashes_is_a_reason() -> None:
-    reason = await probe._ask([sys.executable, "-c", "import os; print('{', flush=True); os.abort()"], timeout_s=20.0)
+    reason = await gds_probe._ask([sys.executable, "-c", "import os; print('{', flush=True); os.abort()"], timeout_s=20.0)
     assert reason.startswith("the probe ended with status -6")
 
 
 async def test_cancelled_probe_leaves_no_process(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pid")
     program = f"import os; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
-    asking = asyncio.create_task(probe._ask([sys.executable, "-c", program], timeout_s=60.0))
+    asking = asyncio.create_task(gds_probe._ask([sys.executable, "-c", program], timeout_s=60.0))
     number = int(await asyncio.to_thread((tmp_path / "pid").read_text))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -40,13 +40,13 @@ async def test_cancelled_probe_leaves_no_process(tmp_path: Path) -> None:
 
 async def test_twin_is_not_asked(tmp_path: Path) -> None:
     driver = TwinDriver()
-    assert await probe.probe_gds([tmp_path], driver) == "twin is not a GPU"
+    assert await gds_probe.probe_gds([tmp_path], driver) == "twin is not a GPU"
     driver.close()
 
 
 def test_probe_itself_says_why_not(tmp_path: Path) -> None:
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is a GPU here")
-    reason = probe.try_gds(tmp_path, 0)
+    reason = gds_probe.try_gds(tmp_path, 0)
     assert "no NVIDIA driver" in reason or "cannot do it" in reason or "DeviceError" in reason
     assert not list(tmp_path.iterdir())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.remote.redis.servers import Cluster, Server
+    from tiercache.tiers.remote.redis import RedisTier
 
 
 @pytest.fixture(scope="package")
@@ -26,6 +27,14 @@ def server(shared_server: Server) -> Server:
     with shared_server.client() as client:
         client.flushall()
     return shared_server
+
+
+@pytest.fixture
+async def tier(server: Server) -> AsyncIterator[RedisTier]:
+    from tests.remote.redis.tiers import opened
+
+    async with opened(f"redis://127.0.0.1:{server.port}") as tier:
+        yield tier
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.remote.redis.servers import Cluster, Server, until
 from tests.remote.redis.test_failures import eventually
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import make_tier, opened
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier, chunks
@@ -24,10 +24,8 @@ LENGTH = 40_000
 
 @pytest.fixture
 async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
-    tier = make_tier(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", segment_bytes=4096)
-    await tier.open()
-    yield tier
-    await tier.close()
+    async with opened(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", segment_bytes=4096) as tier:
+        yield tier
 
 
 def slot(number: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import SEGMENT_BYTES, make_tier, opened
 from tests.remote.wire import relay_to
 from tiercache import Config, Layout, TierCache
 from tiercache.core.header import PACKED_BYTES
@@ -18,7 +18,6 @@ from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
 from tiercache.tiers.remote.redis.layout import head_name
 
-SEGMENT_BYTES = 64 << 10
 LENGTH = 5 * SEGMENT_BYTES + 1000
 KEY, PAYLOAD = chunk(7, LENGTH)
 HEAD = head_name("tiercache", KEY)
@@ -26,10 +25,8 @@ HEAD = head_name("tiercache", KEY)
 
 @pytest.fixture
 async def tier(server: Server) -> AsyncIterator[RedisTier]:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES, chunk_bytes=LENGTH)
-    await tier.open()
-    yield tier
-    await tier.close()
+    async with opened(f"redis://127.0.0.1:{server.port}", chunk_bytes=LENGTH) as tier:
+        yield tier
 
 
 def flip(client: object, name: bytes, byte: int, bit: int) -> None:

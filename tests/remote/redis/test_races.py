@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, until
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import SEGMENT_BYTES, make_tier, opened
 from tiercache.errors import TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier, chunks
@@ -18,7 +18,6 @@ from tiercache.tiers.remote.redis.channel import Channel
 from tiercache.tiers.remote.redis.failures import BrokenConnection
 from tiercache.tiers.remote.redis.layout import Segment, head_name
 
-SEGMENT_BYTES = 64 << 10
 LENGTH = 5 * SEGMENT_BYTES + 1000
 KEY, PAYLOAD = chunk(7, LENGTH)
 HEAD = head_name("tiercache", KEY)
@@ -26,19 +25,9 @@ TAKES_AWAY = (b"EVAL", b"GETDEL", b"UNLINK", b"DEL")
 
 
 @pytest.fixture
-async def tier(server: Server) -> AsyncIterator[RedisTier]:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES)
-    await tier.open()
-    yield tier
-    await tier.close()
-
-
-@pytest.fixture
 async def other(server: Server) -> AsyncIterator[RedisTier]:
-    other = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES, name="redis.other")
-    await other.open()
-    yield other
-    await other.close()
+    async with opened(f"redis://127.0.0.1:{server.port}", name="redis.other") as other:
+        yield other
 
 
 def nobodys(client: object) -> list[bytes]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, running, until
-from tests.remote.redis.tiers import FINGERPRINT, make_tier
+from tests.remote.redis.tiers import FINGERPRINT, SEGMENT_BYTES, make_tier
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.base import NotOurs
@@ -19,7 +18,6 @@ from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.channel import Channel
 from tiercache.tiers.remote.redis.layout import Segment, head_name
 
-SEGMENT_BYTES = 64 << 10
 LENGTH = 5 * SEGMENT_BYTES + 1000
 KEY, PAYLOAD = chunk(7, LENGTH)
 HEAD = head_name("tiercache", KEY)
@@ -27,14 +25,6 @@ HEAD = head_name("tiercache", KEY)
 
 def segments(client: object) -> list[bytes]:
     return sorted(client.keys("{*"))  # type: ignore[attr-defined]
-
-
-@pytest.fixture
-async def tier(server: Server) -> AsyncIterator[RedisTier]:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=SEGMENT_BYTES)
-    await tier.open()
-    yield tier
-    await tier.close()
 
 
 async def test_a_chunk_of_one_segment_is_one_value(tier: RedisTier, server: Server) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missing, before the tier needs it
@@ -10,6 +12,7 @@ from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.redis import RedisTier
 
 CHUNK_BYTES = 64 * 1024
+SEGMENT_BYTES = 64 << 10
 FINGERPRINT = bytes(range(16))
 
 
@@ -38,3 +41,12 @@ def make_tier(
             concurrency=concurrency,
         )
     )
+
+
+@asynccontextmanager
+async def opened(url: str, **options: Any) -> AsyncIterator[RedisTier]:
+    """A tier with small segments, open."""
+    tier = make_tier(url, **{"segment_bytes": SEGMENT_BYTES} | options)
+    await tier.open()
+    yield tier
+    await tier.close()

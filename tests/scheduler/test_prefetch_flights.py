@@ -164,7 +164,7 @@ async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> No
     assert bench.is_whole()
 
 
-async def test_places_go_to_demand_and_in_turn() -> None:
+async def test_addresss_go_to_demand_and_in_turn() -> None:
     places = Places(1)
     await places.acquire(Purpose.PREFETCH)
     order: list[str] = []
@@ -185,7 +185,7 @@ async def test_places_go_to_demand_and_in_turn() -> None:
     assert places.free == 1
 
 
-async def test_place_that_comes_at_the_moment_of_cancellation_goes_on() -> None:
+async def test_address_that_comes_at_the_moment_of_cancellation_goes_on() -> None:
     places = Places(1)
     await places.acquire(Purpose.READ)
     waiting = asyncio.create_task(places.acquire(Purpose.READ))

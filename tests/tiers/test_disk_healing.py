@@ -289,8 +289,8 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
     volume = Volume(tmp_path, 1 << 20, FINGERPRINT, direct=False, durable=False)
     volume.open()
     try:
-        unborn = volume.begin_write(chunk(1, 5000)[0], 5000, Victims())
-        Path(unborn.path).write_bytes(b"torn")
+        pending = volume.begin_write(chunk(1, 5000)[0], 5000, Victims())
+        Path(pending.path).write_bytes(b"torn")
 
         def fails(path: object, **rest: object) -> None:
             raise OSError(errno.EIO, "Input/output error", path)
@@ -298,10 +298,10 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
         with monkeypatch.context() as device:
             device.setattr(os, "unlink", fails)
             device.setattr(os, "lstat", fails)
-            volume.abandon_write(unborn)
-        assert Path(unborn.path).exists() and volume.ledger.outstanding_bytes == unborn.charged_bytes
+            volume.abandon_write(pending)
+        assert Path(pending.path).exists() and volume.ledger.outstanding_bytes == pending.charged_bytes
         following = volume.begin_write(chunk(2, 5000)[0], 5000, Victims())
-        assert not Path(unborn.path).exists()
+        assert not Path(pending.path).exists()
         volume.abandon_write(following)
         assert volume.ledger.outstanding_bytes == 0
     finally:

@@ -315,7 +315,7 @@ def test_the_allowance_of_a_killed_process_is_given_back_while_others_live(tmp_p
     volume.ledger.refresh()
     charged = volume.ledger.used_bytes
     assert charged >= 4 * FILE_BYTES
-    volume.bury_the_dead()
+    volume.remove_stale_writers()
     left = volume.ledger.used_bytes - physical_bytes(tmp_path) - (tmp_path / "00").stat().st_blocks * 512
     assert 0 <= left <= FILE_BYTES / 2, "all but an eighth of an allowance"
     volume.close()

@@ -11,13 +11,13 @@ import pytest
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.naming import Naming, link_new, rename_new
+from tiercache.tiers.publishing import Publish, link_new, rename_new
 from tiercache.tiers.volume import Victims, Volume
 
-WAYS: dict[str, tuple[Naming, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
+WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 
 
-def opened(root: Path, ways: tuple[Naming, ...]) -> Volume:
+def opened(root: Path, ways: tuple[Publish, ...]) -> Volume:
     volume = Volume(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
     volume.open()
     volume.ways = ways

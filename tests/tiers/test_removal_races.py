@@ -20,7 +20,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers import listing
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.survey import Scanned
-from tiercache.tiers.volume import Unborn, Volume
+from tiercache.tiers.volume import PendingFile, Volume
 
 KEY = chunk(1)[0]
 _sizes = listing.sizes
@@ -216,11 +216,11 @@ async def test_chunk_that_was_deleted_by_a_write_that_hangs_since_is_stored(
     hangs, goes_on = asyncio.Event(), threading.Event()
     make = Volume.make
 
-    def make_late(volume: Volume, unborn: Unborn, create: Any) -> Any:
+    def make_late(volume: Volume, pending: PendingFile, create: Any) -> Any:
         if not tier.contains(KEY) and not hangs.is_set():
             loop.call_soon_threadsafe(hangs.set)
             assert goes_on.wait(10.0)
-        return make(volume, unborn, create)
+        return make(volume, pending, create)
 
     async with opened(tmp_path, cap_chunks=8) as tier:
         await tier.scanned()

@@ -16,9 +16,9 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
 from tiercache.integrations.vllm.messages import Progress, StepWork
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import Geometry, Transfer
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.turns import Began, Ended, Wishes

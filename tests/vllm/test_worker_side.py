@@ -22,8 +22,8 @@ from tiercache.device.driver import DeviceError
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm import worker_side
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import Geometry, Transfer
 from tiercache.integrations.vllm.turns import Began, Ended, Wishes

@@ -453,9 +453,6 @@ class CpuTier(Tier):
         counters.occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
         return counters
 
-    def count_miss(self, chunks: int = 1) -> None:
-        self._statistics.read_misses += chunks
-
     # Leases
 
     def _begin_lease(self, entry: _Entry, purpose: Purpose) -> Lease:

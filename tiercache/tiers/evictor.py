@@ -147,7 +147,7 @@ class Evictor:
         assert election is not None
         freed_bytes = 0
         try:
-            if await self._ask(shelf.volume.bury_the_dead) or shelf.is_doubtful:
+            if await self._ask(shelf.volume.remove_stale_writers) or shelf.is_doubtful:
                 self._on_doubt()
             while (goal_bytes := self._goal_bytes()) and (victims := shelf.index.evict(min(goal_bytes, _BATCH_BYTES))):
                 self._on_evict([key for key, _ in victims])

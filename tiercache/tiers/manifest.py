@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiercache.tiers.access import Access, open_regular
-from tiercache.tiers.naming import UNSUPPORTED, Naming
+from tiercache.tiers.publishing import UNSUPPORTED, Publish
 
 FORMAT = 1
 MANIFEST = "tiercache.json"
@@ -27,7 +27,7 @@ class WrongFormat(ValueError):
     """The directory is of another version, or is not ours. The message says what was found."""
 
 
-def require_manifest(root: Path, temporary: str, ways: Sequence[Naming], access: Access) -> bool:
+def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> bool:
     """See that `root` has a manifest of this format; whether it has.
 
     False when the device has no room for one, which is no reason not to serve what lies there. `temporary` is a name that
@@ -113,7 +113,7 @@ def _write(unnamed: str) -> None:
         os.close(descriptor)
 
 
-def _name(unnamed: str, path: str, ways: Sequence[Naming]) -> None:
+def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
     for way in ways:
         try:
             way(unnamed, path)

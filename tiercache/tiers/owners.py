@@ -22,15 +22,15 @@ from tiercache.tiers.ledger import Ledger
 from tiercache.tiers.manifest import NO_ROOM
 from tiercache.tiers.record import Standing, read_record
 
-UNBORN_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
+PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
 _PROBE_NAME = re.compile(r"probe\.\d+\.\d+")
 _UNNAMED_S = 60.0
 """For so long the lock file of an instance that begins may lack its name."""
 
 
 @dataclass
-class Buried:
-    """What was found of the dead."""
+class StaleWriters:
+    """What was left of instances that no longer live, and was removed."""
 
     instances: int = 0
     files: int = 0
@@ -82,10 +82,10 @@ class Owner:
 
     def is_stray(self, name: str) -> bool:
         """Whether a file of such a name belongs to nobody: its writer's lock file is gone."""
-        return bool(UNBORN_NAME.fullmatch(name)) and not (self.temporary / f"{name.partition('.')[0]}.lock").exists()
+        return bool(PENDING_NAME.fullmatch(name)) and not (self.temporary / f"{name.partition('.')[0]}.lock").exists()
 
     def others(self) -> list[Standing]:
-        """The records of all that have not been buried."""
+        """The records of all, living or not, that have not been removed."""
         found = []
         for name in self._names(".lock"):
             if name != self.name:
@@ -97,10 +97,10 @@ class Owner:
                         os.close(descriptor)
         return found
 
-    def bury_the_dead(self, ledger: Ledger) -> Buried:
+    def remove_stale_writers(self, ledger: Ledger) -> StaleWriters:
         """Remove what instances that no longer live (nobody holds their lock) left half-written, and give back what they
         certainly had not used. What they used or not, nobody knows: a count that is too high for it is reckoned anew."""
-        done = Buried()
+        done = StaleWriters()
         self._sweep_beginners()
         with contextlib.ExitStack() as stack:
             dead = {}

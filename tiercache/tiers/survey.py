@@ -12,7 +12,7 @@ from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import KEY_BYTES, ChunkKey
 from tiercache.tiers.access import Access, occupied_bytes, open_regular
 from tiercache.tiers.ledger import Count
-from tiercache.tiers.owners import UNBORN_NAME, Owner
+from tiercache.tiers.owners import PENDING_NAME, Owner
 
 CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
@@ -87,7 +87,7 @@ class Surveyor:
                 return
             # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
         elif not is_file or not self._owner.is_stray(entry.name):
-            found.foreign += not UNBORN_NAME.fullmatch(entry.name)
+            found.foreign += not PENDING_NAME.fullmatch(entry.name)
             return
         os.unlink(entry.path)
         found.strays += 1

@@ -36,12 +36,12 @@ from tiercache.tiers.access import OWNER, Access, occupied_bytes
 from tiercache.tiers.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.ledger import Ledger, LedgerLost
 from tiercache.tiers.manifest import MANIFEST, NO_ROOM, reads_back, require_manifest
-from tiercache.tiers.naming import UNSUPPORTED, WAYS
 from tiercache.tiers.owners import Owner
+from tiercache.tiers.publishing import UNSUPPORTED, WAYS
 from tiercache.tiers.quarantine import Quarantine
 from tiercache.tiers.survey import CHUNK_NAME, TOP_LEVELS, Reckoning, Scanned, Surveyor
 
-__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NameTaken", "Scanned", "Unborn", "Victims", "Volume"]
+__all__ = ["CHUNK_NAME", "TOP_LEVELS", "Deleted", "NameTaken", "PendingFile", "Scanned", "Victims", "Volume"]
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -86,7 +86,7 @@ class Victims(list[tuple[ChunkKey, int]]):
 
 
 @dataclass
-class Unborn:
+class PendingFile:
     """A chunk that is charged for, and a path at which its file may be made."""
 
     key: ChunkKey
@@ -139,7 +139,7 @@ class Volume:
         self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
         self._quarantine = Quarantine(root / "quarantine", access)
         self._surveyor = Surveyor(root, self._owner, access)
-        self._abandoned: deque[Unborn] = deque(maxlen=_MOST_ABANDONED)
+        self._abandoned: deque[PendingFile] = deque(maxlen=_MOST_ABANDONED)
         """What could not be removed, or may be there: the next writes try again."""
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
@@ -164,7 +164,7 @@ class Volume:
             self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
         )
         self.require_manifest()
-        self.strays_removed = self._owner.bury_the_dead(self.ledger).files
+        self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
@@ -301,23 +301,23 @@ class Volume:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
         that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
         discarded and theirs counts."""
-        unborn = self.begin_write(key, payload_bytes, victims)
+        pending = self.begin_write(key, payload_bytes, victims)
         try:
-            occupied_bytes = self.make(unborn, create)
+            occupied_bytes = self.make(pending, create)
         except BaseException:
-            self.abandon_write(unborn)
+            self.abandon_write(pending)
             raise
-        return self.finish_write(unborn, occupied_bytes)
+        return self.finish_write(pending, occupied_bytes)
 
-    def make(self, unborn: Unborn, create: Callable[[str], T]) -> T:
+    def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
         """`create` the file at its path, in a directory that may have to be made first."""
         try:
-            return create(unborn.path)
+            return create(pending.path)
         except FileNotFoundError:
             if not self._beside:
                 raise
-            self._make_directory(os.path.dirname(unborn.path))
-            return create(unborn.path)
+            self._make_directory(os.path.dirname(pending.path))
+            return create(pending.path)
 
     @property
     def is_behind(self) -> bool:
@@ -338,7 +338,7 @@ class Volume:
         with contextlib.suppress(IndexError):  # another write took it
             self.abandon_write(self._abandoned.popleft())
 
-    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> Unborn:
+    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandon_write`."""
         self._require_ours()
         for _ in range(min(_ABANDONED_AT_A_TIME, len(self._abandoned))):
@@ -359,41 +359,41 @@ class Volume:
         if not self.ledger.charge(charged_bytes, freed_bytes, announced_bytes):
             raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
         directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
-        return Unborn(key, f"{directory}/{self._owner.new_name()}", charged_bytes)
+        return PendingFile(key, f"{directory}/{self._owner.new_name()}", charged_bytes)
 
-    def finish_write(self, unborn: Unborn, occupied_bytes: int) -> int:
+    def finish_write(self, pending: PendingFile, occupied_bytes: int) -> int:
         """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
         try:
-            self.access.grant(unborn.path)
+            self.access.grant(pending.path)
             # Settled before the file has its name: a crash may leave the count too high, never too low.
-            self.ledger.correct(occupied_bytes - unborn.charged_bytes)
-            unborn.charged_bytes = occupied_bytes
+            self.ledger.correct(occupied_bytes - pending.charged_bytes)
+            pending.charged_bytes = occupied_bytes
             self._require_ours()
-            others_bytes = self._publish(unborn.path, self.path(unborn.key))
+            others_bytes = self._publish(pending.path, self.path(pending.key))
         except BaseException:
-            self.abandon_write(unborn)
+            self.abandon_write(pending)
             raise
         if others_bytes is None:
             self.ledger.settle(occupied_bytes)
             return occupied_bytes
-        self.abandon_write(unborn)
+        self.abandon_write(pending)
         return others_bytes
 
-    def abandon_write(self, unborn: Unborn) -> None:
+    def abandon_write(self, pending: PendingFile) -> None:
         """Remove a file that will not be published, if it is there, and only then give back what it was charged."""
         try:
-            _unlink(unborn.path)
+            _unlink(pending.path)
         except OSError:
             try:
-                os.lstat(unborn.path)
-                self._abandoned.append(unborn)  # it stays, and stays counted
+                os.lstat(pending.path)
+                self._abandoned.append(pending)  # it stays, and stays counted
                 return
             except _ABSENT:
                 pass
             except OSError:
-                self._abandoned.append(unborn)  # nobody knows: the mount is dead
+                self._abandoned.append(pending)  # nobody knows: the mount is dead
                 return
-        self.ledger.correct(-unborn.charged_bytes)
+        self.ledger.correct(-pending.charged_bytes)
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
         """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
@@ -492,7 +492,7 @@ class Volume:
 
     def begin_reckoning(self) -> Reckoning:
         """Before the first directory is scanned: what is needed to correct the count afterwards."""
-        self.bury_the_dead()
+        self.remove_stale_writers()
         self.require_manifest()
         self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
         marked = self.ledger.mark()
@@ -510,12 +510,12 @@ class Volume:
             lambda: sum(each.owed_bytes for each in self._owner.others()),
         )
 
-    def bury_the_dead(self) -> int:
+    def remove_stale_writers(self) -> int:
         """Remove what writers that no longer live left half-written. How many of them there were: the count may be too
         high for each, by what it was writing."""
-        buried = self._owner.bury_the_dead(self.ledger)
-        self.strays_removed += buried.files
-        return buried.instances
+        stale = self._owner.remove_stale_writers(self.ledger)
+        self.strays_removed += stale.files
+        return stale.instances
 
     def _note_place(self, status: os.stat_result) -> None:
         self._device, self._number = status.st_dev, status.st_ino

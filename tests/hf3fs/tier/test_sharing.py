@@ -17,7 +17,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client.descriptors import _registered
 from tiercache.tiers.hf3fs import Hf3fsTier
-from tiercache.tiers.volume import Unborn, Volume
+from tiercache.tiers.volume import PendingFile, Volume
 
 CHUNKS = 99
 
@@ -63,11 +63,11 @@ async def test_chunk_has_its_name_only_when_nobody_can_write_to_it(
         seen.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), descriptor in _registered))
         fsync(descriptor)
 
-    def watched_finish(volume: Volume, unborn: Unborn, occupied_bytes: int) -> int:
+    def watched_finish(volume: Volume, pending: PendingFile, occupied_bytes: int) -> int:
         open_files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
-        seen.append(("named", unborn.path, unborn.path in open_files))
-        assert os.stat(unborn.path).st_size == 4096 + CHUNK_BYTES
-        return finish_write(volume, unborn, occupied_bytes)
+        seen.append(("named", pending.path, pending.path in open_files))
+        assert os.stat(pending.path).st_size == 4096 + CHUNK_BYTES
+        return finish_write(volume, pending, occupied_bytes)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(Volume, "finish_write", watched_finish)

@@ -26,7 +26,7 @@ from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.owners import Buried, Owner
+from tiercache.tiers.owners import Owner, StaleWriters
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 
@@ -239,16 +239,16 @@ async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> No
 async def test_bookkeeping_that_is_deleted_while_it_begins_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bury, begun = Owner.bury_the_dead, False
+    remove, begun = Owner.remove_stale_writers, False
 
-    def bury_what_is_gone(owner: Owner, ledger: Ledger) -> Buried:
+    def remove_what_is_gone(owner: Owner, ledger: Ledger) -> StaleWriters:
         nonlocal begun
         if not begun:
             begun = True
             shutil.rmtree(tmp_path / ".tiercache")
-        return bury(owner, ledger)
+        return remove(owner, ledger)
 
-    monkeypatch.setattr(Owner, "bury_the_dead", bury_what_is_gone)
+    monkeypatch.setattr(Owner, "remove_stale_writers", remove_what_is_gone)
     async with opened(tmp_path) as tier:
         assert begun
         await store(tier, range(1, 3))

@@ -198,5 +198,5 @@ async def test_a_cancelled_write_ends_before_its_waiter_hears_of_it(make_tier: M
 
 async def test_secrets_are_in_no_repr(make_tier: MakeTier) -> None:
     async with opened(make_tier()) as tier:
-        for shown in (repr(tier), repr(tier.settings), tier.describe(), repr(vars(tier.client)), str(tier.place)):
+        for shown in (repr(tier), repr(tier.settings), tier.describe(), repr(vars(tier.client)), str(tier.address)):
             assert "secret-of-the-tests" not in shown

@@ -232,7 +232,7 @@ async def test_the_bucket_is_in_the_path_or_in_the_name_of_the_host(virtual_host
     async with server(note) as endpoint:
         tier = S3Tier(settings_for(endpoint, prefix="deep"))
         # As if the name of the host had the bucket in it, which no resolver here would know.
-        tier.place = replace(tier.place, virtual_hosted=virtual_hosted)
+        tier.address = replace(tier.address, virtual_hosted=virtual_hosted)
         await tier.open()
         await tier.close()
     assert asked[0].startswith(name)

@@ -6,8 +6,8 @@ from tiercache.control.messages import Prefix
 from tiercache.control.naming import given_keys
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import locate
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import Geometry, chunk_ends
 
 

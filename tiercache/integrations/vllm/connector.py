@@ -20,11 +20,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.config import Config
 from tiercache.control.server import socket_path
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.kv_layout import attention_spec, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Progress, StepWork
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import Geometry
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide

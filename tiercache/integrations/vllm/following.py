@@ -48,7 +48,7 @@ class Turns:
                 ended, _ = await asyncio.wait([asyncio.wrap_future(save) for save in saves], timeout=_STORING_S)
                 for save in ended:
                     _ = save.cancelled() or save.exception()
-            await self._see_to(turn, keys)
+            await self._learn(turn, keys)
         except Exception as error:
             if not self._warned:
                 self._warned = True
@@ -61,7 +61,7 @@ class Turns:
             if wishes.session_over:
                 ahead.over(wishes.session)
 
-    async def _see_to(self, turn: Ended, keys: list[ChunkKey]) -> None:
+    async def _learn(self, turn: Ended, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes
         if wishes.forget:
             forgotten = keys_from_hashes(cache.namespace, turn.stored)

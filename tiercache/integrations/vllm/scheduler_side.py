@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import (
     Geometry,
     Match,

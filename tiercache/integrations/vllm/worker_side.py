@@ -21,11 +21,11 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.announced import AnnouncedPrompts
+from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.following import Turns
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.naming import BlockNames
 from tiercache.integrations.vllm.planning import Geometry
 
 logger = logging.getLogger("tiercache.vllm")

@@ -69,9 +69,9 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
         found = place.look()
         ended = list(ledger._done)
         writing = ledger._in_flight_bytes - sum(done.settled_bytes + done.unspent_bytes for done in ended)
-        unborn = found.unborn.get(shelf.volume._owner.name, 0)
-        if writing > unborn:
-            raise Violation(f"{place.disk.root}: {writing} bytes are charged for files, of which {unborn} are there")
+        pending = found.pending.get(shelf.volume._owner.name, 0)
+        if writing > pending:
+            raise Violation(f"{place.disk.root}: {writing} bytes are charged for files, of which {pending} are there")
         deleting = ledger._announced_bytes - sum(done.announced_bytes for done in ended)
         if deleting:
             raise Violation(f"{place.disk.root}: {deleting} bytes are still about to be deleted")

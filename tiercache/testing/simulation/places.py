@@ -16,7 +16,7 @@ from tiercache.testing.simulation.oracle import Violation
 
 _TOP = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(r"[0-9a-f]{48}")
-_UNBORN = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
+_PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
 _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"
 _DIRECTORY_BYTES = 4096
@@ -32,7 +32,7 @@ class Found:
     """Of one look."""
 
     chunks: dict[bytes, File] = field(default_factory=dict)
-    unborn: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
     """Bytes of files that are being written, by the id of their writer, where that one's lock file is there."""
     directories: list[Directory] = field(default_factory=list)
     quarantined: list[File] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Found:
         """Of all that counts against the cap."""
         files = (*self.chunks.values(), *self.quarantined)
         blocks = sum(file.block_count for file in files) + len(self.directories)
-        return blocks * _DIRECTORY_BYTES + sum(self.unborn.values())
+        return blocks * _DIRECTORY_BYTES + sum(self.pending.values())
 
 
 class Place:
@@ -95,10 +95,10 @@ class Place:
                 found.counted_bytes = count if magic == _COUNTED else None
             elif name == "tmp" and isinstance(inode, Directory):
                 for below, file in inode.names.items():
-                    unborn = _UNBORN.fullmatch(below)
-                    if unborn and isinstance(file, File) and f"{unborn[1]}.lock" in inode.names:
-                        written = found.unborn.get(unborn[1], 0)
-                        found.unborn[unborn[1]] = written + file.block_count * _DIRECTORY_BYTES
+                    pending = _PENDING.fullmatch(below)
+                    if pending and isinstance(file, File) and f"{pending[1]}.lock" in inode.names:
+                        written = found.pending.get(pending[1], 0)
+                        found.pending[pending[1]] = written + file.block_count * _DIRECTORY_BYTES
                     elif below.endswith(".new") and isinstance(file, File):
                         found.beginners.append((f".tiercache/tmp/{below}", file))
                     else:
@@ -152,7 +152,7 @@ class Place:
         """When the last cache is closed: chunks that are known, and the few files that belong to the directory."""
         found = self.look()
         old = [name for name, file in found.beginners if file.ctime_ns < (wall_s - _BEGINNING_S) * 1e9]
-        strays = [*found.others, *found.unborn, *old]
+        strays = [*found.others, *found.pending, *old]
         if strays:
             raise Violation(f"{self.disk.root}: left behind: {strays}")
         if len(found.quarantined) > _QUARANTINED:

@@ -79,7 +79,7 @@ class System:
             stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
                 ("tiercache.tiers.allocation", "_fallocate", self._fallocate),
-                ("tiercache.tiers.naming", "_renameat2", self._renameat2),
+                ("tiercache.tiers.publishing", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
                 stack.enter_context(changed(module, function, answer))

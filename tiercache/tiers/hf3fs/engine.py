@@ -97,7 +97,7 @@ class RingEngine:
         self._now: _Equipment | None = None
         self._fresh: _Equipment | None = None
         """Made by the thread, not yet in use."""
-        self._forsaken: list[Transfer] = []
+        self._unanswered: list[Transfer] = []
         """What a living daemon may yet be doing for rings that we gave up."""
         self._served_s = 0.0
         """When the youngest transfer began that was served."""
@@ -156,7 +156,7 @@ class RingEngine:
     @property
     def in_flight(self) -> int:
         """Transfers that the daemon is or may be working on."""
-        return len(self._unfinished()) + len(self._forsaken)
+        return len(self._unfinished()) + len(self._unanswered)
 
     @property
     def buffers(self) -> Buffers:
@@ -205,7 +205,7 @@ class RingEngine:
             await self._workers.submit(self._make)
         except OSError as error:
             if error.errno in (*DEAD_MOUNT, errno.ENOENT):
-                await self._mourn(None)  # it may have died since we looked, when there were no rings by which to know
+                await self._on_daemon_death(None)  # it may have died since we looked
             raise
         try:
             # Only now: until rings could be made, what lies at the mount point may be the directory below it.
@@ -214,7 +214,7 @@ class RingEngine:
         except BaseException:
             # The arena too: when we try again it may be with yet another daemon, which does not know it.
             fresh, self._fresh = self._fresh, None
-            await self._workers.submit(self._bury, fresh)
+            await self._workers.submit(self._dispose_of, fresh)
             raise
         self._now, self._fresh = self._fresh, None
         self._died = self._draining = False
@@ -229,9 +229,9 @@ class RingEngine:
             for transfer in [each for ring in equipment.all_rings for each in ring.close()]:
                 if not transfer.ended.done():
                     transfer.ended.set_exception(error)
-                self._forsaken.append(transfer)
+                self._unanswered.append(transfer)
         if over:
-            left, self._forsaken = self._forsaken, []
+            left, self._unanswered = self._unanswered, []
             for transfer in left:
                 transfer.over.set_result(None)
         self._tell()
@@ -291,7 +291,7 @@ class RingEngine:
         if now is not None:
             if await self._workers.submit(_is_dead, now.registrations, now.buffers.segment.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
-                await self._mourn(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
+                await self._on_daemon_death(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
             elif not now.works or self._worn_out(now):
                 logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
                 # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
@@ -303,7 +303,7 @@ class RingEngine:
                 left = self._give_up(silent, over=False)
                 dead = await self._workers.submit(_take_away_and_look, left)
                 if dead:
-                    await self._mourn(None)
+                    await self._on_daemon_death(None)
                 elif not await self._take_arena_back() and not served:
                     # New rings would only lose more of the arena: nobody was served by the old ones either.
                     self._parched = True
@@ -316,11 +316,11 @@ class RingEngine:
         self._tell()
         logger.info("3FS at %s: rings made anew", self.mount)
 
-    async def _mourn(self, equipment: _Equipment | None) -> None:
+    async def _on_daemon_death(self, equipment: _Equipment | None) -> None:
         """The daemon is dead: nobody touches what it was given, and all that is open on its mount is of no use."""
         self._died = True
         self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
-        await self._workers.submit(self._bury, equipment)
+        await self._workers.submit(self._dispose_of, equipment)
 
     async def _take_arena_back(self) -> bool:
         """Whether nothing of the arena is lost any more.
@@ -339,8 +339,8 @@ class RingEngine:
             return False
         self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
         self._parched = False
-        over = [transfer for transfer in self._forsaken if transfer.arena_bytes]
-        self._forsaken = [transfer for transfer in self._forsaken if not transfer.arena_bytes]
+        over = [transfer for transfer in self._unanswered if transfer.arena_bytes]
+        self._unanswered = [transfer for transfer in self._unanswered if not transfer.arena_bytes]
         for transfer in over:
             transfer.over.set_result(None)
         self._tell()
@@ -349,7 +349,7 @@ class RingEngine:
     @property
     def _held_bytes(self) -> int:
         """Of the arena, by reads of rings that were given up."""
-        return sum(transfer.arena_bytes for transfer in self._forsaken)
+        return sum(transfer.arena_bytes for transfer in self._unanswered)
 
     def _lacks_slots(self, late: list[Transfer]) -> bool:
         """Whether so much of the arena is lost that it is worth an interruption, and how long ago the last one was."""
@@ -361,7 +361,7 @@ class RingEngine:
         if _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes:
             return True
         # A slot is little, but its chunk cannot be removed: in a quiet moment it costs nobody anything.
-        lost_s = [each.began_s for each in (*self._forsaken, *late) if each.arena_bytes]
+        lost_s = [each.began_s for each in (*self._unanswered, *late) if each.arena_bytes]
         return self._is_quiet and self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
 
     def _may_take_back(self) -> bool:
@@ -434,7 +434,7 @@ class RingEngine:
         if self.arena is not None:
             self.arena.release()
 
-    def _bury(self, equipment: _Equipment | None) -> None:
+    def _dispose_of(self, equipment: _Equipment | None) -> None:
         """What a daemon left that died."""
         _take_away(equipment)
         if self.arena is not None:

@@ -99,15 +99,15 @@ class RegisteredFiles:
 
     def release(self, file: RegisteredFile) -> None:
         if self.drop(file):
-            self.bury(file)
+            self.close_file(file)
 
     def drop(self, file: RegisteredFile) -> bool:
-        """One user fewer; whether that was the last and the file is to be buried. Does not block."""
+        """One user fewer; whether that was the last and the file is to be closed. Does not block."""
         with self._lock:
             file.users -= 1
             return not file.users
 
-    def bury(self, file: RegisteredFile) -> None:
+    def close_file(self, file: RegisteredFile) -> None:
         """Deregister and close a file that nobody uses."""
         self._close(file.descriptor)
 
@@ -173,7 +173,7 @@ class RegisteredFiles:
             with contextlib.suppress(OSError):
                 descriptor = os.open(living, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    self._bury_orphans(descriptor)
+                    self._close_orphans(descriptor)
                 finally:
                     os.close(descriptor)
         self._closed = True
@@ -185,7 +185,7 @@ class RegisteredFiles:
     def _open(self, path: str, flags: int) -> RegisteredFile:
         descriptor = open_regular(path, flags)
         try:
-            self._bury_orphans(descriptor)
+            self._close_orphans(descriptor)
             self._register(descriptor)
         except BaseException:
             _close(descriptor)
@@ -216,7 +216,7 @@ class RegisteredFiles:
             with self._lock:
                 self._orphans.append(descriptor)
 
-    def _bury_orphans(self, living: int) -> None:
+    def _close_orphans(self, living: int) -> None:
         """Deregister files of a dead mount. 3FS looks whether a number is on a living mount, so they are made to be."""
         with self._lock:
             orphans, self._orphans = self._orphans, []

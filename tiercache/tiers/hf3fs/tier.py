@@ -42,7 +42,7 @@ from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
 from tiercache.tiers.manifest import MANIFEST
 from tiercache.tiers.scanning import Shelf
-from tiercache.tiers.volume import Unborn, Victims, Volume
+from tiercache.tiers.volume import PendingFile, Victims, Volume
 
 logger = logging.getLogger("tiercache.hf3fs")
 
@@ -357,7 +357,7 @@ class Hf3fsTier(DiskTier):
             if buffers is not None and place >= 0:
                 buffers.give_back(place)
             if self.files.drop(file):
-                self._later(self.files.bury, file)
+                self._later(self.files.close_file, file)
 
         if transfer is None or transfer.over.done():
             release()
@@ -377,8 +377,8 @@ class Hf3fsTier(DiskTier):
         padded = payload[: aligned(payload_bytes)]
         direct = _inside(engine.arena, padded, padded.nbytes)
 
-        def begin() -> tuple[Unborn, RegisteredFile]:
-            unborn = volume.begin_write(key, payload_bytes, victims)
+        def begin() -> tuple[PendingFile, RegisteredFile]:
+            pending = volume.begin_write(key, payload_bytes, victims)
             try:
                 view = buffers.view(place)
                 if not view.nbytes:
@@ -393,13 +393,13 @@ class Hf3fsTier(DiskTier):
                 packed = Header(key, self.fingerprint, payload_bytes, checksum).pack()
                 view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
                 view[PACKED_BYTES:HEADER_BYTES] = 0
-                return unborn, volume.make(unborn, self.files.create)
+                return pending, volume.make(pending, self.files.create)
             except BaseException:
-                volume.abandon_write(unborn)
+                volume.abandon_write(pending)
                 raise
 
         try:
-            unborn, file = await self._file_threads.submit(begin)
+            pending, file = await self._file_threads.submit(begin)
         except BaseException:
             buffers.give_back(place)
             raise
@@ -408,35 +408,35 @@ class Hf3fsTier(DiskTier):
             transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, padded.nbytes), read=False)
             moved_bytes, whole_bytes = await transfer.ended, file_bytes(payload_bytes)
             if moved_bytes != whole_bytes:
-                raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", unborn.path)
+                raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", pending.path)
         except OSError:
             # Nobody writes to it any more, and its space may be what the next attempt needs.
             buffers.give_back(place)
-            await self._file_threads.submit(self._discard, volume, unborn, file)
+            await self._file_threads.submit(self._discard, volume, pending, file)
             raise
         except BaseException:
             # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
-            self._later(volume.abandon_write, unborn)
+            self._later(volume.abandon_write, pending)
             self._let_go(file, buffers, place, transfer)
             raise
         buffers.give_back(place)
-        return await self._file_threads.submit(self._publish, volume, unborn, file)
+        return await self._file_threads.submit(self._publish, volume, pending, file)
 
-    def _discard(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> None:
+    def _discard(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> None:
         with contextlib.suppress(OSError):
-            volume.abandon_write(unborn)
+            volume.abandon_write(pending)
         self.files.release(file)
 
-    def _publish(self, volume: Volume, unborn: Unborn, file: RegisteredFile) -> int:
+    def _publish(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> int:
         """Releases `file`: it has its name only when nobody can write to it any more."""
         try:
             occupied_bytes = self.files.settle(file, durable=self.settings.durable)
         except BaseException:
-            volume.abandon_write(unborn)
+            volume.abandon_write(pending)
             raise
         finally:
             self.files.release(file)
-        return volume.finish_write(unborn, occupied_bytes or unborn.charged_bytes)
+        return volume.finish_write(pending, occupied_bytes or pending.charged_bytes)
 
 
 def _inside(arena: Segment | None, memory: np.ndarray, length_bytes: int) -> Piece | None:

@@ -17,7 +17,7 @@ FILE_BYTES = file_bytes(CHUNK_BYTES)
 _BLOCK_BYTES = 4096
 CROWDED_CAP_BYTES = TOP_DIRECTORIES * _BLOCK_BYTES + 80 * FILE_BYTES
 ROOMY_CAP_BYTES = TOP_DIRECTORIES * _BLOCK_BYTES + 5 * SLOTS * KEYS_A_SLOT * FILE_BYTES // 2
-_UNBORN = re.compile(r"[0-9a-f]{32}\.\d+")
+_PENDING = re.compile(r"[0-9a-f]{32}\.\d+")
 _FS_STALE_S = 15.0
 
 
@@ -70,7 +70,7 @@ def occupied(root: Path) -> Occupied:
                     continue
                 seen.add(status.st_ino)
                 is_private = relative.startswith(".tiercache") or (relative == "." and len(name) != 2)
-                if is_private and not _UNBORN.fullmatch(name):
+                if is_private and not _PENDING.fullmatch(name):
                     private_bytes += status.st_blocks * 512
                 else:
                     counted_bytes += status.st_blocks * 512

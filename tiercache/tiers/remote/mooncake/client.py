@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.remote.mooncake.place import Place
+from tiercache.tiers.remote.mooncake.address import Address
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
 
 logger = logging.getLogger("tiercache.mooncake")
@@ -45,9 +45,9 @@ class Client:
     listens there.
     """
 
-    def __init__(self, name: str, place: Place, memory: WiredMemory) -> None:
+    def __init__(self, name: str, address: Address, memory: WiredMemory) -> None:
         self.name = name
-        self.place = place
+        self.address = address
         self._memory = memory
         self._session: Session | None = None
         self._problem = "it is being set up"
@@ -162,31 +162,31 @@ class Client:
             self._retire(session, "it is closed")
 
     def _nobody_there(self) -> str | None:
-        endpoint = self.place.master_endpoint
+        endpoint = self.address.master_endpoint
         if endpoint is None:
             return None
         try:
             with socket.create_connection(endpoint, _LOOK_S):
                 return None
         except OSError as error:
-            return f"mooncake_master at {self.place.shown_master} cannot be reached: {error.strerror or error}"
+            return f"mooncake_master at {self.address.shown_master} cannot be reached: {error.strerror or error}"
 
     def _try_once(self) -> Session | str:
         """The session, or what went wrong. One store for each try: what a failed one holds is let go with it."""
         module = import_mooncake()
-        place, store = self.place, module.MooncakeDistributedStore()
+        address, store = self.address, module.MooncakeDistributedStore()
         began_s = time.monotonic()
         code = store.setup(
-            place.local_hostname,
-            place.metadata_server,
-            place.global_segment_bytes,
-            place.local_buffer_bytes,
-            place.protocol,
-            place.device_name,
-            place.master,
+            address.local_hostname,
+            address.metadata_server,
+            address.global_segment_bytes,
+            address.local_buffer_bytes,
+            address.protocol,
+            address.device_name,
+            address.master,
         )
         if code:
-            return f"Mooncake's setup ({place.protocol}, master {place.shown_master}) says {code}"
+            return f"Mooncake's setup ({address.protocol}, master {address.shown_master}) says {code}"
         code = self._memory.wire(store.register_buffer)
         if code:
             self._memory.release(store.unregister_buffer)
@@ -194,9 +194,9 @@ class Client:
             return f"Mooncake registers no memory: code {code}"
         config = module.ReplicateConfig()
         config.replica_num = 1
-        if place.prefer_local:
+        if address.prefer_local:
             config.preferred_segment = store.get_hostname()
-        logger.info("%s: at %s (%.1f s)", self.name, place.shown_master, time.monotonic() - began_s)
+        logger.info("%s: at %s (%.1f s)", self.name, address.shown_master, time.monotonic() - began_s)
         return Session(store, config)
 
 

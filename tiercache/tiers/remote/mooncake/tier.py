@@ -14,10 +14,10 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
+from tiercache.tiers.remote.mooncake.address import Address, read_address
 from tiercache.tiers.remote.mooncake.chunks import Chunks
 from tiercache.tiers.remote.mooncake.client import Client, import_mooncake
 from tiercache.tiers.remote.mooncake.codes import MasterLost
-from tiercache.tiers.remote.mooncake.place import Place, read_place
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
 
 logger = logging.getLogger("tiercache.mooncake")
@@ -41,7 +41,7 @@ class MooncakeTier(RemoteTier):
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
         self._arena: Arena | None = None
-        self._place: Place | None = None
+        self._address: Address | None = None
         self._client: Client | None = None
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
         self._writers = Workers(f"{self.name}-write", settings.concurrency)
@@ -52,12 +52,12 @@ class MooncakeTier(RemoteTier):
         self._arena = arena
 
     def describe(self) -> str:
-        return f"{self.name} ({self._place.shown_master}, {self._place.protocol})" if self._place else self.name
+        return f"{self.name} ({self._address.shown_master}, {self._address.protocol})" if self._address else self.name
 
     async def _connect(self) -> None:
         """A master that is not there is no reason not to start: operations fail until it is."""
         settings = self.settings
-        self._place = await self._control.submit(read_place, settings)
+        self._address = await self._control.submit(read_address, settings)
         try:
             await self._control.submit(import_mooncake)
         except ImportError as error:
@@ -71,7 +71,7 @@ class MooncakeTier(RemoteTier):
             cells=2 * settings.concurrency,
             wait_s=settings.timeout_s,
         )
-        self._client = Client(self.name, self._place, self._memory)
+        self._client = Client(self.name, self._address, self._memory)
         prefix = str(settings.options.get("prefix") or "")
         self._chunks = Chunks(self._client, self._memory, prefix, self.packed_header, self.verified)
         self._client.start()

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.remote.base import RemoteSettings
+from tiercache.tiers.remote.s3.address import Address
 from tiercache.tiers.remote.s3.credentials import Identity, identity_of
-from tiercache.tiers.remote.s3.place import Place
 from tiercache.tiers.remote.s3.problems import Problem, problem_of
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Client:
     Exceptions of the library never get out, nor do they hang on ours: they hold what was sent and what came back.
     """
 
-    def __init__(self, settings: RemoteSettings, place: Place, part_bytes: int, requests: int) -> None:
+    def __init__(self, settings: RemoteSettings, address: Address, part_bytes: int, requests: int) -> None:
         """Blocks: reads certificates and profiles. Raises ConfigError."""
         try:
             import obstore
@@ -51,7 +51,7 @@ class Client:
             raise settings.error("url", f"the s3 tier needs obstore: pip install 'tiercache[s3]' ({error})") from None
         self.name = settings.name
         self.settings = settings
-        self.place = place
+        self.address = address
         self.identity = identity_of(settings)
         self._obstore = obstore
         self._taken = AlreadyExistsError
@@ -61,7 +61,7 @@ class Client:
         """Requests in flight."""
         self._idle = asyncio.Event()
         self._idle.set()
-        options = self._options(settings, place, self.identity)
+        options = self._options(settings, address, self.identity)
         self.reads = self._store(S3Store, options, settings.timeout_s, part_bytes)
         # An answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
         sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
@@ -69,7 +69,7 @@ class Client:
         _open_clients.add(self)
 
     @staticmethod
-    def _options(settings: RemoteSettings, place: Place, identity: Identity) -> dict[str, Any]:
+    def _options(settings: RemoteSettings, address: Address, identity: Identity) -> dict[str, Any]:
         options: dict[str, Any] = {
             "disable_bulk_delete": True  # not every store has it, and chunks are deleted one by one
         }
@@ -78,12 +78,13 @@ class Client:
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             # The payload has a checksum of its own; SHA-256 over it costs more than all the rest of a put.
             options["unsigned_payload"] = True
-        if place.endpoint is not None:
-            options["endpoint"] = place.endpoint
-        at_amazon = place.endpoint is None and not os.environ.keys() & _ENDPOINT_VARIABLES
-        virtual_hosted = at_amazon and "." not in place.bucket if place.virtual_hosted is None else place.virtual_hosted
+        if address.endpoint is not None:
+            options["endpoint"] = address.endpoint
+        at_amazon = address.endpoint is None and not os.environ.keys() & _ENDPOINT_VARIABLES
+        by_host = address.virtual_hosted
+        virtual_hosted = at_amazon and "." not in address.bucket if by_host is None else by_host
         options["virtual_hosted_style_request"] = virtual_hosted
-        region = place.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or identity.region
+        region = address.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or identity.region
         if region:
             options["region"] = region
         if identity.anonymous:
@@ -94,7 +95,7 @@ class Client:
 
     def _store(self, make: Any, options: dict[str, Any], silence_s: float, length_bytes: int) -> Any:
         try:
-            return make(self.place.bucket, **options, **_patience(self.settings, silence_s, length_bytes))
+            return make(self.address.bucket, **options, **_patience(self.settings, silence_s, length_bytes))
         except OSError as error:
             raise self.settings.error("tls_ca_file", f"{error.filename} cannot be read: {error.strerror}") from None
         except Exception as error:
@@ -162,7 +163,7 @@ class Client:
             self.pending -= 1
             if not self.pending:
                 self._idle.set()
-        raise RequestFailed(f"{self.name}: {what} of {self.place}: {problem.words}", problem)
+        raise RequestFailed(f"{self.name}: {what} of {self.address}: {problem.words}", problem)
 
 
 class _Taken(Exception):

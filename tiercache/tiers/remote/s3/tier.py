@@ -26,8 +26,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
+from tiercache.tiers.remote.s3.address import read_address
 from tiercache.tiers.remote.s3.client import Client, RequestFailed
-from tiercache.tiers.remote.s3.place import place_of
 
 logger = logging.getLogger("tiercache.s3")
 
@@ -41,16 +41,16 @@ _CLOSE_S = 1.0
 class S3Tier(RemoteTier):
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
-        self.place = place_of(settings)
+        self.address = read_address(settings)
         self.conditional = True
         """Whether the store can put an object only where there is none; assumed until it says no."""
         self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
-        self._directory = "/".join(filter(None, (self.place.prefix, settings.fingerprint.hex())))
+        self._directory = "/".join(filter(None, (self.address.prefix, settings.fingerprint.hex())))
         self._workers = Workers(settings.name, max(_COPYING_THREADS, min(4, settings.concurrency)))
         self._client: Client | None = None
 
     def describe(self) -> str:
-        return f"{self.name} ({self.place})"
+        return f"{self.name} ({self.address})"
 
     def path(self, key: ChunkKey) -> str:
         """The object's name in the bucket."""
@@ -64,7 +64,7 @@ class S3Tier(RemoteTier):
 
     async def _connect(self) -> None:
         """A store that does not answer is no reason not to start; one that says no is."""
-        self._client = await self._workers.submit(Client, self.settings, self.place, self._part_bytes, _REQUESTS)
+        self._client = await self._workers.submit(Client, self.settings, self.address, self._part_bytes, _REQUESTS)
         try:
             await self.client.get(f"{self._directory}/none", 0, 1)
         except RequestFailed as error:
@@ -73,7 +73,7 @@ class S3Tier(RemoteTier):
                 return
             if problem.option:
                 raise self.settings.error(
-                    problem.option, f"{self.place} with credentials of {self.client.identity.source}: {problem.words}"
+                    problem.option, f"{self.address} with credentials of {self.client.identity.source}: {problem.words}"
                 ) from None
             logger.warning("%s; the tier is used as soon as it answers", error)
 

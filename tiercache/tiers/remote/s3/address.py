@@ -16,7 +16,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """A bucket, and how it is reached. Holds no secrets."""
 
     bucket: str
@@ -33,7 +33,7 @@ class Place:
         return f"s3://{self.bucket}{'/' if self.prefix else ''}{self.prefix}{where}"
 
 
-def place_of(settings: RemoteSettings) -> Place:
+def read_address(settings: RemoteSettings) -> Address:
     """Raises ConfigError, which does not repeat the URL: it may hold what does not belong in a log."""
     options = settings.options
     url = _split(settings)
@@ -59,7 +59,7 @@ def place_of(settings: RemoteSettings) -> Place:
     if not _BUCKET.fullmatch(bucket):
         raise settings.error("url", "this is no name of a bucket; write s3://bucket/prefix, and the server as endpoint")
     parts = [*_names(settings, "url", url.path), *_names(settings, "prefix", str(options.get("prefix", "tiercache")))]
-    return Place(bucket, "/".join(parts), endpoint, virtual_hosted, region)
+    return Address(bucket, "/".join(parts), endpoint, virtual_hosted, region)
 
 
 def _split(settings: RemoteSettings) -> SplitResult:

@@ -18,7 +18,7 @@ _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
-Naming = Callable[[str, str], None]
+Publish = Callable[[str, str], None]
 """From a temporary name to the final one. Raises FileExistsError when that is taken, FileNotFoundError when its directory
 is not there, and an OSError of `UNSUPPORTED` when the file system cannot do it this way."""
 
@@ -44,5 +44,5 @@ def link_new(temporary: str, path: str) -> None:
         os.unlink(temporary)
 
 
-WAYS: tuple[Naming, ...] = (rename_new, link_new)
+WAYS: tuple[Publish, ...] = (rename_new, link_new)
 """In the order in which they are tried."""

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from tiercache.integrations.vllm.naming import BlockNames
+from tiercache.integrations.vllm.block_names import BlockNames
 
 
 def request(tokens: list[int], **more: Any) -> Any:

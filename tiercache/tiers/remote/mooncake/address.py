@@ -20,7 +20,7 @@ _FROM_FILE = ("local_hostname", "metadata_server", "master_server_address", "pro
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """What `MooncakeDistributedStore.setup` takes."""
 
     master: str = field(repr=False)
@@ -48,7 +48,7 @@ class Place:
         return host.strip("[]"), int(port)
 
 
-def read_place(settings: RemoteSettings) -> Place:
+def read_address(settings: RemoteSettings) -> Address:
     """Raises ConfigError. Reads Mooncake's file, where there is one: in a thread.
 
     An option that is not what it is by default wins over the file, the file over defaults and the URL.
@@ -60,7 +60,7 @@ def read_place(settings: RemoteSettings) -> Place:
         given = settings.options.get(name, rows[name].default)
         return file.get(name, given) if given == rows[name].default else given
 
-    place = Place(
+    address = Address(
         master=str(value("master_server_address") or _from_url(settings)),
         local_hostname=str(value("local_hostname")),
         metadata_server=str(value("metadata_server")),
@@ -70,11 +70,11 @@ def read_place(settings: RemoteSettings) -> Place:
         local_buffer_bytes=value("local_buffer_size"),
         prefer_local=bool(value("prefer_local_alloc")),
     )
-    if not place.master:
+    if not address.master:
         raise settings.error("url", "expected mooncakestore://host:port of mooncake_master, or master_server_address")
-    if place.master_endpoint is None and "://" not in place.master and "," not in place.master:
-        raise settings.error("master_server_address", f"expected host:port, found {place.shown_master!r}")
-    return place
+    if address.master_endpoint is None and "://" not in address.master and "," not in address.master:
+        raise settings.error("master_server_address", f"expected host:port, found {address.shown_master!r}")
+    return address
 
 
 def _from_url(settings: RemoteSettings) -> str:

@@ -10,11 +10,11 @@ import pytest
 
 from tests.remote.mooncake.conftest import make_tier
 from tiercache.errors import ConfigError
-from tiercache.tiers.remote.mooncake.place import Place, read_place
+from tiercache.tiers.remote.mooncake.address import Address, read_address
 
 
-def place(url: str = "", **options: Any) -> Place:
-    return read_place(make_tier(url, **{"local_hostname": "localhost"} | options).settings)
+def place(url: str = "", **options: Any) -> Address:
+    return read_address(make_tier(url, **{"local_hostname": "localhost"} | options).settings)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_several_masters_behind_etcd_are_mooncakes_business() -> None:
 
 def test_mooncakes_file_is_read(file: Path) -> None:
     found = place(config_file=str(file))
-    assert found == Place(
+    assert found == Address(
         master="master-of-the-file:50051",
         local_hostname="host-of-the-file",
         metadata_server="http://meta:8080/metadata",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from tiercache.memory.arena import SHM_DIRECTORY
 from tiercache.tiers.mounts import mounts
@@ -41,7 +42,8 @@ def usage_of(pid: int, at_s: float) -> Usage | None:
 
 @dataclass(frozen=True)
 class Growth:
-    """Between the last sample of the first tenth (or the first one of all) and the last sample."""
+    """Between the end of the first tenth and the end. Memory in a soak is the median of the samples around each: what a
+    process has at one moment depends on what it did last."""
 
     first: Usage
     last: Usage
@@ -54,7 +56,11 @@ def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) 
         return None
     early = [sample for sample in samples if sample.at_s <= seconds / 10]
     first, last = early[-1] if early else samples[0], samples[-1]
-    allowed_bytes = int(GROWTH * first.rss_bytes) if seconds >= SOAK_S else WARM_UP_BYTES
+    allowed_bytes = WARM_UP_BYTES
+    if seconds >= SOAK_S:
+        first = _typical(first, [sample for sample in early if sample.at_s >= seconds / 20])
+        last = _typical(last, [sample for sample in samples if sample.at_s >= last.at_s - seconds / 10])
+        allowed_bytes = int(GROWTH * first.rss_bytes)
     leaks = []
     if (more := last.rss_bytes - first.rss_bytes) > allowed_bytes:
         leaks.append(f"memory: {more / 2**20:.1f} MiB more than {first.rss_bytes / 2**20:.1f}")
@@ -65,6 +71,10 @@ def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) 
         if now - was > allowed:
             leaks.append(f"{name}: {was}, then {now}")
     return Growth(first, last, tuple(leaks))
+
+
+def _typical(sample: Usage, around: Sequence[Usage]) -> Usage:
+    return replace(sample, rss_bytes=int(median(each.rss_bytes for each in around or [sample])))
 
 
 def left_behind(directory: Path) -> list[str]:

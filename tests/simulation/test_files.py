@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tiercache.core.keys import KEY_BYTES
 from tiercache.testing.contract import page_aligned
 from tiercache.testing.simulation.files import Disk, FileCalls, Torn
-from tiercache.tiers import allocation, naming
+from tiercache.tiers import allocation, publishing
 from tiercache.tiers.volume import Victims, Volume
 
 ROOT = "/simulated/disk0"
@@ -221,7 +221,7 @@ class Real:
     """`os` and what of C tiercache calls beside it."""
 
     flock = staticmethod(fcntl.flock)
-    rename_new = staticmethod(naming.rename_new)
+    rename_new = staticmethod(publishing.rename_new)
     fallocate = staticmethod(lambda descriptor, offset, length: os.posix_fallocate(descriptor, offset, length))
 
     def __getattr__(self, name: str) -> Any:
@@ -665,7 +665,7 @@ def in_the_place_of_os(calls: FileCalls, patch: pytest.MonkeyPatch) -> Iterator[
             "_fallocate",
             like_c(lambda descriptor, mode, at, length: calls.fallocate(descriptor, mode, at.value, length.value)),
         )
-        patched.setattr(naming, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new)))
+        patched.setattr(publishing, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new)))
         yield
 
 

@@ -471,7 +471,7 @@ class _Run:
         """rm -rf DIR/* beside running caches, or rm -rf DIR."""
         for disk in self.disks.values():
             disk.remove_all(f"{disk.root}/kv")
-            if operation.values["itself"] and (directory := disk.top.names.get("kv")) is not None:
+            if operation.values.get("itself") and (directory := disk.top.names.get("kv")) is not None:
                 disk.remove(disk.top, "kv", directory)
         self._others_deleted(range(self._key_count))
         self._happened(fails=True)

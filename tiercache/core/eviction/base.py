@@ -248,9 +248,9 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` does not follow any more what it was known to follow."""
         parent = self._family.leave(key)
         self._path.clear()  # which may go that way
-        self._is_cut_off(parent)
+        self._unspare_before(parent)
 
-    def _is_cut_off(self, ancestor: ChunkKey | None) -> None:
+    def _unspare_before(self, ancestor: ChunkKey | None) -> None:
         """What was behind it is not any more. It may be spared, and all before it, for the sake of an end of that."""
         while self._spared and ancestor is not None:
             if ancestor in self._spared:
@@ -410,7 +410,7 @@ class EvictionOrder(ABC, Generic[V]):
         has_children = key in family.children
         parent = family.remove(key) if family.parents else None
         if has_children:
-            self._is_cut_off(parent)
+            self._unspare_before(parent)
         if self._strays:
             self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0

@@ -20,8 +20,6 @@ class Lru(EvictionOrder[V]):
     def __init__(self) -> None:
         super().__init__()
         self.entries: OrderedDict[ChunkKey, V] = OrderedDict()
-        self._mixed = False
-        """Whether one that is judged again may stand behind one that is spared."""
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self.entries[key] = value
@@ -43,11 +41,6 @@ class Lru(EvictionOrder[V]):
 
     def _coldest(self) -> ChunkKey | None:
         key = next(iter(self.entries))
-        if key in self._spared and self._mixed:
-            for spared in self._spared:
-                self.entries.move_to_end(spared)
-            self._mixed = False
-            key = next(iter(self.entries))
         # What is spared is put behind all others. Where one is the first, they have had their turn.
         return None if key in self._spared else key
 
@@ -55,7 +48,7 @@ class Lru(EvictionOrder[V]):
         self.entries.move_to_end(key)
 
     def _restore(self, key: ChunkKey, standing: None) -> None:
-        self._mixed = True
+        pass
 
     def _hasten(self, key: ChunkKey) -> None:
         self.entries.move_to_end(key, last=False)

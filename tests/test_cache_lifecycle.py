@@ -22,8 +22,8 @@ from tests.remote.fs.mount import FragileMount, why_no_fuse
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
 from tiercache import CacheThread, ConfigError, TierCache
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.tiers.cpu import Lease
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.leases import Lease
 
 needs_fuse = pytest.mark.skipif(why_no_fuse() is not None, reason=str(why_no_fuse()))
 
@@ -345,6 +345,27 @@ async def test_start_that_is_cancelled_at_any_step_keeps_nothing(tmp_path: Path,
         assert await gone(arena_file), steps
 
 
+def test_start_that_nobody_runs_any_more_does_not_wait(tmp_path: Path) -> None:
+    """As the coroutines of a loop that is gone: it raised RuntimeError, that it ignored its end. In a process of its own,
+    since nothing is left that could give back what it has taken."""
+    program = (
+        "import asyncio, sys; from pathlib import Path; from tests.test_cache import LAYOUT, configured\n"
+        "from tiercache import TierCache\n"
+        "async def main():\n"
+        "    starting = TierCache(configured(Path(sys.argv[1])), LAYOUT).start()\n"
+        "    waits_for = starting.send(None)\n"
+        "    while not Path(sys.argv[1], 'tiercache.json').exists():\n"
+        "        if waits_for.done():\n"
+        "            waits_for = starting.send(None)\n"
+        "        await asyncio.sleep(0)\n"
+        "    starting.close()\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 @pytest.mark.parametrize("way", ["open", "start"])
 def test_program_that_ends_without_closing_its_cache_leaves_no_shared_memory(
     tmp_path: Path, arena_file: Path, way: str
@@ -421,6 +442,31 @@ async def test_start_that_comes_to_nothing_has_given_its_memory_back_when_it_end
             await starting
         assert not arena_file.exists()
         assert not mapped(arena_file), "memory that waits for the garbage collector"
+
+
+async def test_tier_that_comes_up_after_the_start_was_given_up_is_closed_and_the_memory_given_back(
+    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, closed = asyncio.Event(), asyncio.Event()
+
+    async def opens(tier: DiskTier) -> None:
+        while not go_on.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await go_on.wait()
+
+    async def closes(tier: DiskTier) -> None:
+        closed.set()
+
+    monkeypatch.setattr(DiskTier, "open", opens)
+    monkeypatch.setattr(DiskTier, "close", closes)
+    monkeypatch.setattr(DiskTier, "open_s", 0.1)
+    monkeypatch.setattr("tiercache.opening._LET_GO_S", 0.1)
+    with pytest.raises(ConfigError, match="did not open"):
+        await started(tmp_path, arena_file)
+    assert mapped(arena_file), "its opening may still touch it"
+    go_on.set()
+    assert await gone(arena_file)
+    assert closed.is_set()
 
 
 async def test_cancelled_start_ends_when_the_arena_that_was_being_made_is_given_back_and_may_be_tried_again(

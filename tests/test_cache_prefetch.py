@@ -14,7 +14,7 @@ import pytest
 from tiercache import Config, Layout, TierCache
 from tiercache.core.budget import Purpose
 from tiercache.errors import ConfigError
-from tiercache.tiers.cpu import Lease
+from tiercache.tiers.leases import Lease
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 12))

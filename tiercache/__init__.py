@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tiercache.scheduler.fan_out import FlushReport  # noqa: F401
     from tiercache.scheduler.reader import Hit  # noqa: F401
     from tiercache.statistics import Statistics  # noqa: F401
-    from tiercache.tiers.cpu import Lease  # noqa: F401
+    from tiercache.tiers.leases import Lease  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOME = {
     "Hit": "scheduler.reader",
     "Layout": "core.layout",
     "LayoutError": "errors",
-    "Lease": "tiers.cpu",
+    "Lease": "tiers.leases",
     "Statistics": "statistics",
     "TierCache": "cache",
     "TierCacheError": "errors",

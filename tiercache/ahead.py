@@ -20,7 +20,8 @@ from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
-from tiercache.tiers.cpu import CpuTier, Lease
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 PIN_S = 600.0
 _QUEUE = "queue"

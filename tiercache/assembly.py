@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from tiercache.config.remotes import Remote, remotes_of, split_paths
+from tiercache.config import Config
+from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.config.schema import available_memory_bytes
 from tiercache.core.budget import SlotBudget
 from tiercache.core.header import file_bytes
@@ -20,24 +22,23 @@ from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
-from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.mounts import file_system_of
+from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
-from tiercache.tiers.mounts import file_system_of
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import make_remote
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
-if TYPE_CHECKING:
-    from tiercache.config import Config
-
-
 logger = logging.getLogger("tiercache")
+
+Builder = Callable[[Config, Layout, Device | None, PlannedTier], Tier]
 
 MIB = 1 << 20
 WEKAFS = "wekafs"
@@ -94,7 +95,8 @@ def make_twin() -> TwinDriver:
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
-    """The tiers below the hot cache, in the order of the cascade. Raises ConfigError for a cap that holds no chunk."""
+    """The tiers of the plan below the hot cache, in its order. Raises ConfigError for a cap that holds no chunk, a library
+    that is missing, settings that do not do."""
     needed_bytes = file_bytes(layout.chunk_bytes)
     for name, cap_bytes in (("max_local_disk_size", config.disk_bytes), ("max_gds_size", config.gds_bytes)):
         if 0 < cap_bytes < needed_bytes:
@@ -102,30 +104,21 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
                 f"{name}: {cap_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, or lower "
                 "chunk_size"
             )
-    tiers: list[Tier] = []
-    if config.local_disk and config.disk_bytes:
-        tiers.append(DiskTier(disk_settings(config, layout), layout.fingerprint))
-    if config.gds_path:
-        directory = Path(config.gds_path[layout.rank % len(config.gds_path)])
-        if file_system_of(directory) == WEKAFS:
-            logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
-            tiers.append(WekaTier(weka_settings(config, layout, (directory,)), layout.fingerprint, device))
-        else:
-            tiers.append(GdsTier(gds_settings(config, layout, (directory,)), layout.fingerprint, device))
-    if config.weka_path:
-        directories = tuple(map(Path, config.weka_path))
-        for directory in directories:
-            if (kind := file_system_of(directory)) != WEKAFS:
-                raise ConfigError(
-                    f"weka_path: {directory} lies on {kind}, not on a Weka file system ({WEKAFS}): is it mounted? gds_path "
-                    "takes any file system"
-                )
-        tiers.append(WekaTier(weka_settings(config, layout, directories), layout.fingerprint, device))
-    for remote in remotes_of(config):
-        if remote.available:
-            tiers.append(make_remote_tier(config, layout, remote))
+    _, *below = plan_of(config)
+    tiers = [make_tier(config, layout, device, planned) for planned in below if planned.state == ON]
     _check_no_directory_is_used_twice(tiers)
     return tiers
+
+
+def make_tier(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    """By the registry. A class that an instance names wins over all types."""
+    remote = planned.remote
+    own_class = remote is not None and remote.options.get("module_path")
+    tier = (_other if own_class else BUILDERS.get(planned.kind, _other))(config, layout, device, planned)
+    if remote is not None:
+        tier.reads, tier.writes = remote.reads, remote.writes
+        tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
+    return tier
 
 
 def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
@@ -146,30 +139,135 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
                 )
 
 
-def make_remote_tier(config: Config, layout: Layout, remote: Remote) -> Tier:
-    """Raises ConfigError where its library is missing, or its settings do not do."""
-    if remote.type == "hf3fs":
-        tier: Tier = Hf3fsTier(hf3fs_settings(config, layout, remote), layout.fingerprint, name=remote.name)
-    else:
-        options = dict(remote.options)
-        if remote.type == "fs":
-            options["file_access"] = config.file_access
-        module_path, class_name = options.pop("module_path") or "", options.pop("class_name") or ""
-        settings = RemoteSettings(
-            name=remote.name,
-            type=remote.type,
-            fingerprint=layout.fingerprint,
-            chunk_bytes=layout.chunk_bytes,
-            url=remote.place,
-            url_key=remote.key,
-            options=options,
-            timeout_s=options["timeout_s"],
-            concurrency=options["concurrency"],
-        )
-        tier = make_remote(settings, module_path=module_path, class_name=class_name)
-    tier.reads, tier.writes = remote.reads, remote.writes
-    tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
-    return tier
+def _disk(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    """With `by_gpu` each rank has one of the directories, with `by_chunk` every rank uses them all."""
+    if config.local_disk_path_sharding == "by_gpu":
+        planned = _of_rank(layout, planned)
+    settings = FileSettings(
+        directories=tuple(map(Path, planned.directories)),
+        cap_bytes=planned.cap_bytes or 0,
+        threads=config.disk_io_threads,
+        direct=config.use_odirect,
+        durable=config.disk_durability == "fdatasync",
+        policy=policy_below(config),
+        admission=config.flash_admission,
+        bytes_per_day=config.flash_bytes_per_day,
+        file_access=config.file_access,
+    )
+    return DiskTier(settings, layout.fingerprint)
+
+
+def _gds(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
+    planned = _of_rank(layout, planned)
+    directory = Path(planned.directories[0])
+    if file_system_of(directory) == WEKAFS:
+        logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
+        return _weka(config, layout, device, planned)
+    settings = GdsSettings(
+        directories=(directory,),
+        cap_bytes=planned.cap_bytes or 0,
+        threads=config.disk_io_threads,
+        direct=True if config.use_direct_io else None,
+        durable=config.disk_durability == "fdatasync",
+        policy=policy_below(config),
+        admission=config.flash_admission,
+        bytes_per_day=config.flash_bytes_per_day,
+        file_access=config.file_access,
+        way="auto" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
+    )
+    return GdsTier(settings, layout.fingerprint, device)
+
+
+def _weka(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    """GPUDirect Storage is demanded unless the configuration says otherwise."""
+    directories = tuple(map(Path, planned.directories))
+    for directory in directories:
+        if (kind := file_system_of(directory)) != WEKAFS:
+            raise ConfigError(
+                f"weka_path: {directory} lies on {kind}, not on a Weka file system ({WEKAFS}): is it mounted? gds_path "
+                "takes any file system"
+            )
+    settings = WekaSettings(
+        directories=directories,
+        cap_bytes=planned.cap_bytes or 0,
+        threads=max(_WEKA_THREADS, config.disk_io_threads),
+        durable=config.disk_durability == "fdatasync",
+        policy=policy_below(config),
+        way="cufile" if config.use_gds else "posix",
+        chunk_bytes=layout.chunk_bytes,
+        file_access=config.file_access,
+    )
+    return WekaTier(settings, layout.fingerprint, device)
+
+
+def _of_rank(layout: Layout, planned: PlannedTier) -> PlannedTier:
+    return replace(planned, directories=(planned.directories[layout.rank % len(planned.directories)],))
+
+
+def _hf3fs(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    return Hf3fsTier(hf3fs_settings(config, layout, planned), layout.fingerprint, name=planned.name)
+
+
+def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3fsSettings:
+    """Chunks are spread over all base paths of the instance."""
+    return Hf3fsSettings(
+        directories=tuple(map(Path, planned.directories)),
+        cap_bytes=planned.cap_bytes or 0,
+        threads=max(_HF3FS_THREADS, config.disk_io_threads),
+        direct=False,
+        durable=config.disk_durability == "fdatasync",
+        policy=policy_below(config),
+        file_access=config.file_access,
+        mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
+        iov_bytes=config.hf3fs_iov_size,
+        chunk_bytes=layout.chunk_bytes,
+        rings=RingSettings(
+            entries=config.hf3fs_ior_entries,
+            io_depth=config.hf3fs_io_depth,
+            rings=config.hf3fs_io_thread_num,
+            numa=config.hf3fs_numa_id,
+        ),
+    )
+
+
+def policy_below(config: Config) -> str:
+    """What the tiers below the hot cache evict by. COST learns from names of evicted chunks, several for each resident: fine
+    for the thousands of a hot cache, too much for the millions of a disk, which hardly differ by policy."""
+    return "LRU" if config.cache_policy == "COST" else config.cache_policy
+
+
+def _fs(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    return _from_options(layout, planned, file_access=config.file_access)
+
+
+def _other(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    return _from_options(layout, planned)
+
+
+def _from_options(layout: Layout, planned: PlannedTier, **more: Any) -> Tier:
+    """Of RemoteSettings alone: a server's tier, one of an installed package, or the class that `module_path` names."""
+    remote = planned.remote
+    assert remote is not None
+    options = {**remote.options, **more}
+    module_path, class_name = options.pop("module_path") or "", options.pop("class_name") or ""
+    settings = RemoteSettings(
+        name=remote.name,
+        type=remote.type,
+        fingerprint=layout.fingerprint,
+        chunk_bytes=layout.chunk_bytes,
+        url=remote.place,
+        url_key=remote.key,
+        options=options,
+        timeout_s=options["timeout_s"],
+        concurrency=options["concurrency"],
+    )
+    return make_remote(settings, module_path=module_path, class_name=class_name)
+
+
+BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs, "fs": _fs}
+"""By kind, where the configuration has more to say than the options of an instance."""
 
 
 def make_fan_out(
@@ -192,81 +290,4 @@ def reader_settings(config: Config, layout: Layout) -> ReaderSettings:
         deadline_s=config.blocking_timeout_secs,
         probe_deadline_s=config.lookup_timeout_ms / 1000,
         recompute_s=layout.chunk_tokens / rate if rate else None,
-    )
-
-
-def disk_settings(config: Config, layout: Layout) -> DiskSettings:
-    """With `by_gpu` each rank has one of the directories, with `by_chunk` every rank uses them all."""
-    directories = tuple(Path(directory) for directory in config.local_disk)
-    if config.local_disk_path_sharding == "by_gpu":
-        directories = (directories[layout.rank % len(directories)],)
-    return DiskSettings(
-        directories=directories,
-        cap_bytes=config.disk_bytes,
-        threads=config.disk_io_threads,
-        direct=config.use_odirect,
-        durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
-        admission=config.flash_admission,
-        bytes_per_day=config.flash_bytes_per_day,
-        file_access=config.file_access,
-    )
-
-
-def policy_below(config: Config) -> str:
-    """What the tiers below the hot cache evict by. COST learns from names of evicted chunks, several for each resident: fine
-    for the thousands of a hot cache, too much for the millions of a disk, which hardly differ by policy."""
-    return "LRU" if config.cache_policy == "COST" else config.cache_policy
-
-
-def gds_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> GdsSettings:
-    """Each rank has one of the directories (`gds_path_sharding: by_gpu`)."""
-    return GdsSettings(
-        directories=directories,
-        cap_bytes=config.gds_bytes,
-        threads=config.disk_io_threads,
-        direct=True if config.use_direct_io else None,
-        durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
-        admission=config.flash_admission,
-        bytes_per_day=config.flash_bytes_per_day,
-        file_access=config.file_access,
-        way="auto" if config.use_gds else "posix",
-        chunk_bytes=layout.chunk_bytes,
-    )
-
-
-def weka_settings(config: Config, layout: Layout, directories: tuple[Path, ...]) -> WekaSettings:
-    """GPUDirect Storage is demanded unless the configuration says otherwise."""
-    return WekaSettings(
-        directories=directories,
-        cap_bytes=config.gds_bytes,
-        threads=max(_WEKA_THREADS, config.disk_io_threads),
-        durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
-        way="cufile" if config.use_gds else "posix",
-        chunk_bytes=layout.chunk_bytes,
-        file_access=config.file_access,
-    )
-
-
-def hf3fs_settings(config: Config, layout: Layout, remote: Remote) -> Hf3fsSettings:
-    """Chunks are spread over all base paths of the instance."""
-    return Hf3fsSettings(
-        directories=tuple(map(Path, split_paths(remote.place))),
-        cap_bytes=config.hf3fs_bytes,
-        threads=max(_HF3FS_THREADS, config.disk_io_threads),
-        direct=False,
-        durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
-        file_access=config.file_access,
-        mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
-        iov_bytes=config.hf3fs_iov_size,
-        chunk_bytes=layout.chunk_bytes,
-        rings=RingSettings(
-            entries=config.hf3fs_ior_entries,
-            io_depth=config.hf3fs_io_depth,
-            rings=config.hf3fs_io_thread_num,
-            numa=config.hf3fs_numa_id,
-        ),
     )

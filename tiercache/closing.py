@@ -6,9 +6,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import AsyncExitStack
+from types import TracebackType
 from typing import Any
 
+from tiercache.device.device import Device
+from tiercache.memory.arena import Arena
+from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import look_away
+from tiercache.scheduler.fan_out import FlushReport
+from tiercache.scheduler.flights import Flights
+from tiercache.scheduler.writer import TierWriter
 
 logger = logging.getLogger("tiercache")
 
@@ -73,8 +81,38 @@ class Deadline:
                 moved.cancel()
 
 
+class Operations:
+    """What is under way. `with` it: one more, until the end of that."""
+
+    __slots__ = ("_idle", "_when_ended", "under_way")
+
+    def __init__(self, when_ended: Callable[[], None]) -> None:
+        self.under_way = 0
+        self._when_ended = when_ended
+        self._idle: asyncio.Event | None = None
+
+    async def ended(self) -> None:
+        """Until none is under way."""
+        if self.under_way:
+            self._idle = self._idle or asyncio.Event()
+            self._idle.clear()
+            await self._idle.wait()
+
+    def __enter__(self) -> None:
+        self.under_way += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.under_way -= 1
+        if not self.under_way:
+            if self._idle is not None:
+                self._idle.set()
+            self._when_ended()
+
+
 class Lingering:
-    """What hung when a cache was closed, and may still touch its memory."""
+    """What hung when a cache was opened or closed, and may still touch its memory."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         """`on_end` is called when one of them has ended."""
@@ -136,3 +174,95 @@ async def closed(deadline: Deadline, *parts: Part) -> list[asyncio.Task[object]]
         if not parts:
             break
     return left
+
+
+class Closing:
+    """How a cache gives back what it took: in reverse, by one deadline; memory last, when nothing may touch it any more."""
+
+    def __init__(self) -> None:
+        self.deadline = Deadline()
+        self.device: Device | None = None
+        self.arena: Arena | None = None
+        self.pool: SlotPool | None = None
+        self.users: list[TierWriter | Flights] = []
+        """Who touches that memory, and knows what of it was left behind."""
+        self.lingering = Lingering(self._give_memory_back)
+        self.operations = Operations(self._give_memory_back)
+        """A close waits for those."""
+        self.reads = Operations(self._give_memory_back)
+        """It does not wait for these: it ends what they wait for."""
+        self.task: asyncio.Task[FlushReport] | None = None
+        self.taken = AsyncExitStack()
+        self.taken.callback(self._end)
+        self._ended = False
+        self._closers = 0
+        """Who waits for `task`."""
+
+    @property
+    def stuck(self) -> int:
+        """Operations that outlived their deadline and still hold a slot."""
+        return len(self._left_behind()) + (self.device.unfinished if self.device is not None else 0)
+
+    def push(self, parts: Iterable[Part]) -> None:
+        """Close those that `parts` has by then, side by side, and before all that was pushed earlier."""
+
+        async def close() -> None:
+            self.lingering.keep(await closed(self.deadline, *parts))
+
+        self.taken.push_async_callback(close)
+
+    async def settle(self) -> None:
+        """Give what was left behind a little time: what was merely under way ends soon."""
+        self.lingering.keep(self._left_behind())
+        await self.lingering.ended(min(self.deadline.until_s, asyncio.get_running_loop().time() + GRACE_S))
+
+    async def run(self) -> None:
+        """Give everything back by the deadline, with `GRACE_S` from now at least."""
+        self.deadline.least_s = asyncio.get_running_loop().time() + GRACE_S
+        await self.taken.aclose()
+
+    async def by(self, at_s: float, close: Callable[[], Coroutine[Any, Any, FlushReport]]) -> FlushReport:
+        """What comes of `close`, which the first of several callers begins; the nearest of their deadlines counts.
+
+        Cancelled, the deadline is now, unless others wait too, and CancelledError comes out when everything is given back.
+        """
+        loop = asyncio.get_running_loop()
+        self.task = self.task or loop.create_task(close(), name="tiercache-close")
+        self.deadline.bring_forward(at_s)
+        self._closers += 1
+        try:
+            return await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self._closers == 1:
+                self.deadline.bring_forward(loop.time())
+                while not self.task.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([self.task])
+            raise
+        finally:
+            self._closers -= 1
+
+    def _end(self) -> None:
+        self._ended = True
+        if hanging := self.lingering.hanging + self.operations.under_way:
+            logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
+        if called_off := self.lingering.called_off:
+            logger.warning(
+                "the event loop was shut down before the cache was closed, with %d operations under way: its memory stays "
+                "mapped. Use `async with TierCache.open(...)`, or await `close`, before the loop ends",
+                called_off,
+            )
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        if any(task.done() for task in self._left_behind()):
+            asyncio.get_running_loop().call_soon(self._give_memory_back)  # what they owe at their end comes before that
+        elif self._ended and not (
+            self.lingering.tasks or self.stuck or self.operations.under_way or self.reads.under_way
+        ):
+            for part in (self.device, self.pool, self.arena):  # a view of the arena keeps all of it mapped
+                if part is not None:
+                    part.close()
+
+    def _left_behind(self) -> list[asyncio.Task[Any]]:
+        return [task for user in self.users for task in user.lingering]

@@ -11,19 +11,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tiercache.assembly import make_tiers
-from tiercache.closing import GRACE_S, Deadline, closed
+from tiercache.closing import Deadline, Lingering, closed
+from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.workers import Workers, look_away
+from tiercache.memory.workers import Workers
 from tiercache.tiers.base import Tier
-
-if TYPE_CHECKING:
-    from tiercache.config import Config
 
 logger = logging.getLogger("tiercache")
 
@@ -118,39 +116,21 @@ def close_device(device: Device | None) -> None:
         device.close()
 
 
-async def close_tier(tier: Tier) -> None:
-    """Of a cache that does not come up: why is said already."""
-    await closed(Deadline(asyncio.get_running_loop().time() + GRACE_S), (tier.name, tier.close))
-
-
-def when_ended(left_behind: set[asyncio.Future[None]], give_back: Callable[[], None]) -> None:
-    """Now, or when the last of these has."""
-
-    def ended(task: asyncio.Future[None]) -> None:
-        if not left_behind:
-            give_back()
-
-    if not left_behind:
-        give_back()
-    for task in left_behind:
-        task.add_done_callback(ended)
-
-
-async def open_tier(tier: Tier, left_behind: set[asyncio.Future[None]]) -> None:
+async def open_tier(tier: Tier, lingering: Lingering) -> None:
     """`tier.open` by the tier's own deadline, and ConfigError after it.
 
     A tier that is too late, or whose opening is cancelled, gives back what it holds. Where it does not get to that at once
-    it is left to itself, in `left_behind` for as long as that takes.
+    it is left to itself, and to `lingering`.
     """
     opening = asyncio.ensure_future(tier.open())
     within_s = max(tier.open_s, 2 * (tier.patience_s or 0.0))
     try:
         await asyncio.wait([opening], timeout=within_s)
     except asyncio.CancelledError:
-        await _call_off(tier, opening, left_behind)
+        await _call_off(tier, opening, lingering)
         raise
     if not opening.done():
-        await _call_off(tier, opening, left_behind)
+        await _call_off(tier, opening, lingering)
         option = getattr(tier, "option", tier.name)
         raise ConfigError(
             f"{option}: {tier.describe()} did not open within {within_s:.0f} s; does its device, "
@@ -162,24 +142,17 @@ async def open_tier(tier: Tier, left_behind: set[asyncio.Future[None]]) -> None:
         raise ConfigError(f"{getattr(tier, 'option', tier.name)}: {error}") from error
 
 
-async def _call_off(tier: Tier, opening: asyncio.Future[None], left_behind: set[asyncio.Future[None]]) -> None:
-    if not opening.done():
-        opening.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([opening], timeout=_LET_GO_S)
-    if opening.done():
-        if not opening.cancelled() and opening.exception() is None:
-            await tier.close()
-        return
+async def _call_off(tier: Tier, opening: asyncio.Future[None], lingering: Lingering) -> None:
+    opening.cancel()
+    ended = asyncio.ensure_future(_closed_again(tier, opening))
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait([ended], timeout=_LET_GO_S)
+    lingering.keep([ended])
 
-    def ended(late: asyncio.Future[None]) -> None:
-        left_behind.discard(late)
-        if not late.cancelled() and late.exception() is None:
-            logger.warning("%s: came up too late, and is closed again", tier.name)
-            closing = asyncio.ensure_future(tier.close())
-            left_behind.add(closing)
-            closing.add_done_callback(left_behind.discard)
-            closing.add_done_callback(look_away)
 
-    left_behind.add(opening)
-    opening.add_done_callback(ended)
+async def _closed_again(tier: Tier, opening: asyncio.Future[None]) -> None:
+    never = Deadline()
+    await never.ended([opening])
+    if not opening.cancelled() and opening.exception() is None:
+        logger.warning("%s: came up too late, and is closed again", tier.name)
+        await closed(never, (tier.name, tier.close))

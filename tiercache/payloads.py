@@ -9,6 +9,8 @@ import numpy as np
 
 Source = Callable[[np.ndarray], None]
 """Fills the uint8 vector that it is given. Runs on a worker thread and should release the GIL for the bulk of it."""
+Sink = Callable[[np.ndarray], None]
+"""Gets the chunk as a read-only uint8 vector, on a worker thread."""
 
 
 def source_of(payload: Any) -> tuple[int, Source]:
@@ -24,7 +26,7 @@ def source_of(payload: Any) -> tuple[int, Source]:
     return array.nbytes, lambda slot: np.copyto(slot.view(array.dtype).reshape(array.shape), array)
 
 
-def sink_of(buffer: Any) -> Callable[[np.ndarray], None]:
+def sink_of(buffer: Any) -> Sink:
     """The call that copies a verified chunk into a writable buffer, array or tensor.
 
     It raises ValueError in the thread when lengths differ, which ends the prefix that the caller gets.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.core.prefetch import Account
-from tiercache.scheduler.flights import ReaderStatistics
+from tiercache.scheduler.tier_reader import ReaderStatistics
 from tiercache.scheduler.writer import WriterStatistics
 from tiercache.tiers.base import TierStatistics
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
-from tiercache.control import handler, server
+from tiercache.control import handler, server, sockets
 from tiercache.control.client import ask, find_sockets
+from tiercache.control.framing import receive
 from tiercache.control.messages import (
     LARGEST_MESSAGE_BYTES,
     Began,
@@ -32,7 +33,6 @@ from tiercache.control.messages import (
     Progress,
     Statistics,
     Unpin,
-    receive,
 )
 from tiercache.control.server import socket_path
 from tiercache.errors import ConfigError
@@ -206,7 +206,7 @@ async def test_second_cache_at_the_path_is_refused_and_the_first_one_answers_on(
 
 
 async def test_what_a_dead_process_left_is_taken_over(tmp_path: Path, place: Path) -> None:
-    server._bound(place).close()
+    sockets.bound(place).close()
     assert place.is_socket()
     with pytest.raises(ControlError, match="no cache answers there") as caught:
         await ask(place, Statistics())

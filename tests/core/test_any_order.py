@@ -80,7 +80,7 @@ class Played:
         gone = [self.pop() for _ in range(len(self.resident))]
         order = self.order
         assert order.coldest() is None
-        assert not order._spared and not order._groups and not order._recent.ends and not order._strays
+        assert not order._spared.standings and not order._spared.groups and not order._recent.ends and not order._strays
         assert not order._family.parents and not order._family.children and not order._recent.chunks
         return gone
 

@@ -80,9 +80,9 @@ def test_what_followed_a_step_is_given_up_when_another_one_comes(foresight: Fore
         foresight.over(run)
     foresight.began("mine", KEYS[:1], "plan", 100.0)
     foresight.ended("mine", KEYS[:1], "plan", "", 101.0)
-    assert ("workflows", "mine>act") in foresight.plan._entries
+    assert ("workflows", "mine>act") in foresight.plan._expected.entries
     foresight.began("mine", [], "other", 102.0)
-    assert not foresight.plan._entries
+    assert not foresight.plan._expected.entries
 
 
 def test_sessions_that_came_back_are_known(foresight: Foresight) -> None:
@@ -99,9 +99,9 @@ def test_memory_is_bounded_by_the_number_of_sessions(foresight: Foresight) -> No
     for number in range(1000):
         turns(foresight, f"s{number}", 10.0)
     assert len(foresight.sessions) == 50
-    assert len(foresight._again) <= 50 and len(foresight._agenda) <= 2 * 50 + 65
-    assert len(foresight.plan._entries) <= 50
-    assert len(foresight.plan._alarms) <= 3 * 50 + 65 and len(foresight.plan._ends) <= 3 * 50 + 65
+    assert len(foresight._again) <= 50 and len(foresight._alarms) <= 2 * 50 + 65
+    assert len(foresight.plan._expected.entries) <= 50
+    assert len(foresight.plan._alarms) <= 2 * 50 + 65 and len(foresight.plan._ends) <= 2 * 50 + 65
 
 
 def test_a_finished_turn_that_never_began_counts_as_a_session() -> None:

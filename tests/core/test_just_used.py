@@ -213,7 +213,7 @@ def test_what_is_no_longer_recent_is_judged_again(policy: str) -> None:
         cache.wants([b"%d %d" % (name, place) for place in range(1 + name % 9)])
     order = cache.order
     assert len(order) == 50
-    assert sum(len(group) for group in order._groups.values()) >= len(order._spared)
+    assert sum(len(group) for group in order._spared.groups.values()) >= len(order._spared.standings)
     assert len({order.pop_victim()[0] for _ in range(50)}) == 50
-    assert not order._spared and not order._groups and not order._recent.ends and not order._strays
+    assert not order._spared.standings and not order._spared.groups and not order._recent.ends and not order._strays
     assert order._recent.chunks == 0

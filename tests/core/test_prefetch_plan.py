@@ -96,9 +96,9 @@ def test_the_share_of_the_hot_cache_is_kept() -> None:
     plan = plan_of(share_bytes=3 * CHUNK)
     plan.offer(expecting("abcdef"), 0.0)
     assert fetches(plan) == "abc"
-    plan.fetched(b"a")
+    plan.transfers.fetched(b"a")
     assert fetches(plan) == ""
-    plan.asked([b"a"])
+    plan.transfers.asked([b"a"])
     assert fetches(plan, resident="a") == "d"
 
 
@@ -117,12 +117,12 @@ def test_used_late_evicted_wasted_and_cancelled_are_told_apart() -> None:
     for _ in range(4):
         plan.next(0.0, lambda key: False)
     for key in (b"a", b"b", b"c"):
-        plan.fetched(key)
+        plan.transfers.fetched(key)
     plan.evicted([b"b"], 0.0)
-    plan.asked([b"a", b"d"])
-    plan.fetched(b"d")
+    plan.transfers.asked([b"a", b"d"])
+    plan.transfers.fetched(b"d")
     plan.withdraw("hints", "abcde")
-    plan.finish()
+    plan.transfers.finish()
     account = plan.accounts["hints"]
     assert account.to_dict() == {
         "fetched_bytes": 4 * CHUNK,
@@ -139,7 +139,7 @@ def test_a_failed_fetch_is_not_charged() -> None:
     plan = plan_of()
     plan.offer(expecting("a"), 0.0)
     plan.next(0.0, lambda key: False)
-    plan.failed(b"a")
+    plan.transfers.failed(b"a")
     assert plan.accounts["hints"].fetched_bytes == 0
     assert fetches(plan) == "", "it is not asked for again and again"
 
@@ -206,7 +206,7 @@ def test_what_nobody_expects_any_more_is_wasted() -> None:
     plan = plan_of()
     plan.offer(expecting("ab"), 0.0)
     fetches(plan)
-    plan.fetched(b"a")
+    plan.transfers.fetched(b"a")
     assert fetches(plan, 100.0) == ""
     plan.offer(expecting("z", 200.0), 101.5)
     assert fetches(plan, 200.0) == "z"
@@ -254,15 +254,15 @@ class PlanAgainstModel(RuleBasedStateMachine):
             self.flying.discard(key)
             if works:
                 self.hot.add(key)
-                self.plan.fetched(key)
+                self.plan.transfers.fetched(key)
             else:
                 before = self.plan.accounts["p"].fetched_bytes
-                self.plan.failed(key)
+                self.plan.transfers.failed(key)
                 self.begun -= (before - self.plan.accounts["p"].fetched_bytes) // CHUNK
 
     @rule(keys=st.lists(KEYS, max_size=6))
     def ask(self, keys: list[bytes]) -> None:
-        self.plan.asked(keys)
+        self.plan.transfers.asked(keys)
         self.hot.update(keys)
 
     @rule(key=KEYS)
@@ -277,8 +277,8 @@ class PlanAgainstModel(RuleBasedStateMachine):
         if account is None:
             return
         settled = account.used_bytes + account.late_bytes + account.lost_bytes
-        assert account.fetched_bytes == settled + self.plan.waiting_bytes == self.begun * CHUNK
-        assert self.plan.waiting_bytes <= 4 * CHUNK
+        assert account.fetched_bytes == settled + self.plan.transfers.waiting_bytes == self.begun * CHUNK
+        assert self.plan.transfers.waiting_bytes <= 4 * CHUNK
         assert self.begun * CHUNK <= (self.now_s + 0.25) * 50 * CHUNK + CHUNK + len(self.flying) * CHUNK + 1e9
 
 

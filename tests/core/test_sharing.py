@@ -23,7 +23,7 @@ def test_a_listing_tells_what_is_new_and_what_is_gone() -> None:
     index = index_with(key(1, 1), key(1, 2), key(2, 1))
     before = index.group(1)
     listed = {key(1, 2), key(1, 3)}
-    assert index.unknown(1, listed) == {key(1, 3)}
+    assert index.unknown(1, listed) == [key(1, 3)]
     assert index.drop(before, listed) == [key(1, 1)]
     assert key(1, 1) not in index and key(2, 1) in index
     assert index.used_bytes == 20

@@ -19,7 +19,7 @@ import pytest
 
 from tiercache.device.cuda import CudaDriver
 from tiercache.device.driver import DeviceError
-from tiercache.device.events import WAYS, EventBridge
+from tiercache.device.events import EventBridge
 from tiercache.device.twin import compile_for_host, host_view
 
 MIB = 1 << 20
@@ -178,9 +178,8 @@ def test_close_after_the_device_was_lost(driver: CudaDriver, stub: Stub) -> None
     driver.close()
 
 
-@pytest.mark.parametrize("how", WAYS)
-async def test_events_are_awaited(driver: CudaDriver, how: str) -> None:
-    bridge = EventBridge(driver, how)
+async def test_events_are_awaited(driver: CudaDriver) -> None:
+    bridge = EventBridge(driver)
     stream = driver.make_stream()
     await asyncio.wait_for(asyncio.gather(*(bridge.after(stream) for _ in range(100))), 20)
     bridge.close()

@@ -1,4 +1,4 @@
-"""Device work awaited in the event loop, in all three ways, with asyncio's loop and with uvloop."""
+"""Device work awaited in the event loop, with asyncio's loop and with uvloop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import uvloop
 
 from tests.device.fake import FakeDriver, FakeEvent, FakeStream, forked
 from tiercache.device.driver import DeviceError, Driver
-from tiercache.device.events import WAYS, EventBridge
+from tiercache.device.events import EventBridge
 from tiercache.device.twin import TwinDriver
 from tiercache.testing import JumpingClockLoop
 
@@ -28,19 +28,14 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
     return POLICIES[request.param]()
 
 
-@pytest.fixture(params=WAYS)
-def how(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
 def fake() -> FakeDriver:
     return FakeDriver()
 
 
 @contextmanager
-def bridged(driver: Driver, how: str) -> Iterator[EventBridge]:
-    bridge = EventBridge(driver, how)
+def bridged(driver: Driver) -> Iterator[EventBridge]:
+    bridge = EventBridge(driver)
     try:
         yield bridge
     finally:
@@ -68,8 +63,8 @@ async def within(futures: list[asyncio.Future[None]]) -> None:
 
 
 class TestOrder:
-    async def test_nobody_is_told_before_the_device_got_there(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_nobody_is_told_before_the_device_got_there(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             future = bridge.after(stream)
             await several_rounds()
@@ -78,8 +73,8 @@ class TestOrder:
             await within([future])
             assert bridge.pending == 0 and fake.released == 1
 
-    async def test_events_of_a_stream_are_told_in_their_order(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_events_of_a_stream_are_told_in_their_order(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             told: list[int] = []
             futures = [bridge.after(stream) for _ in range(20)]
@@ -92,8 +87,8 @@ class TestOrder:
                 assert told == list(range(len(told)))
             assert told == list(range(20))
 
-    async def test_streams_do_not_wait_for_each_other(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_streams_do_not_wait_for_each_other(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             slow, fast = fake.make_stream(), fake.make_stream()
             never = bridge.after(slow)
             for _ in range(5):
@@ -104,15 +99,15 @@ class TestOrder:
             fake.happen(slow)
             await within([never])
 
-    async def test_an_event_that_happened_before_anybody_asked(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_an_event_that_happened_before_anybody_asked(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             first, second = bridge.after(stream), bridge.after(stream)
             fake.happen(stream, 2)
             await within([second, first])
 
-    async def test_a_thousand_pending_need_few_files_and_one_thread(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_a_thousand_pending_need_few_files_and_one_thread(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             before, threads = open_files(), event_threads()
             stream = fake.make_stream()
             futures = [bridge.after(stream) for _ in range(MANY)]
@@ -128,7 +123,7 @@ class TestOrder:
 
     async def test_pipes_belong_to_the_oldest_of_a_stream(self, fake: FakeDriver) -> None:
         """Also when who is told waits again at once, before pipes are given to those who waited longer."""
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             futures = [bridge.after(stream) for _ in range(8)]
             beside = fake.streams[-1]
@@ -144,8 +139,8 @@ class TestOrder:
             fake.happen(stream, 8)
             await within(futures)
 
-    async def test_work_of_a_device_is_awaited_while_the_loop_runs(self, driver: Driver, how: str) -> None:
-        with bridged(driver, how) as bridge:
+    async def test_work_of_a_device_is_awaited_while_the_loop_runs(self, driver: Driver) -> None:
+        with bridged(driver) as bridge:
             memory = driver.allocate(1 << 20)
             streams = [driver.make_stream() for _ in range(3)]
             for turn in range(20):
@@ -159,8 +154,8 @@ class TestOrder:
 
 
 class TestCancellation:
-    async def test_a_cancelled_waiter_is_not_missed_and_the_others_are_told(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_a_cancelled_waiter_is_not_missed_and_the_others_are_told(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             first, second, third = (bridge.after(stream) for _ in range(3))
             waiter = asyncio.ensure_future(_await(second))
@@ -173,8 +168,8 @@ class TestCancellation:
             await within([first, third])
             assert second.cancelled() and bridge.pending == 0
 
-    async def test_nobody_left_to_be_told(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_nobody_left_to_be_told(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             stream = fake.make_stream()
             for _ in range(10):
                 bridge.after(stream).cancel()
@@ -188,8 +183,8 @@ async def _await(future: asyncio.Future[None]) -> None:
 
 
 class TestFailure:
-    async def test_all_who_wait_hear_of_a_failed_device(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_all_who_wait_hear_of_a_failed_device(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             one, other = fake.make_stream(), fake.make_stream()
             futures = [bridge.after(stream) for stream in (one, one, other)]
             fake.refused |= {"query", "lost"}
@@ -201,12 +196,12 @@ class TestFailure:
             fake.happen(other)
             await several_rounds()
 
-    async def test_a_device_lost_while_its_work_is_awaited(self, how: str) -> None:
+    async def test_a_device_lost_while_its_work_is_awaited(self) -> None:
         driver = TwinDriver()
         held = threading.Event()
         stream = driver.make_stream()
         stream.enqueue(held.wait)
-        with bridged(driver, how) as bridge:
+        with bridged(driver) as bridge:
             futures = [bridge.after(stream) for _ in range(6)]
             await several_rounds()
             driver.lose()
@@ -218,8 +213,8 @@ class TestFailure:
                 bridge.after(stream)
         driver.close()
 
-    async def test_a_driver_that_records_no_event(self, fake: FakeDriver, how: str) -> None:
-        with bridged(fake, how) as bridge:
+    async def test_a_driver_that_records_no_event(self, fake: FakeDriver) -> None:
+        with bridged(fake) as bridge:
             fake.refused.add("record")
             with pytest.raises(DeviceError, match="record refused"):
                 bridge.after(fake.idle)
@@ -227,7 +222,7 @@ class TestFailure:
 
     @pytest.mark.parametrize("method", ["wait", "call"])
     async def test_a_driver_that_takes_no_callback(self, fake: FakeDriver, method: str) -> None:
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             before = open_files()
             fake.refused.add(method)
             with pytest.raises(DeviceError, match=f"{method} refused"):
@@ -241,7 +236,7 @@ class TestFailure:
 
     async def test_a_driver_that_takes_no_more_callbacks(self, fake: FakeDriver) -> None:
         """What has no pipe yet is seen by the watch."""
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             futures = [bridge.after(fake.idle) for _ in range(12)]
             fake.refused.add("call")
             fake.happen(fake.idle, 2)
@@ -249,24 +244,11 @@ class TestFailure:
             fake.happen(fake.idle, 10)
             await within(futures)
 
-    async def test_no_thread_can_be_started(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(thread: threading.Thread) -> None:
-            raise RuntimeError("can't start new thread")
-
-        with bridged(fake, "thread") as bridge:
-            with monkeypatch.context() as patched:
-                patched.setattr(threading.Thread, "start", refuse)
-                seen_by_the_watch = bridge.after(fake.idle)
-            later = bridge.after(fake.idle)
-            fake.happen(fake.idle, 2)
-            await within([seen_by_the_watch, later])
-            assert bridge.pending == 0
-
     async def test_no_file_left_for_a_pipe(self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(flags: int) -> tuple[int, int]:
             raise OSError(24, "Too many open files")
 
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             with monkeypatch.context() as patched:
                 patched.setattr(os, "pipe2", refuse)
                 futures = [bridge.after(fake.idle) for _ in range(3)]
@@ -278,15 +260,11 @@ class TestFailure:
             fake.happen(fake.idle, 2)
             await within(futures)
 
-    def test_unknown_ways_are_refused(self, fake: FakeDriver) -> None:
-        with pytest.raises(ValueError, match="expected one of callback, thread, polling, found 'spin'"):
-            EventBridge(fake, "spin")
-
 
 class TestEnd:
-    async def test_close_fails_what_is_pending_and_late_signals_find_nobody(self, fake: FakeDriver, how: str) -> None:
+    async def test_close_fails_what_is_pending_and_late_signals_find_nobody(self, fake: FakeDriver) -> None:
         before, threads = open_files(), event_threads()
-        bridge = EventBridge(fake, how)
+        bridge = EventBridge(fake)
         streams = [fake.make_stream() for _ in range(3)]
         futures = [bridge.after(stream) for stream in streams for _ in range(7)]
         bridge.close()
@@ -303,7 +281,7 @@ class TestEnd:
         _join_event_threads(threads)
         assert fake.released == 21, "no event is lost"
 
-    def test_a_loop_that_ends_first(self, fake: FakeDriver, how: str) -> None:
+    def test_a_loop_that_ends_first(self, fake: FakeDriver) -> None:
         threads = event_threads()
         stream = fake.make_stream()
         with warnings.catch_warnings():
@@ -312,7 +290,7 @@ class TestEnd:
             before = open_files()
 
             async def begin() -> tuple[EventBridge, list[asyncio.Future[None]]]:
-                bridge = EventBridge(fake, how)
+                bridge = EventBridge(fake)
                 futures = [bridge.after(stream) for _ in range(7)]
                 futures[0].add_done_callback(lambda _: None)
                 return bridge, futures
@@ -329,7 +307,7 @@ class TestEnd:
 
     async def test_a_write_end_is_closed_once(self, fake: FakeDriver) -> None:
         """Whoever opens a file meanwhile, and gets the same number, keeps it."""
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             mine: list[int] = []
             for turn in range(50):
                 futures = [bridge.after(fake.idle) for _ in range(6)]
@@ -348,7 +326,7 @@ class TestEnd:
             os.close(descriptor)
 
     async def test_a_fork_that_holds_the_pipes_open(self, fake: FakeDriver) -> None:
-        with bridged(fake, "callback") as bridge:
+        with bridged(fake) as bridge:
             futures = [bridge.after(fake.idle) for _ in range(4)]
             with forked():
                 fake.happen(fake.idle, 4)
@@ -372,9 +350,9 @@ def _join_event_threads(expected: int) -> None:
 class TestIdle:
     """On a clock that jumps to the next timer."""
 
-    def test_a_bridge_with_nothing_pending_asks_nothing(self, fake: FakeDriver, how: str) -> None:
+    def test_a_bridge_with_nothing_pending_asks_nothing(self, fake: FakeDriver) -> None:
         async def main() -> None:
-            with bridged(fake, how) as bridge:
+            with bridged(fake) as bridge:
                 future = bridge.after(fake.idle)
                 fake.happen(fake.idle)
                 await within([future])
@@ -385,34 +363,16 @@ class TestIdle:
         with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
             runner.run(main())
 
-    @pytest.mark.parametrize(("how", "most_a_second"), [("callback", 20), ("thread", 20), ("polling", 260)])
-    def test_waiting_for_many_asks_about_the_oldest_of_each_stream(
-        self, fake: FakeDriver, how: str, most_a_second: int
-    ) -> None:
+    def test_waiting_for_many_asks_about_the_oldest_of_each_stream(self, fake: FakeDriver) -> None:
         async def main() -> None:
-            with bridged(fake, how) as bridge:
+            with bridged(fake) as bridge:
                 streams: list[FakeStream] = [fake.make_stream() for _ in range(2)]
                 futures = [bridge.after(stream) for stream in streams for _ in range(32)]
                 await asyncio.sleep(0.5)
-                assert fake.queries <= 2 * 0.5 * most_a_second
+                assert fake.queries <= 2 * 0.5 * 20
                 for stream in streams:
                     fake.happen(stream, 32)
                 await within(futures)
 
         with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
             runner.run(main())
-
-
-async def test_where_no_thread_can_be_started_the_watch_tells(
-    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with bridged(fake, "thread") as bridge:
-        stream = fake.make_stream()
-        future = bridge.after(stream)
-        fake.happen(stream)
-        await within([future])
-    assert fake.released == 1

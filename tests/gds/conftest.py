@@ -17,8 +17,8 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Span
 from tiercache.device.twin import TwinDriver
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.cufile import CuFileFiles
-from tiercache.tiers.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.cufile import CuFileFiles
+from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -56,7 +56,7 @@ def kvikio(tmp_path_factory: pytest.TempPathFactory) -> Any:
         command = [compiler, "-w", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
         subprocess.run(command, check=True, timeout=60)
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # found by its name from now on
-    return pytest.importorskip("tiercache.tiers.cufile").import_kvikio()
+    return pytest.importorskip("tiercache.tiers.files.cufile").import_kvikio()
 
 
 @pytest.fixture(params=["posix", "cufile"])

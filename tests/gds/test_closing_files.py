@@ -15,7 +15,7 @@ from tiercache.device.twin import TwinDriver
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.device_files import DeviceFiles
+from tiercache.tiers.files.device_files import DeviceFiles
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
-from tiercache.tiers.staging import StagingTier, read_into_device
+from tiercache.tiers.staging import StagingTier
 
 SLOTS = 32
 
@@ -79,7 +79,7 @@ class Bench:
         self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=0.2))
         self.fan_out = FanOut([self.writer])
         self.host_reader = Reader(self.cpu, [self.staging, self.tier])
-        self.device_reader = Reader(self.staging, [self.tier], read=read_into_device)
+        self.device_reader = Reader(self.staging, [self.tier])
         self.path = DevicePath(self.device, self.cpu, self.staging, self.host_reader, self.device_reader, self.fan_out)
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.device_files import DeviceFiles
+from tiercache.tiers.files.device_files import DeviceFiles
 from tiercache.tiers.gds import GdsSettings, GdsTier
 
 Opened = Callable[..., Any]
@@ -174,7 +174,7 @@ class TestBadFiles:
             await tier.scanned()
             key = await store(tier, slots, 1)
             getattr(self, harm)(tier.path(key))
-            tier._begin_scan(tier._shelves[0], first=first)
+            tier.shelves.begin_scan(tier.shelves.all[0], first=first)
             await tier.scanned()
             assert not os.path.exists(tier.path(key))
             assert await tier.read_device(key, slots.empty()) is None
@@ -336,7 +336,7 @@ class TestFindingTheWay:
     async def test_what_is_there_already_counts_as_room_after_a_restart(self, tmp_path: Path) -> None:
         first = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
         await first.open()
-        first._shelves[0].volume.ledger.correct(1 << 40)
+        first.shelves.all[0].volume.ledger.correct(1 << 40)
         await first.close()
         second = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
         await second.open()

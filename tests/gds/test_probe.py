@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.device.twin import TwinDriver
-from tiercache.tiers import gds_probe
+from tiercache.tiers.files import gds_probe
 
 
 async def test_probe_that_hangs_is_killed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError
 from tiercache.device.twin import TwinDriver
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.cufile import CuFileFiles
+from tiercache.tiers.files.cufile import CuFileFiles
 
 
 async def test_a_page_that_could_not_be_pinned_is_not_unpinned(

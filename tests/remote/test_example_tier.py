@@ -1,4 +1,4 @@
-"""The tier that shows third parties how it is done passes the contract, and serves a cache."""
+"""The tiers that show third parties how it is done pass the contract, and serve a cache."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
+from tiercache.core.header import HEADER_BYTES
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError
 from tiercache.testing import TierContract
@@ -18,16 +19,17 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite_tier.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("sqlite_tier", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "sqlite_tier", module)
-    spec.loader.exec_module(module)
+    for name in ("sqlite_tier", "beegfs_tier"):
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
 
 
 class TestSqliteTier(TierContract):
@@ -43,6 +45,21 @@ class TestSqliteTier(TierContract):
             damaged[500] ^= 1
             database.execute("UPDATE chunks SET value = ? WHERE key = ?", (bytes(damaged), key))
         database.close()
+        return True
+
+
+class TestAnotherFileSystem(TierContract):
+    async def make_tier(self, place: Path) -> Tier:
+        options = {"path": str(place / "kv"), "max_size": "0.1"}
+        settings = RemoteSettings("beegfs", "beegfs", bytes(16), self.chunk_bytes, options=options)
+        return make_remote(settings, module_path="beegfs_tier", class_name="make_tier")
+
+    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
+        with open(tier.path(key), "r+b") as file:  # type: ignore[attr-defined]
+            file.seek(HEADER_BYTES + 17)
+            (byte,) = file.read(1)
+            file.seek(HEADER_BYTES + 17)
+            file.write(bytes([byte ^ 1]))
         return True
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
+from tiercache.assembly import make_tiers
 from tiercache.config import remotes
 from tiercache.config.remotes import remotes_of
 from tiercache.errors import ConfigError
@@ -75,6 +76,18 @@ async def test_roles_decide_where_chunks_go_and_where_they_come_from() -> None:
         assert {name: tier.reads for name, tier in cache.statistics().tiers.items() if name != "cpu"} == {
             "one": 0, "two": 0, "three": 1,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("type_name", ["redis", "fs", "hf3fs"])
+def test_class_of_ones_own_wins_over_the_type_that_the_instance_is_named_for(type_name: str) -> None:
+    name = f"{type_name}.mine"
+    own = {"module_path": __name__, "class_name": "ShelfTier", "base_path": "/3fs/a"}
+    config = Config(
+        remote_storage_plugins=(name,),
+        remote_storage_plugin_settings={f"{name}.{option}": value for option, value in own.items()},
+    )
+    (tier,) = make_tiers(config, LAYOUT)
+    assert isinstance(tier, ShelfTier) and tier.name == name
 
 
 async def test_first_of_several_that_has_a_chunk_serves_it() -> None:

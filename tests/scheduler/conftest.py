@@ -17,7 +17,8 @@ from tiercache.memory.workers import Workers
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits
-from tiercache.tiers.cpu import CpuTier, Lease
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 SLOTS = 32
 SMALL_BYTES = CHUNK_BYTES

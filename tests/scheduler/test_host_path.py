@@ -16,7 +16,7 @@ from tiercache.payloads import Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -34,7 +34,7 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
     path = HostPath(bench.cpu, FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
-    while len(bench.cpu._waiting[Purpose.WRITE]) < len(puts):
+    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < len(puts):
         await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -65,7 +65,7 @@ async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench:
     path = HostPath(bench.cpu, FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(3)]
-    while len(bench.cpu._waiting[Purpose.WRITE]) < 3:
+    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 3:
         await asyncio.sleep(0)
     for lease in leases:
         lease.release()
@@ -78,7 +78,7 @@ async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Benc
     path = HostPath(bench.cpu, FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
-    while len(bench.cpu._waiting[Purpose.WRITE]) < 2:
+    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 2:
         await asyncio.sleep(0)
     leases.pop().release()
     assert await puts[0] == 1
@@ -97,7 +97,7 @@ async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again
     (key,) = bench.keep_on_tier(range(1, 2))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     put = asyncio.create_task(path.put(items([1]), 10.0))
-    while not bench.cpu._waiting[Purpose.WRITE]:
+    while not bench.cpu.turns.waiting[Purpose.WRITE]:
         await asyncio.sleep(0)
     lease = await reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
     assert lease is not None

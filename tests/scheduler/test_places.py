@@ -6,12 +6,32 @@ import asyncio
 
 import pytest
 
+from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.places import Places
+from tiercache.scheduler.tier_reader import ReaderSettings, ReaderStatistics, TierReader
+from tiercache.testing import MemoryTier
+from tiercache.tiers.base import Traits
 
 
-async def test_turn_that_is_passed_over_while_it_is_cancelled_is_no_failure() -> None:
-    places = Places(1)
+class OnePlace(TierReader):
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(MemoryTier("t", Traits(read_concurrency=1)), bench.cpu, ReaderSettings(), ReaderStatistics())
+        assert self.places == 1
+
+    async def acquire(self, purpose: Purpose) -> None:
+        until_s = asyncio.get_running_loop().time() + 60.0
+        assert await self.turns.wait(purpose, lambda: until_s)
+
+    def release(self, purpose: Purpose) -> None:
+        self._leave(purpose)
+
+    @property
+    def free(self) -> int:
+        return self.places - sum(self.taken.values())
+
+
+async def test_turn_that_is_passed_over_while_it_is_cancelled_is_no_failure(bench: Bench) -> None:
+    places = OnePlace(bench)
     await places.acquire(Purpose.READ)
     waiting = asyncio.create_task(places.acquire(Purpose.PREFETCH))
     await asyncio.sleep(0)
@@ -19,4 +39,36 @@ async def test_turn_that_is_passed_over_while_it_is_cancelled_is_no_failure() ->
     places.release(Purpose.READ)
     with pytest.raises(asyncio.CancelledError):
         await waiting
+    assert places.free == 1
+
+
+async def test_places_go_to_demand_and_in_turn(bench: Bench) -> None:
+    places = OnePlace(bench)
+    await places.acquire(Purpose.PREFETCH)
+    order: list[str] = []
+
+    async def wait(name: str, purpose: Purpose) -> None:
+        await places.acquire(purpose)
+        order.append(name)
+        places.release(purpose)
+
+    tasks = [
+        asyncio.create_task(wait(name, purpose))
+        for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
+    ]
+    await asyncio.sleep(0)
+    places.release(Purpose.PREFETCH)
+    await asyncio.gather(*tasks)
+    assert order == ["r1", "r2", "p1", "p2"]
+    assert places.free == 1
+
+
+async def test_place_that_comes_at_the_moment_of_cancellation_goes_on(bench: Bench) -> None:
+    places = OnePlace(bench)
+    await places.acquire(Purpose.READ)
+    waiting = asyncio.create_task(places.acquire(Purpose.READ))
+    await asyncio.sleep(0)
+    places.release(Purpose.READ)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
     assert places.free == 1

@@ -9,9 +9,8 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.places import Places
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.testing import chunk
 
 
@@ -120,7 +119,7 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
     assert lease is not None, "a demand read has room"
     for each in (lease, *holds):
         each.release()
-    while reader.flights:
+    while reader.flights or reader.stuck:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -131,7 +130,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
     room = bench.cpu.pool.count - bench.cpu.budget.read_floor - bench.cpu.budget.write_floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
-    while not bench.cpu._waiters:
+    while not bench.cpu.turns.waiters:
         await asyncio.sleep(0)
     began_s = asyncio.get_running_loop().time()
     lease = await reader.fetch(keys[-1], soon())
@@ -142,7 +141,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
         if hold is not None:
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
-    while reader.flights._flights:  # their timers are a moment later than those of the last who waited
+    while reader.flights or reader.stuck:  # their timers are a moment later than those of the last who waited
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -162,35 +161,3 @@ async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> No
     while reader.flights:
         await asyncio.sleep(0)
     assert bench.is_whole()
-
-
-async def test_addresss_go_to_demand_and_in_turn() -> None:
-    places = Places(1)
-    await places.acquire(Purpose.PREFETCH)
-    order: list[str] = []
-
-    async def wait(name: str, purpose: Purpose) -> None:
-        await places.acquire(purpose)
-        order.append(name)
-        places.release(purpose)
-
-    tasks = [
-        asyncio.create_task(wait(name, purpose))
-        for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
-    ]
-    await settle()
-    places.release(Purpose.PREFETCH)
-    await asyncio.gather(*tasks)
-    assert order == ["r1", "r2", "p1", "p2"]
-    assert places.free == 1
-
-
-async def test_address_that_comes_at_the_moment_of_cancellation_goes_on() -> None:
-    places = Places(1)
-    await places.acquire(Purpose.READ)
-    waiting = asyncio.create_task(places.acquire(Purpose.READ))
-    await settle()
-    places.release(Purpose.READ)
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert places.free == 1

@@ -15,7 +15,7 @@ from tiercache.core.prediction import Hints
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -248,7 +248,7 @@ async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetchi
     while work.prefetcher._reads:
         await asyncio.sleep(0)
     assert work.account() == {"fetched": 2, "late": 2}
-    assert work.plan.waiting_bytes == 0
+    assert work.plan.transfers.waiting_bytes == 0
 
 
 async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(work: Prefetching) -> None:

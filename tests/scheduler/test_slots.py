@@ -142,13 +142,13 @@ async def test_read_that_lands_gives_a_slot_to_a_put_that_waited_for_the_floor_o
     reading = [bench.cpu.try_reserve(Purpose.READ, "tier 1") for _ in range(budget.read_floor)]
     writing = take_all(bench)
     assert bench.cpu.obtainable == budget.read_floor
-    waiting = bench.cpu.request(Purpose.WRITE)
+    waiting = bench.cpu.turns.request(Purpose.WRITE)
     leases = []
     for number, slot in enumerate(reading):
         assert slot is not None
         leases.append(bench.cpu.publish(chunk(number)[0], slot, 1, Purpose.READ))
     assert waiting.done()
-    bench.cpu.withdraw(Purpose.WRITE, waiting)
+    bench.cpu.turns.withdraw(Purpose.WRITE, waiting)
     for slot in writing:
         bench.cpu.abandon(slot, Purpose.WRITE)
     for lease in leases:

@@ -14,8 +14,6 @@ from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import Lease
 
 
 def writer_of(bench: Bench, **settings: object) -> TierWriter:
@@ -256,11 +254,8 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
     fan_out = FanOut([bad, good])
     bench.tier.gate.clear()
 
-    def another(key: bytes, tier: Tier) -> Lease | None:
-        return bench.cpu.lease(key, writes=True)
-
     for number in range(1, 15):
-        await fan_out.offer([bench.make_hot(number)], another, patience())
+        await fan_out.offer([bench.make_hot(number)], patience())
     assert await good.flush(5.0)
     assert good.statistics().written == 14
     bench.tier.gate.set()

@@ -6,7 +6,7 @@ import pytest
 
 from tiercache.testing.simulation.plan import Operation, Setting, cap_bytes
 from tiercache.testing.simulation.run import run_seed
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.tier import FileTier
 
 
 def setting() -> Setting:
@@ -47,16 +47,16 @@ def test_nothing_is_wrong_with(then: list[Operation]) -> None:
 
 
 def test_a_tier_that_finds_out_and_does_not_write_what_is_put_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Any = DiskTier.write
+    write: Any = FileTier.write
     written = set()
 
-    async def write_once(self: DiskTier, key: bytes, *payload: Any) -> bool:
+    async def write_once(self: FileTier, key: bytes, *payload: Any) -> bool:
         if key in written:
             return True
         written.add(key)
         return bool(await write(self, key, *payload))
 
-    monkeypatch.setattr(DiskTier, "write", write_once)
+    monkeypatch.setattr(FileTier, "write", write_once)
     operations = [*STORE, PRUNE, GET, operation("put", 1), LONG_AFTER, FLUSH]
     failure = run_seed(0, operations, setting=setting()).failure
     assert "keys [1] are not there" in str(failure)

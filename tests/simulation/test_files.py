@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from tiercache.core.keys import KEY_BYTES
 from tiercache.testing.contract import page_aligned
 from tiercache.testing.simulation.files import Disk, FileCalls, Torn
-from tiercache.tiers import allocation, publishing
-from tiercache.tiers.volume import Victims, Volume
+from tiercache.tiers.files import allocation, publishing
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.volume import Volume
 
 ROOT = "/simulated/disk0"
 MEBIBYTE = 2**20
@@ -682,7 +683,7 @@ def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert volume.direct
         assert volume.write(key, payload, 8000, Victims()) == 3 * 4096
         assert volume.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
-        assert len(volume.scan(key.hex()[:2]).chunks) == 1
+        assert len(volume.surveyor.scan(key.hex()[:2]).chunks) == 1
         directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)
         calls.fsync(directory)
 

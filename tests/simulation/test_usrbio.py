@@ -9,10 +9,11 @@ import pytest
 import tiercache.cache  # noqa: F401 - whose modules the system takes the place of
 from tiercache.testing.simulation.disk import Disk
 from tiercache.testing.simulation.files import FileCalls
+from tiercache.testing.simulation.hf3fs_daemon import Daemon, RingWeather
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.shared_memory import SharedMemory
 from tiercache.testing.simulation.system import ROOT, System
-from tiercache.testing.simulation.usrbio import Daemon, RingWeather
+from tiercache.testing.simulation.usrbio import library_of
 from tiercache.testing.simulation.world import World
 
 MOUNT = f"{ROOT}/hf3fs"
@@ -64,7 +65,7 @@ class Mount:
 
     def ask(self) -> None:
         """The calling process reads a block by a ring that it drops then."""
-        library = self.daemon.library()
+        library = library_of(self.daemon)
         segment, path = self.memory.mkstemp("iov")
         os.ftruncate(segment, 4096)
         buffer = memoryview(self.memory.mmap(segment, 4096))
@@ -84,7 +85,7 @@ def test_no_ring_outlives_its_process_s_use_of_it_in_the_daemon(fault: str) -> N
     def asks() -> None:
         mount.weather.turn(fault, 1.0)
         mount.ask()
-        assert mount.daemon.library().rings == 0
+        assert library_of(mount.daemon).client.rings == 0
 
     def ends_the_daemon() -> None:
         mount.world.pause(0.1)

@@ -13,7 +13,8 @@ from tiercache.testing.simulation import seeds
 from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed
 from tiercache.testing.simulation.world import World
-from tiercache.tiers.cpu import CpuTier, Lease
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 
 def _of_runs() -> list[object]:

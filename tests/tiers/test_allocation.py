@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.tiers.allocation import reserve
+from tiercache.tiers.files.allocation import reserve
 
 
 def test_blocks_are_there_before_anything_is_written(tmp_path: Path) -> None:

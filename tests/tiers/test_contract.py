@@ -13,7 +13,9 @@ from tiercache.memory.workers import Workers
 from tiercache.testing import FaultyTier, MemoryTier, TierContract
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.tier import FileTier
 
 LAYOUT = Layout("contract", chunk_tokens=64, bytes_per_token=1024)
 
@@ -46,10 +48,10 @@ class TestDiskTier(TierContract):
 
     async def make_tier(self, place: Path) -> Tier:
         directories = tuple(place / f"disk{number}" for number in range(self.spread))
-        return DiskTier(DiskSettings(directories, cap_bytes=64 << 20, direct=self.direct), LAYOUT.fingerprint)
+        return DiskTier(FileSettings(directories, cap_bytes=64 << 20, direct=self.direct), LAYOUT.fingerprint)
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        assert isinstance(tier, DiskTier)
+        assert isinstance(tier, FileTier)
         with open(tier.path(key), "r+b") as file:
             file.seek(4096 + 17)
             byte = file.read(1)

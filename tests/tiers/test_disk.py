@@ -18,8 +18,11 @@ from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.volume import Scanned, Victims, Volume
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.survey import Scanned
+from tiercache.tiers.files.volume import Volume
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)
@@ -29,7 +32,7 @@ FILE_BYTES = file_bytes(CHUNK_BYTES)
 async def opened(directory: Path, cap_chunks: float = 64, **settings: object) -> AsyncIterator[DiskTier]:
     """A tier whose cap leaves room for `cap_chunks` chunks and the directories that they need."""
     cap_bytes = int(cap_chunks * (FILE_BYTES + 8192))
-    tier = DiskTier(DiskSettings((directory,), cap_bytes, **settings), FINGERPRINT)  # type: ignore[arg-type]
+    tier = DiskTier(FileSettings((directory,), cap_bytes, **settings), FINGERPRINT)  # type: ignore[arg-type]
     await tier.open()
     try:
         yield tier
@@ -296,7 +299,7 @@ async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tm
 
 def tier_total(tier: DiskTier) -> int:
     """What the ledger counts now; an instance's own statistics are as old as its last change."""
-    tier._shelves[0].volume.ledger.refresh()
+    tier.shelves.all[0].volume.ledger.refresh()
     return tier.statistics().occupied_bytes
 
 
@@ -327,7 +330,7 @@ async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_fu
         await other.scanned()
         async with opened(tmp_path, cap_chunks=8) as one:
             await fill(one, range(1, 9))
-        other._shelves[0].next_scan_s = 0.5
+        other.shelves.all[0].next_scan_s = 0.5
         for number in range(100, 110):
             assert await other.write(*chunk(number), CHUNK_BYTES)
         assert allocated_bytes(tmp_path) <= other.settings.cap_bytes
@@ -342,7 +345,7 @@ async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> No
         assert await other.probe([chunk(number)[0] for number in range(1, 25)]) == 24
         for number in range(1, 24):
             assert await other.remove(chunk(number)[0])
-        full = stale._shelves[0].volume.ledger
+        full = stale.shelves.all[0].volume.ledger
         full.refresh()
         full.correct(full.cap_bytes - full.used_bytes)  # somebody's, of whom nobody here knows
         key, payload = chunk(100)
@@ -429,6 +432,17 @@ async def test_on_a_full_device_victims_that_others_deleted_do_not_use_up_the_at
                 file.write(bytes(4096))
         await fill(tier, range(101, 104))
         assert await is_hit(tier, 103)
+
+
+async def test_instance_that_knows_nothing_looks_around_when_others_have_filled_the_device(small_device: Path) -> None:
+    """The cap leaves room, so only the device says that there is none."""
+    async with opened(small_device, cap_chunks=1000) as late, opened(small_device, cap_chunks=1000) as other:
+        await late.scanned()
+        await other.scanned()
+        await fill(other, range(1, 200))
+        await fill(late, range(201, 220))
+        assert await is_hit(late, 201), "there is room for more than the last one"
+        assert await is_hit(late, 219)
 
 
 async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: Path) -> None:
@@ -524,15 +538,15 @@ async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducte
         await fill(tier, range(1, 21))
         used = tier.statistics().occupied_bytes
     async with opened(tmp_path, 20) as tier:
-        volume = tier._shelves[0].volume
-        scan, gate = volume.scan, threading.Event()
+        volume = tier.shelves.all[0].volume
+        scan, gate = volume.surveyor.scan, threading.Event()
 
         def slow(top: str) -> Scanned:
             gate.wait()
             return scan(top)
 
-        volume.scan = slow  # type: ignore[method-assign]
-        tier._metadata.threads = 2  # the scan has the one, the look-up wants another
+        volume.surveyor.scan = slow  # type: ignore[method-assign]
+        tier.shelves.metadata.threads = 2  # the scan has the one, the look-up wants another
         assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
         await fill(tier, range(101, 111))
         gate.set()
@@ -547,19 +561,19 @@ async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorr
     async with opened(tmp_path, 20) as tier:
         await fill(tier, range(1, 21))
     async with opened(tmp_path, 20) as first:
-        volume = first._shelves[0].volume
-        scan, gate = volume.scan, threading.Event()
+        volume = first.shelves.all[0].volume
+        scan, gate = volume.surveyor.scan, threading.Event()
 
         def slow(top: str) -> Scanned:
             gate.wait()
             return scan(top)
 
-        volume.scan = slow  # type: ignore[method-assign]
+        volume.surveyor.scan = slow  # type: ignore[method-assign]
         async with opened(tmp_path, 20) as second:
             await second.scanned()
             await fill(second, range(101, 111))
         gate.set()
         await first.scanned()
         files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        await first._metadata.submit(volume.ledger.refresh)
+        await first.shelves.metadata.submit(volume.ledger.refresh)
         assert first.statistics().occupied_bytes >= files

@@ -35,9 +35,11 @@ from tests.tiers.test_disk import (
 from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.survey import Reckoning
-from tiercache.tiers.volume import Victims, Volume
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.survey import Reckoning
+from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
 
@@ -62,10 +64,11 @@ def chunk_bytes(directory: Path) -> int:
 BEGINNERS = """
 import asyncio, sys
 from pathlib import Path
-from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
 
 async def begin(place):
-    tier = DiskTier(DiskSettings((place,), 1 << 24), b"f" * 16)
+    tier = DiskTier(FileSettings((place,), 1 << 24), b"f" * 16)
     await tier.open()
     await tier.close()
 
@@ -123,7 +126,7 @@ async def test_a_manifest_that_is_not_ours_is_left_alone(tmp_path: Path, content
 KILLED_OPENER = """
 import os, sys, threading
 from pathlib import Path
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.files.volume import Volume
 
 def kill(event, arguments):
     if event in ("open", "os.remove", "os.rename") and ".tiercache" in str(arguments[0]):
@@ -186,10 +189,10 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
         full_bytes = chunk_bytes(tmp_path)
         for path in list(tmp_path.glob("[0-9a-f][0-9a-f]/*"))[:8]:
             path.unlink()
-        shelf = tier._shelves[0]
+        shelf = tier.shelves.all[0]
         with monkeypatch.context() as writes:
             writes.setattr(Volume, "reckon", reckon_after_many_writes)
-            tier._begin_scan(shelf, first=False)
+            tier.shelves.begin_scan(shelf, first=False)
             await tier.scanned()
         assert tier_total(tier) > allocated_bytes(tmp_path)
         for number in range(101, 140):
@@ -211,9 +214,9 @@ async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
     async with opened(tmp_path) as tier:
         await tier.scanned()
         monkeypatch.setattr(Volume, "begin_reckoning", begin_late)
-        shelf = tier._shelves[0]
+        shelf = tier.shelves.all[0]
         for _ in range(2):
-            tier._begin_scan(shelf, first=False)
+            tier.shelves.begin_scan(shelf, first=False)
             await tier.scanned()
         assert shelf.next_scan_s - asyncio.get_running_loop().time() <= 1.0
 
@@ -298,18 +301,18 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
         with monkeypatch.context() as device:
             device.setattr(os, "unlink", fails)
             device.setattr(os, "lstat", fails)
-            volume.abandon_write(pending)
+            volume.abandoned.remove(pending)
         assert Path(pending.path).exists() and volume.ledger.outstanding_bytes == pending.charged_bytes
         following = volume.begin_write(chunk(2, 5000)[0], 5000, Victims())
         assert not Path(pending.path).exists()
-        volume.abandon_write(following)
+        volume.abandoned.remove(following)
         assert volume.ledger.outstanding_bytes == 0
     finally:
         volume.close()
 
 
 async def caught_up(tier: DiskTier) -> None:
-    (shelf,) = tier._shelves
+    (shelf,) = tier.shelves.all
     assert shelf.catching_up is not None
     await asyncio.wait_for(asyncio.shield(shelf.catching_up), 20)
 
@@ -322,7 +325,7 @@ async def test_room_that_a_failed_write_made_and_could_not_count_is_everybodys_s
         await idle.scanned()
         await other.scanned()
         await fill(idle, range(1, 60))
-        pwrite, count = os.pwrite, idle._shelves[0].volume.ledger._descriptor
+        pwrite, count = os.pwrite, idle.shelves.all[0].volume.ledger._file.descriptor
 
         def fails(descriptor: int, raw: bytes, offset: int) -> int:
             if descriptor == count:
@@ -362,9 +365,9 @@ async def test_a_file_that_a_failed_write_could_not_remove_is_removed_soon(
 async def test_a_read_that_ends_after_close_begins_no_scan(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()
-    (shelf,) = tier._shelves
+    (shelf,) = tier.shelves.all
     shelf.next_scan_s = 0.0
-    tier._scan_soon(shelf)
+    tier.shelves.scan_soon(shelf)
     assert shelf.scanning is None
 
 
@@ -406,7 +409,7 @@ from pathlib import Path
 from tests.remote.fs.test_fs import opened
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers import allocation
+from tiercache.tiers.files import allocation
 
 allocation._fallocate = None  # as on file systems that cannot reserve room
 
@@ -476,7 +479,7 @@ async def test_what_is_removed_is_gone_from_every_directory(tmp_path: Path) -> N
     first, second = tmp_path / "1", tmp_path / "2"
     async with opened(first) as tier:
         await fill(tier, range(1, 21))
-    both = DiskTier(DiskSettings((first, second), 256 * FILE_BYTES), FINGERPRINT)
+    both = DiskTier(FileSettings((first, second), 256 * FILE_BYTES), FINGERPRINT)
     await both.open()
     try:
         for number in range(1, 11):  # before it is known that they lie in the first one
@@ -512,9 +515,9 @@ async def test_a_rescan_keeps_the_order_of_use(tmp_path: Path) -> None:
         for number in (1, 2):  # the oldest files, used last
             os.utime(tier.path(chunk(number)[0]), (1000, 1000))
             assert await is_hit(tier, number)
-        shelf = tier._shelves[0]
+        shelf = tier.shelves.all[0]
         shelf.next_scan_s = 0.5
-        tier._scan_soon(shelf)
+        tier.shelves.scan_soon(shelf)
         await tier.scanned()
         await fill(tier, range(101, 112))
         assert await is_hit(tier, 1) and await is_hit(tier, 2)
@@ -829,7 +832,7 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
 ) -> None:
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        ledger = tier._shelves[0].volume.ledger
+        ledger = tier.shelves.all[0].volume.ledger
         with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
             fcntl.flock(frozen, fcntl.LOCK_EX)
             writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
-from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.record import Record, read_record
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.record import Record, read_record
+from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
 
@@ -233,7 +233,8 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.volume import Victims, Volume
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.volume import Volume
 
 place, first, cap, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
 volume = Volume(place, cap, FINGERPRINT, direct=False, durable=False, allowance_bytes=4 * FILE_BYTES)
@@ -338,7 +339,7 @@ def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_devi
     there = physical_bytes(small_device) + (small_device / "00").stat().st_blocks * 512
     assert volume.ledger.used_bytes > there, "what it had charged and not used could not be given back"
     reckoning = volume.begin_reckoning()
-    volume.reckon(reckoning, volume.scan("00").counted_bytes)
+    volume.reckon(reckoning, volume.surveyor.scan("00").counted_bytes)
     assert volume.ledger.used_bytes == there
     volume.close()
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.tiers.test_disk import FINGERPRINT
-from tiercache.tiers.disk import DiskSettings, DiskTier
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
 def _disk(directory: Path) -> DiskTier:
-    return DiskTier(DiskSettings((directory,), 1 << 20), FINGERPRINT)
+    return DiskTier(FileSettings((directory,), 1 << 20), FINGERPRINT)
 
 
 def _weka(directory: Path) -> DiskTier:

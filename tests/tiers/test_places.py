@@ -13,7 +13,8 @@ from tests.remote.fs.test_fs import tier_on
 from tests.tiers.test_disk import fill, is_hit, opened, small_device
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
-from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -24,7 +25,7 @@ CAP_BYTES = 1 << 24
 
 
 def disk(*places: Path) -> Tier:
-    return DiskTier(DiskSettings(places, CAP_BYTES), FINGERPRINT)
+    return DiskTier(FileSettings(places, CAP_BYTES), FINGERPRINT)
 
 
 def gds(*places: Path) -> Tier:

@@ -11,8 +11,9 @@ import pytest
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.publishing import Publish, link_new, rename_new
-from tiercache.tiers.volume import Victims, Volume
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.publishing import Publish, link_new, rename_new
+from tiercache.tiers.files.volume import Volume
 
 WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
 
@@ -20,7 +21,7 @@ WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (lin
 def opened(root: Path, ways: tuple[Publish, ...]) -> Volume:
     volume = Volume(root, 1 << 30, FINGERPRINT, direct=None, durable=False)
     volume.open()
-    volume.ways = ways
+    volume.publisher.ways = ways
     return volume
 
 
@@ -66,7 +67,7 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
     volume = opened(tmp_path, (unknown, rename_new))
     key, payload = chunk(1)
     volume.write(key, payload, CHUNK_BYTES, Victims())
-    volume.ways = (unknown, unknown)
+    volume.publisher.ways = (unknown, unknown)
     key, payload = chunk(2)
     volume.write(key, payload, CHUNK_BYTES, Victims())
     assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
@@ -88,7 +89,7 @@ from pathlib import Path
 from tests.tiers.test_publishing import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.volume import Victims
+from tiercache.tiers.files.changes import Victims
 
 def half(temporary, path):
     os.link(temporary, path)
@@ -96,7 +97,7 @@ def half(temporary, path):
 
 volume = opened(Path(sys.argv[1]), ())
 volume.write(*chunk(1), CHUNK_BYTES, Victims())
-volume.ways = (half,)
+volume.publisher.ways = (half,)
 volume.write(*chunk(2), CHUNK_BYTES, Victims())
 """
 
@@ -112,6 +113,6 @@ def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: 
     for number in (1, 2):
         assert volume.read(chunk(number)[0], into) == CHUNK_BYTES
     reckoning = volume.begin_reckoning()
-    volume.reckon(reckoning, volume.scan("00").counted_bytes)
+    volume.reckon(reckoning, volume.surveyor.scan("00").counted_bytes)
     assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
     volume.close()

@@ -17,10 +17,11 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers import listing
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.survey import Scanned
-from tiercache.tiers.volume import PendingFile, Volume
+from tiercache.tiers.files import listing
+from tiercache.tiers.files.changes import PendingFile
+from tiercache.tiers.files.survey import Scanned, Surveyor
+from tiercache.tiers.files.volume import Volume
 
 KEY = chunk(1)[0]
 _sizes = listing.sizes
@@ -146,14 +147,14 @@ class Held:
         return writing
 
     def hold_scans(self) -> None:
-        scan = Volume.scan
+        scan = Surveyor.scan
 
-        def scan_late(volume: Volume, top: str) -> Scanned:
-            found = scan(volume, top)
+        def scan_late(surveyor: Surveyor, top: str) -> Scanned:
+            found = scan(surveyor, top)
             assert self.goes_on.wait(10.0)
             return found
 
-        self._patch.setattr(Volume, "scan", scan_late)
+        self._patch.setattr(Surveyor, "scan", scan_late)
 
 
 @pytest.fixture
@@ -173,8 +174,8 @@ async def test_chunk_that_is_seen_while_it_is_evicted_is_stored_anew(tmp_path: P
         else:
             if look == "read in a scan":
                 held.hold_scans()
-            tier._shelves[0].next_scan_s = 0.0
-            tier._scan_soon(tier._shelves[0])
+            tier.shelves.all[0].next_scan_s = 0.0
+            tier.shelves.scan_soon(tier.shelves.all[0])
             if look == "scan":
                 await tier.scanned()
             else:

@@ -16,12 +16,12 @@ from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers import ledger, listing
 from tiercache.tiers.base import Tier
-from tiercache.tiers.election import Election
-from tiercache.tiers.evictor import EvictorSettings
-from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.listing import Refresher, pauses_s
+from tiercache.tiers.files import ledger, listing
+from tiercache.tiers.files.election import Election
+from tiercache.tiers.files.evictor import EvictorSettings
+from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.listing import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 __all__ = ["small_device"]
@@ -244,12 +244,12 @@ async def test_a_count_that_cannot_be_had_for_a_while_ends_neither_eviction_nor_
     async with opened(tmp_path, cap_chunks=10) as tier:
         await store(tier, range(5, 7))
         await tier.refreshed()
-        with tier._shelves[0].volume.ledger._lock:
+        with tier.shelves.all[0].volume.ledger._lock:
             assert not await evictor_of(tier).room(0, 0.0)  # calls it
             refresher_of(tier).hint()
             await until(lambda: "eviction failed" in caplog.text and "could not be listed" in caplog.text)
         assert await evictor_of(tier).room(FILE_BYTES + 8192, 20.0)
-        assert len(tier._tasks) == 2, "both go on; a refresh that took long is repeated later"
+        assert len(tier.shelves._tasks) == 2, "both go on; a refresh that took long is repeated later"
 
 
 @pytest.mark.parametrize("comes", ["before", "after"])
@@ -258,7 +258,7 @@ async def test_who_wants_room_when_an_eviction_fails_gets_it_as_soon_as_that_can
 ) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier:
         await store(tier, range(5, 7))
-        with tier._shelves[0].volume.ledger._lock:
+        with tier.shelves.all[0].volume.ledger._lock:
             waits = asyncio.create_task(evictor_of(tier).room(FILE_BYTES + 8192 if comes == "before" else 0, 60.0))
             await until(lambda: "eviction failed" in caplog.text)
             if comes == "after":
@@ -336,7 +336,7 @@ async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path
 async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await store(tier, range(1, 3))
-    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.fingerprint)
+    tier = WekaTier(WekaSettings((tmp_path,), cap_bytes=64 << 20), tier.shelves.fingerprint)
     await tier.open()
     assert await tier.probe([key_of(1), key_of(2), key_of(3)]) == 2
     await tier.close()
@@ -353,7 +353,7 @@ def test_an_instance_whose_first_beat_fails_does_not_stand_in_its_own_way(
     """Found by the simulation: the lock stayed with an election that nobody had any more, and writes with it, for 10 s."""
     path = tmp_path / "evictor"
     with monkeypatch.context() as broken:
-        broken.setattr("tiercache.tiers.election.os.pwrite", failing(errno.EIO))
+        broken.setattr("tiercache.tiers.files.election.os.pwrite", failing(errno.EIO))
         with pytest.raises(OSError, match="Input/output"):
             Election(path).campaign()
     other = Election(path)

@@ -22,7 +22,7 @@ import asyncio, sys
 from pathlib import Path
 from tests.tiers.weka import key_of, opened, store
 from tiercache.errors import TierFull
-from tiercache.tiers.election import Election
+from tiercache.tiers.files.election import Election
 
 async def main(place, cap_chunks):
     async with opened(place, cap_chunks=cap_chunks, refresh_s=0.02) as tier:
@@ -93,7 +93,7 @@ async def other(place: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
 
 
 def claimed(tier: WekaTier) -> set[str]:
-    return {key.hex() for key in tier._shelves[0].index.order.entries}
+    return {key.hex() for key in tier.shelves.all[0].index.order.entries}
 
 
 async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Path) -> None:

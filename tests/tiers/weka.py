@@ -12,8 +12,10 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.evictor import Evictor
-from tiercache.tiers.listing import Refresher
+from tiercache.tiers.files.evictor import Evictor
+from tiercache.tiers.files.knowledge import FollowedIndex
+from tiercache.tiers.files.listing import Refresher
+from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -56,11 +58,15 @@ def physical_bytes(directory: Path) -> int:
 
 
 def evictor_of(tier: WekaTier) -> Evictor:
-    return next(iter(tier._shared.values())).evictor
+    room = tier.shelves.room
+    assert isinstance(room, ElectedRoom)
+    return next(iter(room.evictors.values()))
 
 
 def refresher_of(tier: WekaTier) -> Refresher:
-    return next(iter(tier._shared.values())).refresher
+    knowledge = tier.shelves.knowledge
+    assert isinstance(knowledge, FollowedIndex)
+    return next(iter(knowledge.refreshers.values()))
 
 
 async def until(condition: Callable[[], bool]) -> None:

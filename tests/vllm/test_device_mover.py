@@ -17,7 +17,7 @@ from tiercache.config import Config  # noqa: E402
 from tiercache.core.layout import Layout  # noqa: E402
 from tiercache.integrations.vllm.device_mover import DeviceMover  # noqa: E402
 from tiercache.integrations.vllm.placement import make_mover  # noqa: E402
-from tiercache.integrations.vllm.planning import Transfer  # noqa: E402
+from tiercache.integrations.vllm.planning import BlockTransfer  # noqa: E402
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
 SPEC = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=2 * CONTENT)
@@ -66,7 +66,7 @@ class Engine:
         return self.kv[:, torch.tensor(blocks)].cpu()
 
     def put(self, keys: Sequence[bytes], chunks: Sequence[tuple[int, ...]]) -> int:
-        transfers = [Transfer(key, CHUNK_BLOCKS, 0, blocks) for key, blocks in zip(keys, chunks, strict=True)]
+        transfers = [BlockTransfer(key, CHUNK_BLOCKS, 0, blocks) for key, blocks in zip(keys, chunks, strict=True)]
         move = self.mover.put(self.thread, keys, transfers, 10.0)
         assert move.wait(10.0)
         # Whatever comes now is not stored.
@@ -75,7 +75,7 @@ class Engine:
 
     def get(self, keys: Sequence[bytes], chunks: Sequence[tuple[int, ...]]) -> int:
         transfers = [
-            Transfer(key, CHUNK_BLOCKS, CHUNK_BLOCKS - len(blocks), blocks)
+            BlockTransfer(key, CHUNK_BLOCKS, CHUNK_BLOCKS - len(blocks), blocks)
             for key, blocks in zip(keys, chunks, strict=True)
         ]
         move = self.mover.get(self.thread, keys, transfers, 10.0)
@@ -127,7 +127,7 @@ def test_copies_wait_for_the_engine_and_the_engine_for_nothing(engine: Engine) -
         torch.cuda._sleep(200_000_000)
     engine.fill((3, 1, 2, 0), seed=11)
     began_s = time.perf_counter()
-    move = engine.mover.put(engine.thread, [key], [Transfer(key, 4, 0, (3, 1, 2, 0))], 10.0)
+    move = engine.mover.put(engine.thread, [key], [BlockTransfer(key, 4, 0, (3, 1, 2, 0))], 10.0)
     took_s = time.perf_counter() - began_s
     if engine.kv.is_cuda:
         assert took_s < 0.02

@@ -18,9 +18,9 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer, socket_path
-from tiercache.integrations.vllm.planning import Geometry, Match
+from tiercache.integrations.vllm.planning import BlockGeometry, Match
 
-GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
+GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) * 32 for number in range(11)]
 
 
@@ -87,7 +87,7 @@ def test_one_connection_answers_many_questions(engine: str) -> None:
         client = LookupClient(engine, 2, GEOMETRY, 5.0)
         futures = [client.begin(NAMES[:count]) for count in (4, 8, 11) * 20]
         assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
-        assert len(client._lines) == 2
+        assert len(client._connections) == 2
         client.close()
 
 
@@ -145,6 +145,25 @@ def test_a_directory_of_somebody_else_is_refused(engine: str) -> None:
     socket_path(engine, 0).parent.chmod(0o755)
     with pytest.raises(Exception, match="expected a directory of this user with mode 0700"):
         Worker(engine, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
+    path = socket_path(engine, 0)
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        listening.setblocking(False)
+        path.parent.chmod(mode)
+        if mode == 0o700:
+            if os.geteuid():
+                pytest.skip("only root may give a directory away")
+            os.chown(path.parent, 65534, 65534)
+        assert ask(engine, 2, timeout_s=0.2) == Match()
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    path.unlink()
 
 
 def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tiercache.integrations.vllm.planning import (
-    Geometry,
+    BlockGeometry,
+    BlockTransfer,
     Match,
-    Transfer,
     chunk_ends,
     loadable_tokens,
     plan_load,
@@ -16,8 +16,8 @@ from tiercache.integrations.vllm.planning import (
     wants_save,
 )
 
-PAIRS = Geometry(block_tokens=128, blocks_per_chunk=2)
-FOURS = Geometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
+PAIRS = BlockGeometry(block_tokens=128, blocks_per_chunk=2)
+FOURS = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) for number in range(20)]
 BLOCKS = list(range(100, 120))
 
@@ -26,7 +26,7 @@ BLOCKS = list(range(100, 120))
     ("chunk", "block", "rounded"), [(256, 128, 256), (256, 16, 256), (100, 128, 128), (320, 128, 256)]
 )
 def test_chunk_size_is_rounded_to_whole_blocks(chunk: int, block: int, rounded: int) -> None:
-    assert Geometry.for_chunk_size(chunk, block, False).chunk_tokens == rounded
+    assert BlockGeometry.for_chunk_size(chunk, block, False).chunk_tokens == rounded
 
 
 def test_only_full_chunks_count_and_tails_come_longest_first() -> None:
@@ -54,21 +54,21 @@ def test_short_hits_are_not_worth_a_load() -> None:
 
 def test_load_covers_the_wanted_blocks_and_no_other() -> None:
     assert plan_load(NAMES, 4, 0, 512, BLOCKS, PAIRS) == [
-        Transfer(NAMES[1], 2, 0, (100, 101)),
-        Transfer(NAMES[3], 2, 0, (102, 103)),
+        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
+        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
     ]
 
 
 def test_load_begins_inside_a_chunk_where_the_engine_has_its_start() -> None:
-    assert plan_load(NAMES, 4, 128, 512, BLOCKS, PAIRS)[0] == Transfer(NAMES[1], 2, 1, (101,))
+    assert plan_load(NAMES, 4, 128, 512, BLOCKS, PAIRS)[0] == BlockTransfer(NAMES[1], 2, 1, (101,))
 
 
 def test_load_ends_inside_a_chunk_where_the_last_token_is_computed() -> None:
-    assert plan_load(NAMES, 4, 0, 384, BLOCKS, PAIRS)[-1] == Transfer(NAMES[3], 2, 0, (102,))
+    assert plan_load(NAMES, 4, 0, 384, BLOCKS, PAIRS)[-1] == BlockTransfer(NAMES[3], 2, 0, (102,))
 
 
 def test_a_matched_tail_is_loaded_under_its_own_name() -> None:
-    assert plan_load(NAMES, 7, 0, 7 * 16, BLOCKS, FOURS)[-1] == Transfer(NAMES[6], 3, 0, (104, 105, 106))
+    assert plan_load(NAMES, 7, 0, 7 * 16, BLOCKS, FOURS)[-1] == BlockTransfer(NAMES[6], 3, 0, (104, 105, 106))
 
 
 def test_every_load_covers_exactly_what_was_asked() -> None:
@@ -87,15 +87,15 @@ def test_every_load_covers_exactly_what_was_asked() -> None:
 
 
 def test_a_chunk_is_saved_with_its_last_block() -> None:
-    assert plan_save(NAMES, 0, 3, BLOCKS, PAIRS, last=False) == ([Transfer(NAMES[1], 2, 0, (100, 101))], 2)
+    assert plan_save(NAMES, 0, 3, BLOCKS, PAIRS, last=False) == ([BlockTransfer(NAMES[1], 2, 0, (100, 101))], 2)
     assert plan_save(NAMES, 2, 3, BLOCKS, PAIRS, last=True) == ([], 2)
-    assert plan_save(NAMES, 2, 4, BLOCKS, PAIRS, last=False) == ([Transfer(NAMES[3], 2, 0, (102, 103))], 4)
+    assert plan_save(NAMES, 2, 4, BLOCKS, PAIRS, last=False) == ([BlockTransfer(NAMES[3], 2, 0, (102, 103))], 4)
 
 
 def test_a_tail_is_saved_at_the_end_only_and_then_its_whole_chunk() -> None:
     assert plan_save(NAMES, 4, 6, BLOCKS, FOURS, last=False) == ([], 4)
-    assert plan_save(NAMES, 4, 6, BLOCKS, FOURS, last=True) == ([Transfer(NAMES[5], 2, 0, (104, 105))], 6)
-    assert plan_save(NAMES, 6, 8, BLOCKS, FOURS, last=False) == ([Transfer(NAMES[7], 4, 0, (104, 105, 106, 107))], 8)
+    assert plan_save(NAMES, 4, 6, BLOCKS, FOURS, last=True) == ([BlockTransfer(NAMES[5], 2, 0, (104, 105))], 6)
+    assert plan_save(NAMES, 6, 8, BLOCKS, FOURS, last=False) == ([BlockTransfer(NAMES[7], 4, 0, (104, 105, 106, 107))], 8)
 
 
 def test_chunked_prefill_saves_each_chunk_once() -> None:

@@ -18,12 +18,12 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
-from tiercache.integrations.vllm.messages import Progress, StepWork
-from tiercache.integrations.vllm.planning import Geometry, Transfer
+from tiercache.integrations.vllm.messages import StepReport, StepWork
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
-from tiercache.integrations.vllm.turns import Began, Ended, Wishes
+from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 
-GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
+GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
 NAMES = [bytes([number]) * 32 for number in range(64)]
 BLOCKS = list(range(100, 164))
 
@@ -96,7 +96,7 @@ class Engine:
         if failed:
             self.side.loads_failed(set(failed))
         self.side.progress(
-            Progress({save.request_id: 1 for save in work.saves}, {load.request_id for load in work.loads})
+            StepReport({save.request_id: 1 for save in work.saves}, {load.request_id for load in work.loads})
         )
 
 
@@ -107,7 +107,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     made.close()
 
 
-def saved(work: StepWork) -> list[Transfer]:
+def saved(work: StepWork) -> list[BlockTransfer]:
     return [transfer for save in work.saves for transfer in save.transfers]
 
 
@@ -116,8 +116,8 @@ def test_cold_prompt_is_saved_chunk_by_chunk_as_it_is_computed(engine: Engine) -
     assert engine.admits(request) == (0, False)
     assert saved(engine.steps((request, 20))) == []
     assert saved(engine.steps((request, 50))) == [
-        Transfer(NAMES[1], 2, 0, (100, 101)),
-        Transfer(NAMES[3], 2, 0, (102, 103)),
+        BlockTransfer(NAMES[1], 2, 0, (100, 101)),
+        BlockTransfer(NAMES[3], 2, 0, (102, 103)),
     ]
     assert [transfer.name for transfer in saved(engine.steps((request, 30)))] == [NAMES[5]]
     assert saved(engine.steps((request, 1))) == []
@@ -268,13 +268,13 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     assert engine.side.has_news
     engine.admits(request)
     work = engine.steps((request, 100))
-    assert work.turns == [Began("s", "plan", [NAMES[1], NAMES[3], NAMES[5]])]
+    assert work.turns == [RequestBegan("s", "plan", [NAMES[1], NAMES[3], NAMES[5]])]
     assert not engine.side.has_news
     engine.reports(work)
     engine.side.finished(request, BLOCKS[:7])
     assert engine.side.has_news
     wishes = Wishes("s", "plan", "tool")
-    assert engine.steps().turns == [Ended("r", wishes, [NAMES[1], NAMES[3], NAMES[5]], [])]
+    assert engine.steps().turns == [RequestEnded("r", wishes, [NAMES[1], NAMES[3], NAMES[5]], [])]
 
 
 def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:
@@ -285,7 +285,7 @@ def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) ->
     engine.reports(engine.steps((request, 1)))
     engine.side.finished(request, BLOCKS[:9])
     (ended,) = engine.steps().turns
-    assert isinstance(ended, Ended) and ended.stored == [NAMES[5], NAMES[7]]
+    assert isinstance(ended, RequestEnded) and ended.stored == [NAMES[5], NAMES[7]]
     assert ended.names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7]]
 
 

@@ -25,11 +25,11 @@ from tiercache.integrations.vllm import worker_side
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
 from tiercache.integrations.vllm.placement import make_mover
-from tiercache.integrations.vllm.planning import Geometry, Transfer
-from tiercache.integrations.vllm.turns import Began, Ended, Wishes
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.worker_side import WorkerSide
 
-GEOMETRY = Geometry(block_tokens=16, blocks_per_chunk=2)
+GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
 BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 3, 2, 8
 SHAPE = (BLOCKS, HEADS, 16, 2 * HEAD_SIZE)
 SPEC = SimpleNamespace(
@@ -94,10 +94,10 @@ class Worker:
         for layer in self.kv:
             layer[torch.tensor(blocks)] = 0
 
-    def saves(self, *transfers: Transfer, name: str = "r") -> None:
+    def saves(self, *transfers: BlockTransfer, name: str = "r") -> None:
         self.side.save(StepWork(saves=[Save(name, list(transfers), 64)]))
 
-    def stores(self, *transfers: Transfer) -> None:
+    def stores(self, *transfers: BlockTransfer) -> None:
         """Waits until the cache has the chunks too, which may be after the blocks are free."""
         self.saves(*transfers)
         assert self.is_saved()
@@ -119,7 +119,7 @@ class Worker:
             settled.wait(10)
         return False
 
-    def loads(self, *transfers: Transfer, later: bool = False, name: str = "r") -> None:
+    def loads(self, *transfers: BlockTransfer, later: bool = False, name: str = "r") -> None:
         self.side.load(StepWork(loads=[Load(name, list(transfers), later)]))
 
     def has(self, name: bytes) -> bool:
@@ -179,13 +179,13 @@ def twin(made: Callable[..., Worker]) -> Worker:
     return made(device="twin")
 
 
-FIRST = Transfer(NAMES[1], 2, 0, (4, 9))
-SECOND = Transfer(NAMES[3], 2, 0, (7, 3))
+FIRST = BlockTransfer(NAMES[1], 2, 0, (4, 9))
+SECOND = BlockTransfer(NAMES[3], 2, 0, (7, 3))
 
 
-def into(transfer: Transfer, *blocks: int) -> Transfer:
+def into(transfer: BlockTransfer, *blocks: int) -> BlockTransfer:
     """The end of the same chunk, into other blocks."""
-    return Transfer(transfer.name, transfer.chunk_blocks, transfer.chunk_blocks - len(blocks), blocks)
+    return BlockTransfer(transfer.name, transfer.chunk_blocks, transfer.chunk_blocks - len(blocks), blocks)
 
 
 # In host memory and in device memory
@@ -217,7 +217,10 @@ def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worke
     """The saves are of the step that brings the request's last words, and have not begun then."""
     cache = worker.side.thread.cache
     go_on = worker.stops_its_loop()
-    ends = [Ended("r", Wishes(forget=True), [NAMES[1]], [NAMES[1]]), Ended("q", Wishes(pin_s=60.0), [NAMES[3]], [])]
+    ends = [
+        RequestEnded("r", Wishes(forget=True), [NAMES[1]], [NAMES[1]]),
+        RequestEnded("q", Wishes(pin_s=60.0), [NAMES[3]], []),
+    ]
     worker.side.save(StepWork(saves=[Save("r", [FIRST], 64), Save("q", [SECOND], 64)], turns=ends))
     go_on.set()
     assert worker.finishes(lambda: cache.ahead.pinned == 1)
@@ -229,9 +232,10 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     """The end says at once that the session may come back, whether its last chunk is stored yet or not."""
     sessions = worker.side.thread.cache.ahead.sessions
     go_on = worker.stops_its_loop()
-    worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
-    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[Ended("r", Wishes("s", ended="tool"), [NAMES[1]], [])]))
-    worker.side.save(StepWork(turns=[Began("s", "", [NAMES[1]])]))
+    worker.side.save(StepWork(turns=[RequestBegan("s", "", [NAMES[1]])]))
+    ended = RequestEnded("r", Wishes("s", ended="tool"), [NAMES[1]], [])
+    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[ended]))
+    worker.side.save(StepWork(turns=[RequestBegan("s", "", [NAMES[1]])]))
     go_on.set()
     assert worker.finishes(lambda: worker.has(NAMES[1]))
     state = sessions._sessions["s"]
@@ -243,7 +247,7 @@ def test_words_about_what_cannot_be_done_harm_nobody(made: Callable[..., Worker]
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
     for _ in range(3):
-        worker.side.save(StepWork(turns=[Ended("r", Wishes(next_in_s=1.0), [NAMES[1]], [])]))
+        worker.side.save(StepWork(turns=[RequestEnded("r", Wishes(next_in_s=1.0), [NAMES[1]], [])]))
     assert worker.finishes(lambda: "local_cpu is false" in caplog.text)
     assert caplog.text.count("has no effect") == 1
 
@@ -327,8 +331,9 @@ def test_save_reads_what_the_forward_wrote(twin: Worker) -> None:
 
 def test_blocks_are_free_when_they_are_gathered(twin: Worker) -> None:
     """Not only when the chunk has come to the host: nothing but the gathering reads them."""
-    driver, device = twin.driver, twin.side.thread.cache._device
-    assert device is not None
+    driver, on_device = twin.driver, twin.side.thread.cache.parts.on_device
+    assert on_device is not None
+    device = on_device.device
     held = threading.Event()
     device.offload.enqueue(held.wait)
     expected = twin.content(4, 9)
@@ -392,8 +397,9 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
     twin.stores(FIRST)
     monkeypatch.setattr(worker_side, "_MARGIN_S", 0.1 - twin.side.config.blocking_timeout_secs)
     monkeypatch.setattr(worker_side, "_COPY_WAIT_S", 0.02)
-    device = twin.side.thread.cache._device
-    assert device is not None
+    on_device = twin.side.thread.cache.parts.on_device
+    assert on_device is not None
+    device = on_device.device
     held = threading.Event()
     device.scatter.enqueue(held.wait)
     twin.loads(into(FIRST, 20, 21))
@@ -429,11 +435,11 @@ def test_events_are_given_back(made: Callable[..., Worker], monkeypatch: pytest.
     twin.loads(into(FIRST, 20, 21))
     monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.01)
     go_on = twin.stops_its_loop()
-    twin.saves(Transfer(NAMES[5], 2, 0, (1, 2)))
+    twin.saves(BlockTransfer(NAMES[5], 2, 0, (1, 2)))
     twin.side.before_blocks_are_given_away(["r"])
     go_on.set()
     twin.side.close()
-    twin.saves(Transfer(NAMES[7], 2, 0, (1, 2)))
+    twin.saves(BlockTransfer(NAMES[7], 2, 0, (1, 2)))
     assert twin.driver.events == 0
 
 

@@ -24,6 +24,7 @@ from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
+from tiercache.commands.findings import complain
 from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
@@ -40,19 +41,19 @@ def bench_command(
     parts = [part.strip() for part in only.split(",") if part.strip()] or list(DEFAULT_PARTS)
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        return _complain(f"--only: expected a comma list of {', '.join(PARTS)}, found {unknown[0]!r}")
+        return complain(f"--only: expected a comma list of {', '.join(PARTS)}, found {unknown[0]!r}")
     if peer and peer != "lmcache":
-        return _complain(f"--peer: expected lmcache, found {peer!r}")
+        return complain(f"--peer: expected lmcache, found {peer!r}")
     if bool(peer) != bool(peer_python) or (peer_python is not None and not peer_python.exists()):
-        return _complain("--peer lmcache needs --peer-python, a Python in which lmcache and torch are installed")
+        return complain("--peer lmcache needs --peer-python, a Python in which lmcache and torch are installed")
     if json_file is not None and not json_file.resolve().parent.is_dir():
-        return _complain(f"--json: {json_file.parent} is not a directory")
+        return complain(f"--json: {json_file.parent} is not a directory")
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         place = Path(tempfile.mkdtemp(prefix="tiercache-bench-", dir=directory))
     except OSError as error:
-        return _complain(f"--directory: {directory} cannot be used: {error.strerror}")
+        return complain(f"--directory: {directory} cannot be used: {error.strerror}")
     console = Console(stderr=True)
     figures = Figures()
     problem = None
@@ -111,8 +112,3 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
         asyncio.run(measure_s3(figures, plan))
     else:
         asyncio.run(measure_hf3fs(figures, plan))
-
-
-def _complain(problem: str) -> int:
-    print(f"error: {problem}", file=sys.stderr)
-    return 2

@@ -22,12 +22,12 @@ from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator, Pace, install, why_no_fuse
+from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import PART_BYTES
 from tiercache.tiers.hf3fs.library import load_library
 from tiercache.tiers.hf3fs.ring import RingSettings, in_parts
 from tiercache.tiers.hf3fs.segments import Segment, arena_segment
-from tiercache.tiers.volume import TOP_LEVELS
 
 SIZES = (2 * MIB, 8 * MIB, 32 * MIB)
 DEPTHS = (4, 16)
@@ -261,7 +261,7 @@ class Bench:
 
     async def read(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:
         """As `write`. No file is open before."""
-        await asyncio.to_thread(self.tier.files.forget_all)
+        await asyncio.to_thread(self.tier.mover.files.forget_all)
         return await self.reread(keys, depth)
 
     async def reread(self, keys: Sequence[ChunkKey], depth: int) -> tuple[float, list[float]]:

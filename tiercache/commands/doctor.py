@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
-from tiercache.tiers.chunk_file import supports_direct_io
-from tiercache.tiers.mounts import mount_of, mounts
+from tiercache.tiers.files.chunk_file import supports_direct_io
+from tiercache.tiers.files.mounts import mount_of, mounts
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NVIDIA_SMI_S = 10

@@ -10,21 +10,22 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import aiofiles
-
-from tiercache.commands.directory import complain, problem_with
+from tiercache.commands.directory import problem_with
+from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
-from tiercache.tiers.ledger import counted_in
-from tiercache.tiers.volume import CHUNK_NAME, TOP_LEVELS
-
-_AT_ONCE = 32
+from tiercache.tiers.files.count_file import counted_in
+from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
 def stat_command(directory: Path, as_json: bool) -> int:
-    if (problem := problem_with(directory)) is not None:
+    return asyncio.run(_stat(directory, as_json))
+
+
+async def _stat(directory: Path, as_json: bool) -> int:
+    if (problem := await problem_with(directory)) is not None:
         return complain(problem)
     try:
-        found = asyncio.run(survey(directory))
+        found = await survey(directory)
     except OSError as error:
         return complain(f"{directory} cannot be read: {error}")
     if as_json:
@@ -34,37 +35,34 @@ def stat_command(directory: Path, as_json: bool) -> int:
     return 0
 
 
-class _Read:
-    """What was found in headers."""
+class _Found:
+    """What the headers in the chunks' directories say. Each directory is read in one call, in a thread."""
 
     def __init__(self) -> None:
         self.layouts: dict[str, dict[str, int]] = defaultdict(
             lambda: {"chunks": 0, "payload_bytes": 0, "occupied_bytes": 0}
         )
+        self.counted_bytes = 0
+        self.foreign = 0
         self.unreadable: list[str] = []
         self.ages: list[float] = []
         self._now_s = time.time()
-        self._places = asyncio.Semaphore(_AT_ONCE)
 
-    async def look(self, path: str, status: os.stat_result) -> None:
-        async with self._places:
-            try:
-                async with aiofiles.open(path, "rb") as file:
-                    header = Header.unpack(await file.read(PACKED_BYTES))
-            except FileNotFoundError:
-                return  # evicted while we looked
-            except (OSError, HeaderError) as error:
-                self.unreadable.append(f"{path}: {error}")
-                return
-        if status.st_size != file_bytes(header.payload_bytes):
-            expected = file_bytes(header.payload_bytes)
-            self.unreadable.append(f"{path}: length: expected {expected} bytes, found {status.st_size}")
-            return
-        layout = self.layouts[header.fingerprint.hex()]
-        layout["chunks"] += 1
-        layout["payload_bytes"] += header.payload_bytes
-        layout["occupied_bytes"] += status.st_blocks * 512
-        self.ages.append(self._now_s - status.st_mtime)
+    def add(self, files: list[tuple[str, os.stat_result, Header | str | None]], own_bytes: int) -> None:
+        self.counted_bytes += own_bytes
+        for path, status, header in files:
+            if not CHUNK_NAME.fullmatch(os.path.basename(path)):
+                self.foreign += 1
+                continue
+            self.counted_bytes += status.st_blocks * 512
+            if isinstance(header, Header):
+                layout = self.layouts[header.fingerprint.hex()]
+                layout["chunks"] += 1
+                layout["payload_bytes"] += header.payload_bytes
+                layout["occupied_bytes"] += status.st_blocks * 512
+                self.ages.append(self._now_s - status.st_mtime)
+            elif header is not None:
+                self.unreadable.append(f"{path}: {header}")
 
 
 async def survey(directory: Path) -> dict[str, Any]:
@@ -73,37 +71,51 @@ async def survey(directory: Path) -> dict[str, Any]:
     `counted_bytes` is what the ledger should say: chunks, quarantine and the directories they lie in; it differs from
     `ledger_bytes` while somebody writes, and after a crash until a cache has had the directory to itself.
     """
-    read = _Read()
-    counted_bytes = foreign = 0
-    for top in TOP_LEVELS:
-        part = await asyncio.to_thread(_files, directory / top)
-        chunks = [(path, status) for path, status in part if CHUNK_NAME.fullmatch(os.path.basename(path))]
-        foreign += len(part) - len(chunks)
-        await asyncio.gather(*(read.look(path, status) for path, status in chunks))
-        counted_bytes += sum(status.st_blocks * 512 for _, status in chunks)
-        counted_bytes += await asyncio.to_thread(_own_bytes, directory / top)
+    found = _Found()
+    for part in asyncio.as_completed([asyncio.to_thread(_headers, directory / top) for top in TOP_LEVELS]):
+        found.add(*await part)
     quarantine = await asyncio.to_thread(_files, directory / "quarantine")
     quarantined_bytes = sum(status.st_blocks * 512 for _, status in quarantine)
     temporary = await asyncio.to_thread(_files, directory / ".tiercache" / "tmp")
     strays = [status.st_blocks * 512 for path, status in temporary if not path.endswith((".lock", ".new"))]
-    layouts, ages = read.layouts, sorted(read.ages)
+    layouts, ages = found.layouts, sorted(found.ages)
     return {
         "directory": str(directory),
         "chunks": sum(layout["chunks"] for layout in layouts.values()),
         "occupied_bytes": sum(layout["occupied_bytes"] for layout in layouts.values()),
-        "counted_bytes": counted_bytes + quarantined_bytes,
+        "counted_bytes": found.counted_bytes + quarantined_bytes,
         "ledger_bytes": await asyncio.to_thread(counted_in, directory / ".tiercache" / "ledger"),
-        "layouts": dict(layouts),
-        "unreadable": sorted(read.unreadable),
+        "layouts": dict(sorted(layouts.items())),
+        "unreadable": sorted(found.unreadable),
         "quarantined": len(quarantine),
         "quarantined_bytes": quarantined_bytes,
         "unfinished": len(strays),
         "unfinished_bytes": sum(strays),
-        "foreign": foreign,
+        "foreign": found.foreign,
         "newest_s": round(ages[0], 1) if ages else None,
         "median_age_s": round(ages[len(ages) // 2], 1) if ages else None,
         "oldest_s": round(ages[-1], 1) if ages else None,
     }
+
+
+def _headers(directory: Path) -> tuple[list[tuple[str, os.stat_result, Header | str | None]], int]:
+    """Files of a directory with their headers, or what is wrong with them; and what the directory itself takes."""
+    return [(path, status, _header(path, status)) for path, status in _files(directory)], _own_bytes(directory)
+
+
+def _header(path: str, status: os.stat_result) -> Header | str | None:
+    """Of a chunk; None where there is none by that name, or not any more."""
+    if not CHUNK_NAME.fullmatch(os.path.basename(path)):
+        return None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            header = Header.unpack(file.read(PACKED_BYTES))
+    except FileNotFoundError:
+        return None  # evicted while we looked
+    except (OSError, HeaderError) as error:
+        return str(error)
+    expected = file_bytes(header.payload_bytes)
+    return header if status.st_size == expected else f"length: expected {expected} bytes, found {status.st_size}"
 
 
 def _files(directory: Path) -> list[tuple[str, os.stat_result]]:

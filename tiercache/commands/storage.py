@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.core.header import HEADER_BYTES
-from tiercache.tiers.mounts import Mount
+from tiercache.tiers.files.mounts import Mount
 
 CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
 """File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""

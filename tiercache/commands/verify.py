@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -16,13 +17,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from tiercache.commands.directory import chunk_files, complain, problem_with
+from tiercache.commands.directory import chunk_files, problem_with
+from tiercache.commands.findings import complain
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.access import access_as_found, open_regular
-from tiercache.tiers.chunk_file import host_checksum, verify_chunk
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.files.access import access_as_found, open_regular
+from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
+from tiercache.tiers.files.volume import Volume
 
 _THREADS = 4
 _thread = threading.local()
@@ -41,7 +43,7 @@ class Verified:
 
 def verify_command(directory: Path, as_json: bool) -> int:
     """Exit status 1 when something was bad, 2 when `directory` is not one of ours."""
-    if (problem := problem_with(directory)) is not None:
+    if (problem := asyncio.run(problem_with(directory))) is not None:
         return complain(problem)
     try:
         # A bar is for eyes: in a pipe or a log it would be noise.

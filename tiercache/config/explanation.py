@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercache.config.config import Config
+from tiercache.config.plan import PlannedTier, plan_of
 from tiercache.config.remote_options import OPTIONS
 from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import KEYS
 from tiercache.config.secrets import hidden
 from tiercache.config.sources import Origin
-from tiercache.config.tiers import PlannedTier, tiers_of
 
 _SECRET_OPTIONS = tuple(
     f".{name}" if name == option.name else name
@@ -88,7 +88,7 @@ def explain(config: Config) -> Explanation:
         values.append(ExplainedValue(name, shown, config.origins.get(name), meaning, "remote", True))
     return Explanation(
         values=tuple(values),
-        tiers=tuple(tiers_of(config)),
+        tiers=plan_of(config),
         warnings=config.warnings,
         arena_bytes=config.arena_bytes,
         disk_bytes=config.disk_bytes,

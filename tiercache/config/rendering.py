@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercache.config.explanation import ExplainedValue, Explanation
+from tiercache.config.plan import PlannedTier
 from tiercache.config.schema import GB
-from tiercache.config.tiers import PlannedTier
 from tiercache.tables import INDENT, Line, show
 
 _ITEM = 2

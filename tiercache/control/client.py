@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError, frame, receive
-from tiercache.control.owners import check_peer, is_believed
+from tiercache.control.framing import frame, receive
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, Command, ControlError
 from tiercache.control.server import ANSWER_S
+from tiercache.control.sockets import connect, is_believed
 
 _MARGIN_S = 5.0
 
@@ -57,9 +58,8 @@ def _is_ours(path: Path) -> bool:
 
 
 async def _exchange(path: Path, message: bytes) -> bytearray:
-    reader, writer = await asyncio.open_unix_connection(str(path))
+    reader, writer = await connect(path)
     try:
-        check_peer(path, writer.get_extra_info("socket"))
         writer.write(message)
         await writer.drain()
         return await receive(reader)

@@ -43,8 +43,7 @@ class Connection(H11Protocol):
                 timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        # Of its own limit uvicorn counts tasks too, and those of whom we have hung up on end a little later. From 0 on it
-        # answers 503.
+        # uvicorn's own limit counts tasks, too, and those of aborted connections end a little later. At 0 it answers 503.
         self.limit_concurrency = 0 if len(self.connections) > MOST else None
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -82,8 +81,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _make_room(self) -> None:
-        """Hang up on as many as are too many, who have said nothing for longest; else on the new one, if there are too many
-        to say so to it."""
+        """Abort as many connections as are too many, the longest silent first; else the new one, if there are too many to
+        tell it so."""
         connections: set[Any] = self.connections
         silent = [one for one in connections if one.idle_since_s is not None and one is not self]
         for one in heapq.nsmallest(len(connections) - MOST, silent, key=lambda one: one.idle_since_s):

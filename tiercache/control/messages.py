@@ -1,12 +1,11 @@
-"""What may be said to a cache through its control socket, and how it is framed: a length, then msgpack.
+"""What may be said to a cache through its control socket.
 
 The same types are decoded from JSON behind HTTP, so both refuse the same things with the same words.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -15,8 +14,6 @@ from tiercache.errors import TierCacheError
 
 LARGEST_MESSAGE_BYTES = 8 << 20
 """Room for a prompt of a million token ids."""
-_LENGTH_BYTES = 4
-_PART_BYTES = 64 << 10
 _LONGEST_S = 7 * 86400.0
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -151,33 +148,3 @@ def decode(packed: bytes | bytearray) -> Command:
         raise ControlError("malformed", f"malformed message: {error}") from None
     except RecursionError:
         raise ControlError("malformed", "malformed message: its values are nested too deep") from None
-
-
-def frame(content: Any) -> bytes:
-    packed = msgspec.msgpack.encode(content)
-    return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed
-
-
-async def receive(reader: asyncio.StreamReader) -> bytearray:
-    """The next message, packed. Raises ControlError ("too_large") without reading it, IncompleteReadError at the end."""
-    length = await receive_length(reader)
-    packed = bytearray()
-    while len(packed) < length:
-        await receive_part(reader, packed, length)
-    return packed
-
-
-async def receive_length(reader: asyncio.StreamReader) -> int:
-    """Of the next message, in bytes. Raises as `receive`."""
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if length > LARGEST_MESSAGE_BYTES:
-        raise ControlError("too_large", f"expected a message of at most {LARGEST_MESSAGE_BYTES} bytes, found {length}")
-    return length
-
-
-async def receive_part(reader: asyncio.StreamReader, packed: bytearray, length: int) -> None:
-    """What there is of the rest of a message, behind `packed`: eight MiB in one go would hold the loop."""
-    part = await reader.read(min(_PART_BYTES, length - len(packed)))
-    if not part:
-        raise asyncio.IncompleteReadError(b"", length)
-    packed += part

@@ -1,4 +1,4 @@
-"""What control messages may take of the loop that they share with the cache: one short step a round, and so much memory."""
+"""Limits on what control messages take of the cache's loop: one short step a round, and so much memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STALLS_S = 1.0
 
 def due_s(arrived_bytes: int, size_bytes: int) -> float:
     """How long after its first byte so much of a large message should have arrived: at an even pace, with a second to spare.
-    Who announces much and sends little is told from who is slow before he has taken others' room for long."""
+    So a client that announces much and sends little does not keep others' room for long."""
     return _STALLS_S + _ARRIVES_S * arrived_bytes / size_bytes
 
 
@@ -59,7 +59,7 @@ class Turns:
 
 
 class Room:
-    """Bytes that large messages may take, all together. Whoever needs more than is left waits; the first one is next."""
+    """Bytes that large messages may take, all together. First come, first served: others wait."""
 
     def __init__(self, size_bytes: int) -> None:
         self._left_bytes = size_bytes

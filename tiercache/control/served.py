@@ -20,7 +20,9 @@ class ServedCache(Protocol):
     config: Config
     layout: Layout
     namespace: bytes
-    ahead: Ahead
+
+    @property
+    def ahead(self) -> Ahead: ...
 
     async def lookup_keys(self, keys: Sequence[ChunkKey]) -> Hit: ...
 

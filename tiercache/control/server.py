@@ -8,24 +8,18 @@ import errno
 import fcntl
 import logging
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiercache.control.framing import frame, receive_length, receive_part
 from tiercache.control.handler import Handler
 from tiercache.control.large import FROM_BYTES, decode_large
-from tiercache.control.messages import (
-    LARGEST_MESSAGE_BYTES,
-    ControlError,
-    decode,
-    frame,
-    receive_length,
-    receive_part,
-)
+from tiercache.control.messages import LARGEST_MESSAGE_BYTES, ControlError, decode
 from tiercache.control.naming import Naming
 from tiercache.control.pace import Room, Turns, due_s
 from tiercache.control.served import ServedCache
+from tiercache.control.sockets import bound
 from tiercache.errors import ConfigError, TierCacheError
 
 logger = logging.getLogger("tiercache.control")
@@ -36,7 +30,7 @@ _BUSY_S = 1.0
 _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
 _SPARED_S = 1.0
-"""When all places are taken, who has asked nothing for so long gives his to somebody else."""
+"""When all places are taken, a connection that has asked nothing for so long gives its place to a new one."""
 _ARRIVES_S = 10.0
 """For a message to arrive, once its length has."""
 _TAKEN_S = 10.0
@@ -50,12 +44,10 @@ ANSWER_S = 20.0
 
 
 @dataclass
-class _Line:
-    """A connection."""
-
+class _Connection:
     writer: asyncio.StreamWriter
     idle_since_s: float | None
-    """None while a message of his is being answered."""
+    """None while a message of this connection is being answered."""
 
 
 class ControlServer:
@@ -70,7 +62,7 @@ class ControlServer:
         self._handler = Handler(cache, naming, self._turns)
         self._lock: int | None = None
         self._server: asyncio.Server
-        self._lines: dict[asyncio.Task[None], _Line] = {}
+        self._connections: dict[asyncio.Task[None], _Connection] = {}
         self._room = Room(_ROOM_BYTES)
 
     async def start(self) -> None:
@@ -84,7 +76,7 @@ class ControlServer:
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
-            self._server = await asyncio.start_unix_server(self._serve, sock=_bound(self.path))
+            self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path))
         except BlockingIOError:
             self._give_back_lock()
             raise ConfigError(f"control_socket: {self.path} is in use by another cache; give each engine its own") from None
@@ -94,14 +86,14 @@ class ControlServer:
         logger.info("control socket: %s", self.path)
 
     async def close(self) -> None:
-        """Idempotent. Whoever still waits for an answer is hung up on."""
+        """Idempotent. Connections that still wait for an answer are closed."""
         if self._lock is None:
             return
         self._server.close()
-        for task in self._lines:
+        for task in self._connections:
             task.cancel()
-        if self._lines:
-            await asyncio.wait(list(self._lines), timeout=2.0)
+        if self._connections:
+            await asyncio.wait(list(self._connections), timeout=2.0)
         self.path.unlink(missing_ok=True)
         self._give_back_lock()
 
@@ -111,23 +103,23 @@ class ControlServer:
             self._lock = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = asyncio.current_task()
-        assert line is not None
+        task = asyncio.current_task()
+        assert task is not None
         # What is written is with the client once `drain` returns, so that a connection can be given up at any time.
         writer.transport.set_write_buffer_limits(0)
-        busy = len(self._lines) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
-        if len(self._lines) >= 2 * _MOST_CONNECTIONS:
+        busy = len(self._connections) >= _MOST_CONNECTIONS and not self._hang_up_on_the_idlest()
+        if len(self._connections) >= 2 * _MOST_CONNECTIONS:
             writer.transport.abort()
             return
-        self._lines[line] = _Line(writer, asyncio.get_running_loop().time())
+        self._connections[task] = _Connection(writer, asyncio.get_running_loop().time())
         try:
             if busy:
-                # After the question: whoever is hung up on while he writes does not get to read why.
+                # After the question: a client whose connection is closed while it writes does not read why.
                 async with asyncio.timeout(_BUSY_S):
                     await reader.readexactly(min(await receive_length(reader), _SHORT_BYTES))
                 raise ControlError("busy", f"{_MOST_CONNECTIONS} connections are open already")
             while True:
-                await self._next(reader, self._lines[line])
+                await self._next(reader, self._connections[task])
         except ControlError as error:
             # Busy, or too large: what follows on this connection is not a message.
             with contextlib.suppress(TimeoutError, OSError):
@@ -137,14 +129,14 @@ class ControlServer:
         except asyncio.CancelledError:
             pass  # the cache closes
         finally:
-            # Not `close`, which waits for as long as the client does not read.
+            # Not `close`, which waits for a client that does not read.
             writer.transport.abort()
-            del self._lines[line]
+            del self._connections[task]
 
-    async def _next(self, reader: asyncio.StreamReader, line: _Line) -> None:
+    async def _next(self, reader: asyncio.StreamReader, connection: _Connection) -> None:
         """Receive a message and answer it."""
         loop = asyncio.get_running_loop()
-        line.idle_since_s = loop.time()
+        connection.idle_since_s = loop.time()
         async with asyncio.timeout(_IDLE_S) as silence, contextlib.AsyncExitStack() as stack:
             length = await receive_length(reader)
             silence.reschedule(min(silence.when() or 0.0, loop.time() + _ARRIVES_S))
@@ -160,9 +152,9 @@ class ControlServer:
                     silence.reschedule(began_s + due_s(len(packed), length))
                     await receive_part(reader, packed, length)
             silence.reschedule(None)
-            line.idle_since_s = None
+            connection.idle_since_s = None
             answer = await self._answer(packed)
-        await self._reply(line.writer, answer)
+        await self._reply(connection.writer, answer)
 
     async def _take_room(self, stack: contextlib.AsyncExitStack, length: int) -> None:
         try:
@@ -172,12 +164,13 @@ class ControlServer:
             raise ControlError("busy", f"{_ROOM_BYTES} bytes of other large messages are being answered") from None
 
     def _hang_up_on_the_idlest(self) -> bool:
-        """Make room for a new connection, at the cost of one that has not asked anything for long."""
+        """Close the connection that has been idle for longest, if any has been for long; whether there was one."""
         before_s = asyncio.get_running_loop().time() - _SPARED_S
-        idle = [line for line in self._lines.values() if line.idle_since_s is not None and line.idle_since_s < before_s]
+        places = self._connections.values()
+        idle = [place for place in places if place.idle_since_s is not None and place.idle_since_s < before_s]
         if not idle:
             return False
-        idlest = min(idle, key=lambda line: line.idle_since_s or 0.0)
+        idlest = min(idle, key=lambda place: place.idle_since_s or 0.0)
         idlest.idle_since_s = None
         idlest.writer.transport.abort()
         return True
@@ -212,19 +205,6 @@ class ControlServer:
 def socket_path(configured: str, *ranks: tuple[int, int]) -> Path:
     """The path of one worker's socket: `configured`, and for each (rank, number of ranks) above one, a dot and the rank."""
     return Path(configured + "".join(f".{rank}" for rank, ranks in ranks if ranks > 1))
-
-
-def _bound(path: Path) -> socket.socket:
-    """A socket whose file has mode 0600 from its first moment on."""
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        os.fchmod(made.fileno(), 0o600)
-        made.bind(str(path))
-        made.setblocking(False)
-    except BaseException:
-        made.close()
-        raise
-    return made
 
 
 def _refusal(error: ControlError) -> dict[str, Any]:

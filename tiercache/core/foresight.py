@@ -6,10 +6,10 @@ when `think_s` has come.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
+from tiercache.core.alarms import Alarms
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction import Hints, Prediction, Sessions, Workflows
 from tiercache.core.prefetch import PrefetchPlan
@@ -17,8 +17,6 @@ from tiercache.core.prefetch import PrefetchPlan
 _AGAIN_LEAST_S = 1.0
 _AGAIN_SHARE = 0.25
 """Of the time that a session has been idle: the least until it is thought about again."""
-_STALE = 64
-"""Entries of the agenda that may be out of date, beside as many as there are sessions on it."""
 _AT_ONCE = 2048
 """Keys of sessions that are thought about again in one go: a few milliseconds."""
 _SESSION = 16
@@ -35,7 +33,7 @@ class Foresight:
     """
 
     def __init__(self, plan: PrefetchPlan, use: Collection[str] = PREDICTORS) -> None:
-        """Of `use`, what sessions and workflows do is learnt; hints are offered by whoever makes them."""
+        """Of `use`, what sessions and workflows do is learnt; hints are offered by the caller."""
         self.plan = plan
         self.hints = Hints()
         self.sessions = Sessions()
@@ -44,14 +42,14 @@ class Foresight:
         self._steps: OrderedDict[str, list[str]] = OrderedDict()
         """Subjects of what was predicted to follow a run's last step: as many in all as there may be steps."""
         self._subjects = 0
-        self._again: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By session: when to think about it again, and when its last turn ended. No more than there are sessions."""
-        self._agenda: list[tuple[float, str]] = []
+        self._again: OrderedDict[str, float] = OrderedDict()
+        """By session that is to be thought about again: when its last turn ended. No more than there are sessions."""
+        self._alarms: Alarms[str] = Alarms()
 
     @property
     def think_s(self) -> float | None:
         """When to call `think`; None: not before a turn has ended."""
-        return self._agenda[0][0] if self._agenda else None
+        return self._alarms.next_s
 
     def began(self, session: str, keys: Sequence[ChunkKey], step: str, now_s: float) -> bool:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`. Returns whether the session has
@@ -91,27 +89,24 @@ class Foresight:
     def think(self, now_s: float) -> None:
         """Say what is to be said by now of the sessions that are due: of some of them, if they are many. `think_s` tells
         whether there are more."""
-        agenda, left = self._agenda, _AT_ONCE
-        while agenda and agenda[0][0] <= now_s and left > 0:
-            at_s, session = heapq.heappop(agenda)
-            due = self._again.get(session)
-            left -= 1
-            if due is not None and due[0] == at_s:
-                del self._again[session]
-                prediction = self.sessions.predict(session, now_s)
-                self._offer(session, prediction, due[1], now_s)
-                left -= _SESSION if prediction is None else _SESSION + len(prediction.keys)
+        left = _AT_ONCE
+        while left > 0 and (at_s := self._alarms.next_s) is not None and at_s <= now_s:
+            session = self._alarms.pop()
+            ended_s = self._again.pop(session)
+            prediction = self.sessions.predict(session, now_s)
+            self._offer(session, prediction, ended_s, now_s)
+            left -= _SESSION if prediction is None else _SESSION + len(prediction.keys)
 
     def _come(self, session: str) -> None:
         """Nobody waits for it any more."""
-        self._again.pop(session, None)
+        self._do_not_think_of(session)
         self.plan.withdraw(self.sessions.name, session)
         self._withdraw_steps(session)
 
     def _let_go(self) -> None:
         """Of sessions that had to be forgotten nothing is expected any more."""
         for session in self.sessions.take_forgotten():
-            self._again.pop(session, None)
+            self._do_not_think_of(session)
             self.plan.withdraw(self.sessions.name, session)
 
     def _withdraw_steps(self, run: str) -> None:
@@ -130,12 +125,14 @@ class Foresight:
             return
         self.plan.offer(prediction, now_s)
         at_s = max(prediction.expected_s, now_s + max(_AGAIN_LEAST_S, _AGAIN_SHARE * (now_s - ended_s)))
-        self._again[session] = at_s, ended_s
+        self._again[session] = ended_s
         self._again.move_to_end(session)
+        self._alarms.set(session, at_s)
         if len(self._again) > self.sessions.limit:
-            forgotten, _ = self._again.popitem(last=False)
+            forgotten = next(iter(self._again))
+            self._do_not_think_of(forgotten)
             self.plan.withdraw(self.sessions.name, forgotten)
-        heapq.heappush(self._agenda, (at_s, session))
-        if len(self._agenda) > 2 * len(self._again) + _STALE:
-            self._agenda = [(due[0], name) for name, due in self._again.items()]
-            heapq.heapify(self._agenda)
+
+    def _do_not_think_of(self, session: str) -> None:
+        self._again.pop(session, None)
+        self._alarms.cancel(session)

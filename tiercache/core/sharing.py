@@ -39,16 +39,16 @@ class SharedIndex(CappedIndex):
         """The chunks known in a directory, as they are now."""
         return frozenset(self._groups[directory])
 
-    def unknown(self, directory: int, listed: set[ChunkKey]) -> set[ChunkKey]:
-        """Which of the chunks `listed` there are not known."""
-        return listed - self._groups[directory]
+    def unknown(self, directory: int, listed: set[ChunkKey]) -> list[ChunkKey]:
+        """Which of the chunks `listed` there are not known; in an order that is the same in every process."""
+        return sorted(listed - self._groups[directory])
 
     def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
         """Forget the chunks that were known `before` a listing began and are not in it; returns them.
 
         What was added while the listing ran may have come too late for it, and stays.
         """
-        gone = [key for key in before - listed if key in self]
+        gone = sorted(key for key in before - listed if key in self)
         for key in gone:
             self.remove(key)
         return gone

@@ -1,7 +1,7 @@
 """What is on its way into memory, by key, so that a forget reaches it before it arrives.
 
 The rule of a forget: what began before it is not visible after it, what begins after it is. A fill, a flight or a late read
-is a *passage*; whoever has one asks it before the chunk becomes visible, with no await in between.
+is a *passage*; its owner asks it before the chunk becomes visible, with no await in between.
 """
 
 from __future__ import annotations

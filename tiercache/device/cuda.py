@@ -2,6 +2,9 @@
 
 Memory comes from `cuMemAlloc` and not from torch's allocator, so that the pool can be registered for GPUDirect Storage as
 one allocation. Streams, events and addresses are the driver's own, which torch's can be handed in as.
+
+Not cuda-python: what is wanted is some 30 functions, called a few times a batch, and one package for every
+version of the driver. What a call costs either way has not been compared: no GPU was at hand.
 """
 
 from __future__ import annotations

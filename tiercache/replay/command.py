@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tiercache.commands.findings import complain
 from tiercache.core.admission import ADMISSIONS
 from tiercache.core.eviction import ORDERS
 from tiercache.errors import TierCacheError
@@ -90,9 +91,9 @@ def replay_command(options: Options) -> int:
                 "bytes_per_token": options.base.hardware.bytes_per_token, "rows": [row.to_dict() for row in rows],
             })  # fmt: skip
     except TierCacheError as error:
-        return _complain(str(error))
+        return complain(str(error))
     except OSError as error:
-        return _complain(f"{error.filename or 'the trace'}: {error.strerror or error}")
+        return complain(f"{error.filename or 'the trace'}: {error.strerror or error}")
     try:
         if options.json_file is not None:
             options.json_file.write_text(json.dumps(found, indent=1) + "\n")
@@ -101,9 +102,9 @@ def replay_command(options: Options) -> int:
 
             plot(sections, options.plot_file)
     except ImportError:
-        return _complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
+        return complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
     except OSError as error:
-        return _complain(f"{error.filename}: {error.strerror or error}")
+        return complain(f"{error.filename}: {error.strerror or error}")
     return 1 if skipped or unequal else 0
 
 
@@ -234,8 +235,3 @@ def hardware_of(
         flash_read_bytes_per_s=flash_gb_per_s * 1e9,
         engines=engines,
     )
-
-
-def _complain(problem: str) -> int:
-    print(f"error: {problem}", file=sys.stderr)
-    return 2

@@ -59,6 +59,11 @@ class Request:
     ended: str | None = None
     lead_s: float | None = None
 
+    @property
+    def subject(self) -> str:
+        """What a hint about it is called."""
+        return self.session if self.session is not None else f"@{id(self)}"
+
 
 @dataclass
 class Trace:

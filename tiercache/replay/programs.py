@@ -75,7 +75,7 @@ class Programs:
         """After the plan was told what was asked for."""
         now_s, run = request.time_s, request.session
         if self._announces:
-            self.plan.withdraw("hints", _subject(request))
+            self.plan.withdraw("hints", request.subject)
             self._announcements.arrived(request)
         if run is None:
             return
@@ -102,12 +102,8 @@ class Programs:
         self._renew(request.keys)
         due_in_s = (request.time_s - now_s) * (1 + self._error * self._chance.uniform(-1, 1))
         self.plan.offer(
-            self.foresight.hints.announce(request.keys, now_s, due_in_s=due_in_s, subject=_subject(request)), now_s
+            self.foresight.hints.announce(request.keys, now_s, due_in_s=due_in_s, subject=request.subject), now_s
         )
 
     def _at(self, time_s: float, call: Callable[[float], None]) -> None:
         heapq.heappush(self._timers, (time_s, next(self._numbers), call))
-
-
-def _subject(request: Request) -> str:
-    return request.session if request.session is not None else f"@{id(request)}"

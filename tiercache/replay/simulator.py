@@ -63,7 +63,7 @@ class Simulator:
             figures.all_requests += 1
             figures.span_s = request.time_s
         if programs is not None:
-            programs.plan.finish()
+            programs.plan.transfers.finish()
             figures.accounts = programs.plan.accounts
         return figures
 
@@ -103,7 +103,7 @@ class Simulator:
         if self.flash is not None:
             self.flash.touch(fetch.key)
         if fetch.key in ram:
-            plan.fetched(fetch.key)
+            plan.transfers.fetched(fetch.key)
             return
         if ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
             if not plan.finds_room(ram.order.coldest, self._renew, fetch, now_s):
@@ -112,7 +112,7 @@ class Simulator:
             self._evict_ram(self.block_bytes, now_s)
         ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
         ram.order.renew(fetch.key)
-        plan.fetched(fetch.key)
+        plan.transfers.fetched(fetch.key)
 
     def _evict_ram(self, needed_bytes: int, now_s: float) -> None:
         victims = self.ram.evict(needed_bytes)
@@ -133,7 +133,7 @@ class Simulator:
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
         if self.programs is not None:
-            self.programs.plan.asked(keys)
+            self.programs.plan.transfers.asked(keys)
             self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
         self._deliver(keys, 0, found, request.time_s)

@@ -14,13 +14,11 @@ from tiercache.errors import TierUnavailable
 from tiercache.scheduler.removals import Outcome
 from tiercache.scheduler.together import all_or_none
 from tiercache.scheduler.writer import TierWriter, WriterStatistics
-from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import Lease
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 _FORGOTTEN_AT_ONCE = 256
 """Keys in one turn of the loop."""
-
-LeaseMaker = Callable[[ChunkKey, Tier], Lease | None]
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,16 @@ class FanOut:
     def __init__(self, writers: list[TierWriter]) -> None:
         self.writers = writers
 
-    async def offer(self, leases: list[Lease], another: LeaseMaker, patience: Patience) -> None:
-        """Queue chunks for every tier that lacks them. Uses up `leases`, also when cancelled.
+    async def offer(self, leases: Sequence[Lease], patience: Patience, staged: Sequence[Lease] = ()) -> None:
+        """Queue chunks for every tier that lacks them. Uses up the leases, also when cancelled.
 
-        Each writer gets a lease of its own, made by `another` for its tier. All are offered everything before anybody is
-        waited for, and those with full queues are waited for side by side, as long as the put's `patience` lasts. What does
-        not fit then is skipped by that writer.
+        Each writer gets a lease of its own: on device memory where a chunk is `staged` there and the tier writes from it.
+        All are offered everything before anybody is waited for, and those with full queues are waited for side by side, as
+        long as the put's `patience` lasts. What does not fit then is skipped by that writer.
         """
         waiting: dict[TierWriter, deque[Lease]] = {}
         try:
-            self._offer_now(leases, another, waiting)
+            self._offer_now(leases, staged, waiting)
             if waiting:
                 loop = asyncio.get_running_loop()
                 began_s = loop.time()
@@ -65,26 +63,30 @@ class FanOut:
             for writer, rest in waiting.items():
                 writer.skip(rest)  # one that was cancelled before its first step has not come to it
 
-    def _offer_now(self, leases: list[Lease], another: LeaseMaker, waiting: dict[TierWriter, deque[Lease]]) -> None:
+    def _offer_now(
+        self, leases: Sequence[Lease], staged: Sequence[Lease], waiting: dict[TierWriter, deque[Lease]]
+    ) -> None:
         """Queue what there is room for. Leases for those with full queues go to `waiting`."""
         try:
+            nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
             for writer in self.writers:
-                for lease in leases:
+                for lease in nearest if writer.tier.serves_device else leases:
                     if writer.stores(lease.key):
                         writer.tier.used([lease.key])
                         continue
-                    own = another(lease.key, writer.tier)
+                    own = lease.sibling()
                     if own is not None and (writer in waiting or not writer.enqueue_nowait(own)):
                         waiting.setdefault(writer, deque()).append(own)
         finally:
-            for lease in leases:
+            for lease in (*leases, *staged):
                 lease.release()
 
-    def used(self, keys: Sequence[ChunkKey], another: LeaseMaker) -> None:
-        """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put."""
+    def used(self, keys: Sequence[ChunkKey], cpu: CpuTier) -> None:
+        """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put, as far
+        as they are hot."""
         for writer in self.writers:
             for key in writer.tier.used(keys):
-                own = another(key, writer.tier)
+                own = cpu.lease(key, writes=True)
                 if own is not None and not writer.enqueue_nowait(own):
                     writer.skip(deque([own]))
 

@@ -17,8 +17,8 @@ from tiercache.memory.slots import Slot
 from tiercache.memory.workers import to_the_end
 from tiercache.payloads import Source
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import CpuTier, Lease
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 _BATCH_BYTES = 32 << 20
 
@@ -131,7 +131,7 @@ class HostPath:
                 batch.leases.append(self.cpu.publish(key, slot, length, WRITE, parents.get(key)))
         self._end(batch)
         put.stored += len(batch.leases)
-        await self._fan_out.offer(batch.leases, self.lease_for, put.patience)
+        await self._fan_out.offer(batch.leases, put.patience)
         return passed
 
     def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
@@ -181,10 +181,6 @@ class HostPath:
         batch.over = True
         if batch.ended is not None:
             batch.ended.set_result(None)
-
-    def lease_for(self, key: ChunkKey, tier: Tier) -> Lease | None:
-        """A writer's hold on a hot chunk; None when it is not hot any more."""
-        return self.cpu.lease(key, writes=True)
 
 
 def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:

@@ -1,4 +1,4 @@
-"""The async half of prefetching: carries out what the plan (`core/prefetch.py`) decides, and holds what came of it.
+"""The async half of prefetching: carries out what the plan (`core/prefetch/`) decides, and holds what came of it.
 
 A promoted chunk is held, so that nothing evicts it before the request that it was fetched for, until somebody reads it or
 nobody expects it any more. The plan bounds how much that may be.
@@ -16,7 +16,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch import Fetch, PrefetchPlan
 from tiercache.scheduler.reader import Reader
-from tiercache.tiers.cpu import Lease
+from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.prefetch")
 
@@ -168,7 +168,7 @@ class Prefetcher:
 
     def hand_over(self, key: ChunkKey) -> Lease | None:
         """The hold on a chunk, for whoever keeps it from now on: he counts as the one that it was fetched for."""
-        self.plan.asked([key])
+        self.plan.transfers.asked([key])
         return self._holds.pop(key, None)
 
     def is_in_flight(self, key: ChunkKey) -> bool:
@@ -205,7 +205,7 @@ class Prefetcher:
 
     def asked(self, key: ChunkKey) -> None:
         """Somebody came for a chunk that is held for him, or on its way for him."""
-        self.plan.asked([key])
+        self.plan.transfers.asked([key])
         self.plan.met(key)
         hold = self._holds.pop(key, None)
         if hold is not None:
@@ -214,7 +214,7 @@ class Prefetcher:
 
     def removed(self, key: ChunkKey) -> None:
         """A chunk that is held was removed from the hot cache: nobody can find it any more."""
-        self.plan.removed(key)
+        self.plan.transfers.removed(key)
         hold = self._holds.pop(key, None)
         if hold is not None:
             hold.release()
@@ -233,7 +233,7 @@ class Prefetcher:
     def let_go(self) -> int:
         """Keep nothing any more; returns how many chunks may be evicted like others now."""
         count = len(self._holds)
-        self.plan.finish()
+        self.plan.transfers.finish()
         for hold in self._holds.values():
             hold.release()
         self._holds.clear()
@@ -319,12 +319,12 @@ class Prefetcher:
             del self._reads[key]
             self._tell(key, promoted=hold is not None)
             if hold is None:
-                self.plan.failed(key)
+                self.plan.transfers.failed(key)
             else:
-                self.plan.fetched(key)
+                self.plan.transfers.fetched(key)
                 if not hold.findable:  # removed as soon as it had come
-                    self.plan.removed(key)
-                if self.plan.awaits(key):
+                    self.plan.transfers.removed(key)
+                if key in self.plan.transfers.ready:
                     self._keep(key, hold)
                 else:
                     hold.release()  # whoever it was for has come meanwhile
@@ -354,7 +354,7 @@ class Prefetcher:
         self._holds[key] = hold
 
     def _count_kept(self) -> None:
-        self.plan.kept_bytes = (len(self._holds) - self.plan.ready + self.pinned) * self.plan.chunk_bytes
+        self.plan.kept_bytes = (len(self._holds) - len(self.plan.transfers.ready) + self.pinned) * self.plan.chunk_bytes
 
     def _release_unexpected(self) -> None:
         for key in [key for key in self._holds if not self.plan.expects(key)]:

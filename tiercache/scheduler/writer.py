@@ -16,8 +16,8 @@ from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
 from tiercache.memory.workers import look_away
 from tiercache.scheduler.removals import Outcome, Removals
-from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import Lease
+from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.writer")
 
@@ -253,8 +253,9 @@ class TierWriter:
     async def _write(self, key: ChunkKey, lease: Lease) -> None:
         """One chunk, with retries. The lease ends when no write touches its memory any more."""
         loop = asyncio.get_running_loop()
-        stuck = False
-        self.tier.traffic.begin(key)
+        tier, stuck = self.tier, False
+        write = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
+        tier.traffic.begin(key)
         try:
             for attempt in range(self.settings.attempts):
                 if not lease.findable:
@@ -265,7 +266,7 @@ class TierWriter:
                 if not await self._may_write():
                     break
                 began_s = loop.time()
-                work = asyncio.create_task(lease.write_to(self.tier))
+                work = asyncio.create_task(write(key, lease.padded, lease.payload_bytes))
                 work.add_done_callback(look_away)
                 try:
                     await asyncio.wait([work], timeout=self.settings.deadline_s)

@@ -68,6 +68,11 @@ class Tier(ABC):
     open_s: float = 30.0
     """What `open` may take: a cache that starts waits no longer, cancels it, and says so."""
 
+    @property
+    def serves_device(self) -> bool:
+        """Whether it reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
+        return False
+
     @cached_property
     def traffic(self) -> KeyTraffic:
         """Kept by those who read, write and remove, so that a removal has its key to itself. A tier need not look at it."""
@@ -146,7 +151,7 @@ class DeviceTier(Tier):
     @property
     @abstractmethod
     def serves_device(self) -> bool:
-        """Whether there is a device that the two methods below can be used with. Known once the tier is open."""
+        """Whether there is a device that the two methods below can be used with."""
 
     @abstractmethod
     async def read_device(self, key: ChunkKey, into: Span) -> int | None:

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,130 +20,12 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Pool, Slot
+from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.tiers.leases import Entry, Lease
 
 logger = logging.getLogger("tiercache.cpu")
-
-
-class _Entry:
-    __slots__ = (
-        "held_for",
-        "holds",
-        "hot",
-        "key",
-        "parent",
-        "parked",
-        "payload_bytes",
-        "read_leases",
-        "slot",
-        "used_meanwhile",
-        "write_leases",
-    )
-
-    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.payload_bytes = payload_bytes
-        self.read_leases = 0
-        self.write_leases = 0
-        self.holds = 0
-        self.held_for: Purpose | None = None
-        """The purpose that the slot counts for; None: it may be evicted."""
-        self.parked = False
-        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
-        self.parent: ChunkKey | None = None
-        self.used_meanwhile = False
-        """Whether it was used while it was out of the order, which does not know it then."""
-        self.hot = True
-
-    def count(self, purpose: Purpose, change: int) -> None:
-        if purpose is READ:
-            self.read_leases += change
-        elif purpose is WRITE:
-            self.write_leases += change
-        else:
-            self.holds += change
-        self.held_for = WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
-
-
-class Lease:
-    """A counted hold on a hot chunk: its memory is not reused before `release`.
-
-    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory); one that was
-    taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
-    the lease as a context manager does.
-    """
-
-    __slots__ = ("_entry", "_purpose", "_tier")
-
-    def __init__(self, tier: CpuTier, entry: _Entry, purpose: Purpose) -> None:
-        self._tier = tier
-        self._entry: _Entry | None = entry
-        self._purpose = purpose
-
-    @property
-    def key(self) -> ChunkKey:
-        return self._held().key
-
-    @property
-    def findable(self) -> bool:
-        """Whether others find the chunk: nobody has removed it since."""
-        return self._held().hot
-
-    @property
-    def payload_bytes(self) -> int:
-        return self._held().payload_bytes
-
-    @property
-    def view(self) -> Any:
-        entry = self._held()
-        return self._tier.view(entry.slot, entry.payload_bytes)
-
-    @property
-    def padded(self) -> Any:
-        """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
-        entry = self._held()
-        return self._tier.view(entry.slot, aligned(entry.payload_bytes))
-
-    def write_to(self, tier: Tier) -> Coroutine[Any, Any, bool]:
-        """Store the chunk in another tier; as `Tier.write`."""
-        return self._tier.write_from(self, tier)
-
-    def release(self) -> None:
-        """Idempotent."""
-        entry = self._entry
-        if entry is not None:
-            self._entry = None
-            self._tier._end_lease(entry, self._purpose)
-
-    def _held(self) -> _Entry:
-        if self._entry is None:
-            raise ValueError("the lease was released; its memory may hold another chunk by now")
-        return self._entry
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        entry = self._entry
-        if entry is not None:
-            self._entry = None
-            warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
-            self._tier._end_lease_from_anywhere(entry, self._purpose)
-
-
-@dataclass(eq=False)
-class _Turn:
-    """Somebody who waits for a slot."""
-
-    slot: asyncio.Future[Slot | None]
-    tier: str | None
 
 
 class CpuTier(Tier):
@@ -155,24 +33,24 @@ class CpuTier(Tier):
 
     name = "cpu"
     traits = Traits()
+    on_device = False
 
     def __init__(self, pool: Pool, copiers: Workers, *, policy: str = "LRU", keep: bool = True) -> None:
         self.pool = pool
         self.copiers = copiers
         self.keep = keep
         self.budget = SlotBudget.for_arena(pool.count)
-        self._entries: dict[ChunkKey, _Entry] = {}
-        self._order: EvictionOrder[_Entry] = make_order(policy)
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._order: EvictionOrder[Entry] = make_order(policy)
         self._evictable = 0
         self._parked = 0
         """Entries that are out of the order."""
         self.under_way = UnderWay()
         """What will be a chunk here when it is filled, so that a forget reaches it."""
-        self._waiting: list[deque[_Turn]] = [deque() for _ in Purpose]
-        self._waiters = 0
+        self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
+        """Of those who wait for a slot."""
         self._readers: dict[Slot, str] = {}
         """Which tier reads into a slot that is not a chunk yet."""
-        self._closed = False
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_use: Callable[[ChunkKey], None] | None = None
@@ -186,11 +64,7 @@ class CpuTier(Tier):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        self._closed = True
-        for waiting in self._waiting:
-            while waiting:
-                self._waiters -= 1
-                waiting.popleft().slot.set_result(None)
+        self.turns.close()
 
     # Memory
 
@@ -199,10 +73,6 @@ class CpuTier(Tier):
         view: np.ndarray = self.pool.view(slot, length_bytes)
         view.flags.writeable = False
         return view
-
-    def write_from(self, lease: Lease, tier: Tier) -> Coroutine[Any, Any, bool]:
-        """Have `tier` store a chunk of ours."""
-        return tier.write(lease.key, lease.padded, lease.payload_bytes)
 
     # Residency
 
@@ -223,7 +93,7 @@ class CpuTier(Tier):
         if entry is None:
             return None
         held = entry.holds
-        lease = self._begin_lease(entry, WRITE if writes else READ)
+        lease = self.begin_lease(entry, WRITE if writes else READ)
         if not writes:
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
@@ -236,7 +106,7 @@ class CpuTier(Tier):
     def hold(self, key: ChunkKey) -> Lease | None:
         """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
         entry = self._entries.get(key)
-        return None if entry is None else self._begin_lease(entry, PREFETCH)
+        return None if entry is None else self.begin_lease(entry, PREFETCH)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of those of `keys` that are resident."""
@@ -294,36 +164,9 @@ class CpuTier(Tier):
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
-        if self._waiting[purpose]:
+        if self.turns.waiting[purpose]:
             return None
         return self._take_slot(purpose, tier)
-
-    def request(self, purpose: Purpose, tier: str | None = None) -> asyncio.Future[Slot | None]:
-        """A slot as soon as there is one: first come, first served, reads before writes. None: the cache was closed.
-
-        Who gives up says so with `withdraw`; else the slot is his.
-        """
-        turn = _Turn(asyncio.get_running_loop().create_future(), tier)
-        if self._closed:
-            turn.slot.set_result(None)
-        else:
-            self._waiting[purpose].append(turn)
-            self._waiters += 1
-            self._wake()
-        return turn.slot
-
-    def withdraw(self, purpose: Purpose, requested: asyncio.Future[Slot | None]) -> None:
-        """Nobody waits for it any more: what came meanwhile goes to the next one."""
-        if requested.done():
-            slot = requested.result()
-            if slot is not None:
-                self.abandon(slot, purpose)
-            return
-        waiting = self._waiting[purpose]
-        turn = next(turn for turn in waiting if turn.slot is requested)
-        waiting.remove(turn)
-        self._waiters -= 1
-        self._wake()  # whom it stood before
 
     async def reserve(self, purpose: Purpose, timeout_s: float) -> Slot | None:
         """As `try_reserve`, waiting up to `timeout_s` for leases to end. Cancelled while waiting, it holds nothing.
@@ -331,21 +174,13 @@ class CpuTier(Tier):
         Raises CacheClosed when the cache is closed meanwhile.
         """
         slot = self.try_reserve(purpose)
-        if slot is not None:
-            return slot
-        requested = self.request(purpose)
-        came = False
-        try:
-            await asyncio.wait([requested], timeout=max(0.0, timeout_s))
-            came = requested.done()
-        finally:
-            if not came:
-                self.withdraw(purpose, requested)
-        if not came:
-            return None
-        slot = requested.result()
         if slot is None:
-            raise CacheClosed("the cache was closed while this waited for room")
+            if timeout_s <= 0:
+                await asyncio.sleep(0)  # who asks for many in vain must not keep the loop
+            until_s = asyncio.get_running_loop().time() + timeout_s
+            slot = await self.turns.wait(purpose, lambda: until_s)
+            if slot is None and self.turns.closed:
+                raise CacheClosed("the cache was closed while this waited for room")
         return slot
 
     def publish(
@@ -362,12 +197,12 @@ class CpuTier(Tier):
         if entry is not None:
             self.budget.give_back(purpose, tier)
             self.pool.give_back(slot)
-            lease = self._begin_lease(entry, purpose)
-            self._wake()
+            lease = self.begin_lease(entry, purpose)
+            self.turns.serve()
             return lease
         if tier is not None:
             self.budget.arrived(tier)
-        entry = _Entry(key, slot, payload_bytes)
+        entry = Entry(key, slot, payload_bytes)
         entry.count(purpose, 1)
         self._entries[key] = entry
         before = self._entries.get(parent) if parent is not None else None
@@ -376,14 +211,14 @@ class CpuTier(Tier):
         self._statistics.written_bytes += payload_bytes
         lease = Lease(self, entry, purpose)
         if tier is not None:
-            self._wake()  # it counts for reads now, and no longer for a tier that may have had its share
+            self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
         return lease
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
         self.budget.give_back(purpose, self._readers.pop(slot, None))
         self.pool.give_back(slot)
-        self._wake()
+        self.turns.serve()
 
     def forget(self, key: ChunkKey) -> bool:
         """Make `key` invisible at once, and what of it is under way by now when it arrives; its slot is free when its leases
@@ -400,7 +235,7 @@ class CpuTier(Tier):
         if entry.held_for is None:
             self._evictable -= 1
             self.pool.give_back(entry.slot)
-            self._wake()
+            self.turns.serve()
         elif entry.holds and self.on_forget is not None:
             self.on_forget(key)
         return True
@@ -455,7 +290,7 @@ class CpuTier(Tier):
 
     # Leases
 
-    def _begin_lease(self, entry: _Entry, purpose: Purpose) -> Lease:
+    def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         before = entry.held_for
         entry.count(purpose, 1)
         after = entry.held_for
@@ -465,10 +300,10 @@ class CpuTier(Tier):
         elif before is not after:
             self.budget.give_back(before)
             self.budget.take(purpose)
-            self._wake()  # a slot that counts for writes now leaves reads one more
+            self.turns.serve()  # a slot that counts for writes now leaves reads one more
         return Lease(self, entry, purpose)
 
-    def _end_lease(self, entry: _Entry, purpose: Purpose) -> None:
+    def end_lease(self, entry: Entry, purpose: Purpose) -> None:
         before = entry.held_for
         entry.count(purpose, -1)
         after = entry.held_for
@@ -476,7 +311,7 @@ class CpuTier(Tier):
             self.budget.give_back(purpose)
             if after is not None:
                 self.budget.take(after)
-                self._wake()  # it counts for another purpose now
+                self.turns.serve()  # it counts for another purpose now
         if after is not None:
             return
         if not entry.hot:
@@ -489,32 +324,32 @@ class CpuTier(Tier):
             self._evictable += 1
             if entry.parked:
                 self._take_back(entry)
-        if self._waiters:
-            self._wake()
+        if self.turns.waiters:
+            self.turns.serve()
 
-    def _end_lease_from_anywhere(self, entry: _Entry, purpose: Purpose) -> None:
+    def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._end_lease, entry, purpose)
+            self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
 
-    def _note_use(self, entry: _Entry) -> None:
+    def _note_use(self, entry: Entry) -> None:
         if entry.parked:
             entry.used_meanwhile = True
         else:
             self._order.touch(entry.key)
 
-    def _leave_order(self, entry: _Entry) -> None:
+    def _leave_order(self, entry: Entry) -> None:
         if entry.parked:
             entry.parked = False
             self._parked -= 1
         else:
             self._order.discard(entry.key)
 
-    def _park(self, entry: _Entry) -> None:
+    def _park(self, entry: Entry) -> None:
         entry.parked = True
         entry.parent = self._order.victims_parent
         self._parked += 1
 
-    def _take_back(self, entry: _Entry) -> None:
+    def _take_back(self, entry: Entry) -> None:
         """It may be evicted again."""
         entry.parked = False
         self._parked -= 1
@@ -536,8 +371,6 @@ class CpuTier(Tier):
                 self.on_evict(key)
             return entry.slot
 
-    # Waiting for slots
-
     def _take_slot(self, purpose: Purpose, tier: str | None) -> Slot | None:
         if not self.budget.allows(purpose, self.obtainable, tier):
             return None
@@ -548,24 +381,6 @@ class CpuTier(Tier):
         if tier is not None and purpose is READ:
             self._readers[slot] = tier
         return slot
-
-    def _wake(self) -> None:
-        """Give slots to those who wait, as many as the budget lets have one by now. Among reads, one whose tier has had its
-        share does not stand before those of other tiers."""
-        if not self._waiters:
-            return
-        for purpose in (READ, WRITE, PREFETCH):
-            waiting = self._waiting[purpose]
-            while waiting:
-                for turn in waiting:
-                    slot = self._take_slot(purpose, turn.tier)
-                    if slot is not None or purpose is not READ:
-                        break
-                if slot is None:
-                    break
-                waiting.remove(turn)
-                self._waiters -= 1
-                turn.slot.set_result(slot)
 
 
 def fill_slot(slot: np.ndarray, payload: np.ndarray) -> None:

@@ -5,9 +5,6 @@ A chunk is here while somebody has a lease on it, and can be read meanwhile: wha
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
-
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
@@ -15,17 +12,12 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Span
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import Workers, to_the_end
-from tiercache.tiers.base import DeviceTier, Tier
-from tiercache.tiers.cpu import CpuTier, Lease
-
-
-def read_into_device(tier: DeviceTier, key: ChunkKey, into: Span) -> Coroutine[Any, Any, int | None]:
-    """How a `Reader` over a staging tier reads."""
-    return tier.read_device(key, into)
+from tiercache.tiers.cpu import CpuTier
 
 
 class StagingTier(CpuTier):
     name = "device"
+    on_device = True
 
     def __init__(self, device: Device, copiers: Workers) -> None:
         super().__init__(device.pool, copiers, keep=False)
@@ -37,10 +29,6 @@ class StagingTier(CpuTier):
 
     def view(self, slot: Slot, length_bytes: int) -> Span:
         return self.device.pool.view(slot, length_bytes)
-
-    def write_from(self, lease: Lease, tier: Tier) -> Coroutine[Any, Any, bool]:
-        assert isinstance(tier, DeviceTier)
-        return tier.write_device(lease.key, lease.padded, lease.payload_bytes)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Into host memory, for whoever wants a chunk there before its tier has it."""

@@ -4,13 +4,13 @@ import os
 
 from tiercache.core.keys import ChunkKey
 from tiercache.testing.campaign.worker import run
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.tier import FileTier
 
 __all__ = ["run"]
 
 
-async def remove(self: DiskTier, key: ChunkKey) -> bool:
+async def remove(self: FileTier, key: ChunkKey) -> bool:
     os.abort()
 
 
-DiskTier.remove = remove  # type: ignore[method-assign]
+FileTier.remove = remove  # type: ignore[method-assign]

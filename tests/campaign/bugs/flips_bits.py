@@ -4,18 +4,18 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.testing.campaign.worker import run
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.tier import FileTier
 
 __all__ = ["run"]
 
-_read = DiskTier.read
+_read = FileTier.read
 
 
-async def read(self: DiskTier, key: ChunkKey, into: np.ndarray) -> int | None:
+async def read(self: FileTier, key: ChunkKey, into: np.ndarray) -> int | None:
     length = await _read(self, key, into)
     if length is not None:
         into[length // 2] ^= 1
     return length
 
 
-DiskTier.read = read  # type: ignore[method-assign]
+FileTier.read = read  # type: ignore[method-assign]

@@ -4,15 +4,15 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.testing.campaign.worker import run
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.tier import FileTier
 
 __all__ = ["run"]
 
-_write = DiskTier.write
+_write = FileTier.write
 
 
-async def write(self: DiskTier, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+async def write(self: FileTier, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
     return key[1] % 4 == 0 or await _write(self, key, payload, payload_bytes)
 
 
-DiskTier.write = write  # type: ignore[method-assign]
+FileTier.write = write  # type: ignore[method-assign]

@@ -3,16 +3,16 @@
 from pathlib import Path
 
 from tiercache.testing.campaign.worker import run
-from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.volume import Volume
+from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.volume import Volume
 
 __all__ = ["run"]
 
-_make_volume = DiskTier._make_volume
+_make_volume = Shelves.make_volume
 
 
-def make_volume(self: DiskTier, directory: Path, cap_bytes: int) -> Volume:
+def make_volume(self: Shelves, directory: Path, cap_bytes: int) -> Volume:
     return _make_volume(self, directory, 2 * cap_bytes)
 
 
-DiskTier._make_volume = make_volume  # type: ignore[method-assign]
+Shelves.make_volume = make_volume  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.source import ReaderSettings
+from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -46,7 +46,7 @@ class Bench:
         await self.tier.open()
         self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, attempts=1, deadline_s=0.5))
         self.reader = Reader(self.cpu, [self.tier], ReaderSettings(deadline_s=0.5))
-        for part in (self.writer, self.reader._sources[0]):
+        for part in (self.writer, self.reader.tiers[0]):
             part.breaker = Breaker(BreakerSettings(slow_s=0.5, first_pause_s=0.1))
 
     async def close(self) -> None:
@@ -85,7 +85,7 @@ class Bench:
 
     async def until_none_is_stuck(self) -> None:
         async with asyncio.timeout(20):
-            while stuck := self.reader.flights._stuck | self.writer._stuck:
+            while stuck := {*self.reader.flights.lingering, *self.writer.lingering}:
                 await asyncio.wait(stuck)
 
 
@@ -111,9 +111,9 @@ async def test_hanging_daemon_opens_the_readers_breaker(bench: Bench, mortal: Hf
     assert not any(await asyncio.gather(*(bench.get(number) for number in (1, 2, 3, 4))))
     assert bench.reader.breakers() == {"hf3fs": "open"}
     mortal.control.resume()
-    await bench.keep_trying(bench.reader._sources[0].breaker, lambda: bench.get(1))
+    await bench.keep_trying(bench.reader.tiers[0].breaker, lambda: bench.get(1))
     await bench.until_none_is_stuck()
-    engine = bench.tier.engine
+    engine = bench.tier.mover.engine
     assert engine is not None
     await until(engine, lambda: engine.in_flight == 0)
     for number in (1, 2, 3, 4):
@@ -150,7 +150,7 @@ async def test_restarted_daemon_is_taken_back(bench: Bench, mortal: Hf3fsEmulato
     mortal.kill()
     await asyncio.gather(*(bench.get(number) for number in (1, 2, 3, 4)))
     await asyncio.to_thread(mortal.restart)
-    await bench.keep_trying(bench.reader._sources[0].breaker, lambda: bench.get(1))
+    await bench.keep_trying(bench.reader.tiers[0].breaker, lambda: bench.get(1))
     for number in (2, 3, 4):
         assert await bench.get(number)
     await bench.until_none_is_stuck()

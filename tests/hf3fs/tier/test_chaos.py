@@ -100,7 +100,7 @@ class Chaos:
                     while 999 not in self.stored:
                         await self.put(999)
                 while not await self.get(number):
-                    await self.tier.engine.until(lambda: self.tier.engine.serves)
+                    await self.tier.mover.engine.until(lambda: self.tier.mover.engine.serves)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

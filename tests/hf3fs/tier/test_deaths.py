@@ -18,8 +18,8 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
-from tiercache.tiers import disk
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, tier
+from tiercache.tiers.files import metadata
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, mover, tier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.hf3fs.ring import RingSettings
 
@@ -34,7 +34,7 @@ async def written(tier: Hf3fsTier, memory: Memory, number: int) -> None:
             try:
                 return await put(tier, memory, number)
             except (OSError, TierUnavailable):
-                await tier.engine.until(lambda: tier.engine.serves)
+                await tier.mover.engine.until(lambda: tier.mover.engine.serves)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def responsive() -> AsyncIterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((engine, "_END_S"), (tier, "_END_S"), (disk, "_CLOSE_S")):
+    for module, name in ((engine, "_END_S"), (mover, "_END_S"), (metadata, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 
@@ -74,7 +74,7 @@ async def test_daemon_that_died_while_nobody_asked_is_noticed_by_writes(
         await tier3.scanned()
         await asyncio.to_thread(mortal.restart)
         await written(tier3, memory, 2)
-        assert tier3.engine.restarts == 1
+        assert tier3.mover.engine.restarts == 1
         for number in (1, 2):
             await get(tier3, memory, number)
 
@@ -86,11 +86,11 @@ async def test_death_is_noticed_by_a_full_tier(mortal: Hf3fsEmulator, opened: Op
     async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
         await put(tier3, memory, *range(1, 30))
         for number in range(1, 30):
-            tier3._shelves[0].index.remove(chunk(number)[0])  # as if others had written them
+            tier3.shelves.all[0].index.remove(chunk(number)[0])  # as if others had written them
         await asyncio.to_thread(mortal.restart)
         with pytest.raises(OSError, match="Errno 107"):
             await put(tier3, memory, 50)
-        await until(tier3.engine, lambda: tier3.engine.restarts == 1)
+        await until(tier3.mover.engine, lambda: tier3.mover.engine.restarts == 1)
         await tier3.scanned()
         await written(tier3, memory, 50)
 
@@ -107,7 +107,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         good = manifest.read_text()
         manifest.write_text('{"format": 99}')
         failed = asyncio.Event()
-        revive = tier3.engine._revive
+        revive = tier3.mover.engine._revive
 
         async def watched() -> None:
             try:
@@ -116,7 +116,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
                 failed.set()
                 raise
 
-        tier3.engine._revive = watched
+        tier3.mover.engine._revive = watched
         await asyncio.to_thread(mortal.restart)
         with contextlib.suppress(OSError, TierUnavailable):
             await put(tier3, memory, 2)
@@ -124,7 +124,7 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         mortal.kill()
         manifest.write_text(good)
         await asyncio.to_thread(mortal.restart)
-        await until(tier3.engine, lambda: tier3.engine.serves)
+        await until(tier3.mover.engine, lambda: tier3.mover.engine.serves)
         await works_again(tier3, memory, 3)
         await get(tier3, memory, 1)
 
@@ -136,23 +136,23 @@ async def test_daemon_that_dies_while_worn_out_rings_drain(
     async with opened(mortal.mount / "chunks", rings=rings) as tier3:
         await put(tier3, memory, 1, 2)
         await tier3.scanned()
-        gate, examine = asyncio.Event(), tier3.engine._examine
+        gate, examine = asyncio.Event(), tier3.mover.engine._examine
 
         async def examine_later() -> None:
             await gate.wait()
             await examine()
 
-        tier3.engine._examine = examine_later
+        tier3.mover.engine._examine = examine_later
         half = 16 * (1 if memory.arena is None else 2)
         mortal.control.lose(half, direction="write")
         writes = [asyncio.create_task(put(tier3, memory, number)) for number in range(10, 26)]
-        await until(tier3.engine, lambda: sum(each.ended.done() for each in tier3.engine._unfinished()) == 16)
+        await until(tier3.mover.engine, lambda: sum(each.ended.done() for each in tier3.mover.engine._unfinished()) == 16)
         mortal.control.delay(30.0, 1, "read")
         slow = asyncio.create_task(tier3.read(chunk(2)[0], memory.make()))
-        await until(tier3.engine, lambda: tier3.engine.in_flight == 17)
+        await until(tier3.mover.engine, lambda: tier3.mover.engine.in_flight == 17)
         gate.set()  # not before: nothing is begun any more on rings that are known to be worn out
         async with asyncio.timeout(PATIENCE_S):
-            while not tier3.engine._draining:
+            while not tier3.mover.engine._draining:
                 with contextlib.suppress(TierUnavailable):
                     await get(tier3, memory, 1)
         mortal.kill()
@@ -161,8 +161,8 @@ async def test_daemon_that_dies_while_worn_out_rings_drain(
         await written(tier3, memory, 50)
         await get(tier3, memory, 50)
         await get(tier3, memory, 1)
-        assert tier3.engine.in_flight == 0, "the dead touch nothing"
-        assert tier3.engine.buffers._free.qsize() == tier3.engine.buffers.count
+        assert tier3.mover.engine.in_flight == 0, "the dead touch nothing"
+        assert tier3.mover.engine.buffers._free.qsize() == tier3.mover.engine.buffers.count
 
 
 @needs_fuse
@@ -175,13 +175,13 @@ async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
         (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
     )
     tier3 = Hf3fsTier(settings, FINGERPRINT)
-    open_engine = tier3._open_engine
+    open_engine = tier3.mover.prepare
 
     async def then_it_stops() -> None:
         await open_engine()
         mortal.pause()
 
-    monkeypatch.setattr(tier3, "_open_engine", then_it_stops)
+    monkeypatch.setattr(tier3.mover, "prepare", then_it_stops)
     async with responsive():
         with pytest.raises(ConfigError, match="did not answer for 1 s"):
             await asyncio.wait_for(tier3.open(), PATIENCE_S)
@@ -200,18 +200,18 @@ async def test_opening_that_is_cancelled_does_not_wait_for_a_stopped_daemon(
         (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
     )
     tier3 = Hf3fsTier(settings, FINGERPRINT)
-    open_volume = tier3._open_volume
+    open_volume = tier3.shelves._open_volume
 
     async def stopped(volume: Any) -> None:
         mortal.pause()
         await open_volume(volume)
 
-    monkeypatch.setattr(tier3, "_open_volume", stopped)
+    monkeypatch.setattr(tier3.shelves, "_open_volume", stopped)
     try:
         async with responsive():
             opening = asyncio.create_task(tier3.open())
             async with asyncio.timeout(PATIENCE_S):
-                while not (mortal_stopped(mortal) and tier3._metadata.unfinished):
+                while not (mortal_stopped(mortal) and tier3.shelves.metadata.unfinished):
                     await asyncio.sleep(0)  # a turn of the loop
             opening.cancel()
             await asyncio.wait([opening], timeout=PATIENCE_S)
@@ -229,14 +229,14 @@ async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_u
         await put(tier3, memory, 1)
         await tier3.scanned()
         reviving = asyncio.Event()
-        revive = tier3.engine._revive
+        revive = tier3.mover.engine._revive
 
         async def stopped() -> None:
             mortal.pause()
             reviving.set()
             await revive()
 
-        tier3.engine._revive = stopped
+        tier3.mover.engine._revive = stopped
         await asyncio.to_thread(mortal.restart)
         with contextlib.suppress(OSError, TierUnavailable):
             await put(tier3, memory, 2)

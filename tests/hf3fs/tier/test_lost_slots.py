@@ -14,7 +14,7 @@ from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.tiers.hf3fs import Hf3fsTier, engine
+from tiercache.tiers.hf3fs import Hf3fsTier, engine, equipment
 from tiercache.tiers.hf3fs.engine import StillInUse
 
 pytestmark = pytest.mark.parametrize("memory", ["arena"], indirect=True)
@@ -43,7 +43,7 @@ async def serve_until(tier: Hf3fsTier, memory: Memory, condition: Callable[[], o
     asking: set[asyncio.Task[None]] = set()
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
-            await tier.engine.until(lambda: tier.engine.serves or bool(condition()))
+            await tier.mover.engine.until(lambda: tier.mover.engine.serves or bool(condition()))
             asking.add(asyncio.create_task(ask()))
             await asyncio.wait(asking, timeout=2 * HASTY.hang_s, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in asking if task.done()]:
@@ -67,10 +67,10 @@ async def test_slots_come_back_from_lost_answers_time_and_again(
             left = await serve_until(tier, memory, lambda reads=reads: all(read.done() for read in reads))
             await asyncio.gather(*left)
             assert all(isinstance(read.exception(), StillInUse) for read in reads)
-            await until(tier.engine, lambda incident=incident: tier.engine.restarts == incident)
+            await until(tier.mover.engine, lambda incident=incident: tier.mover.engine.restarts == incident)
             for slot in reads.values():
                 memory.give_back(slot)
-        assert tier.engine.in_flight == 0
+        assert tier.mover.engine.in_flight == 0
         for number in range(1, LOST + 1):
             await get(tier, memory, number)
 
@@ -79,7 +79,7 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
     opened: Opened, mortal: Hf3fsEmulator, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers are late, not lost: what it writes at last lands in memory that nobody else has got meanwhile."""
-    monkeypatch.setattr(engine, "_LET_GO_S", 0.2)
+    monkeypatch.setattr(equipment, "_LET_GO_S", 0.2)
     monkeypatch.setattr(engine, "_FIRST_TAKE_BACK_PAUSE_S", 0.2)
     async with opened(mortal.mount / "chunks", rings=replace(HASTY, entries=64)) as tier:
         await put(tier, memory, 99, *range(1, LOST + 1))
@@ -87,7 +87,7 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
         mortal.control.delay(4.0, count=2 * LOST, direction="read")
         reads = start(tier, memory)
         await asyncio.to_thread(mortal.control.until_struck, struck + 2 * LOST)
-        left = await serve_until(tier, memory, lambda: tier.engine.restarts)
+        left = await serve_until(tier, memory, lambda: tier.mover.engine.restarts)
         assert not any(read.done() for read in reads), "the daemon may still write there"
         assert all((slot == 0xEE).all() for slot in reads.values())
         left |= await serve_until(tier, memory, lambda: all(read.done() for read in reads))
@@ -95,4 +95,4 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
             assert not (slot == 0xEE).all(), "given back before it was written to"
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*left)
-        assert tier.engine.in_flight == 0
+        assert tier.mover.engine.in_flight == 0

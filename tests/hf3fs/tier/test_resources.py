@@ -75,7 +75,7 @@ async def test_shared_memory_is_what_the_configuration_says(opened: Opened, plac
     async with opened(place) as tier:
         expected_bytes = 4 << 20 if memory.arena is None else 2 << 20
         assert used_bytes(ours() - before) == expected_bytes
-        assert tier.engine.buffers.size_bytes == expected_bytes
+        assert tier.mover.engine.buffers.size_bytes == expected_bytes
     assert ours() == before
 
 

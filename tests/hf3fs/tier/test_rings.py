@@ -19,7 +19,7 @@ from tiercache.core.header import HEADER_BYTES
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine, _lost_entries
+from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.ring import Ring, RingSettings, Transfer
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, arena_segment
@@ -299,8 +299,8 @@ async def test_a_ring_without_room_behind_what_is_late_has_lost_all_its_entries(
         async with asyncio.timeout(10.0):
             while not ring.jammed:
                 await asyncio.sleep(0.001)
-        assert _lost_entries(ring, [transfer]) == 8
-        assert _lost_entries(ring, []) == 0, "it may be slow"
+        assert ring.lost_entries([transfer]) == 8
+        assert ring.lost_entries([]) == 0, "it may be slow"
     finally:
         ring.close()
         ring.join(10.0)

@@ -16,8 +16,9 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client.descriptors import _registered
+from tiercache.tiers.files.changes import PendingFile
+from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs import Hf3fsTier
-from tiercache.tiers.volume import PendingFile, Volume
 
 CHUNKS = 99
 
@@ -85,7 +86,7 @@ async def test_writing_chunk_is_seen_by_nobody(
     async with opened(place) as writer, opened(place) as reader:
         emulator.control.hang()
         write = asyncio.create_task(writer.write(key, memory.make(payload), CHUNK_BYTES))
-        await until(writer.engine, lambda: writer.engine.in_flight == 1)
+        await until(writer.mover.engine, lambda: writer.mover.engine.in_flight == 1)
         assert await reader.probe([key]) == 0
         assert await reader.read(key, memory.make()) is None
         emulator.control.resume()

@@ -20,7 +20,8 @@ from tiercache.errors import CacheClosed, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.disk import DiskSettings, DiskTier
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 CAP_BYTES = 64 * FILE_BYTES
@@ -41,7 +42,7 @@ async def opened(kind: str, place: Path) -> AsyncIterator[Tier]:
     if kind == "fs":
         tier = tier_on(place, max_size=CAP_BYTES / 2**30)
     elif kind == "disk":
-        tier = DiskTier(DiskSettings((place,), CAP_BYTES, threads=2), LAYOUT.fingerprint)
+        tier = DiskTier(FileSettings((place,), CAP_BYTES, threads=2), LAYOUT.fingerprint)
     else:
         settings = WekaSettings((place,), CAP_BYTES, threads=2, direct=None, way="posix", chunk_bytes=CHUNK_BYTES)
         tier = WekaTier(settings, LAYOUT.fingerprint)

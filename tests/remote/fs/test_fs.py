@@ -25,8 +25,8 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.ledger import Ledger
-from tiercache.tiers.owners import Owner, StaleWriters
+from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.owners import Owner, StaleWriters
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 

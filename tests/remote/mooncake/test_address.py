@@ -10,10 +10,10 @@ import pytest
 
 from tests.remote.mooncake.conftest import make_tier
 from tiercache.errors import ConfigError
-from tiercache.tiers.remote.mooncake.address import Address, read_address
+from tiercache.tiers.remote.mooncake.address import MooncakeAddress, read_address
 
 
-def place(url: str = "", **options: Any) -> Address:
+def place(url: str = "", **options: Any) -> MooncakeAddress:
     return read_address(make_tier(url, **{"local_hostname": "localhost"} | options).settings)
 
 
@@ -48,7 +48,7 @@ def test_several_masters_behind_etcd_are_mooncakes_business() -> None:
 
 def test_mooncakes_file_is_read(file: Path) -> None:
     found = place(config_file=str(file))
-    assert found == Address(
+    assert found == MooncakeAddress(
         master="master-of-the-file:50051",
         local_hostname="host-of-the-file",
         metadata_server="http://meta:8080/metadata",

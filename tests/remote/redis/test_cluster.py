@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.remote.redis.servers import Cluster, Server, until
+from tests.remote.redis.servers import Cluster, Server, redis, until
 from tests.remote.redis.test_failures import eventually
 from tests.remote.redis.tiers import make_tier, opened
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.layout import head_name, new_manifest, segments_of
-from tiercache.tiers.remote.redis.topology import slot_of
 
 LENGTH = 40_000
 
@@ -29,7 +28,7 @@ async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
 
 
 def slot(number: int) -> int:
-    return slot_of(head_name("tiercache", chunk(number)[0]))
+    return redis.crc.key_slot(head_name("tiercache", chunk(number)[0]))
 
 
 def test_all_names_of_a_chunk_lie_in_one_slot(cluster: Cluster) -> None:
@@ -148,7 +147,7 @@ async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promo
             with node.client() as client:
                 client.wait(1, 5000)
         cluster.nodes[0].kill()
-        gone = [key for key, _ in chunks if slot_of(head_name("tiercache", key)) <= 5460]
+        gone = [key for key, _ in chunks if redis.crc.key_slot(head_name("tiercache", key)) <= 5460]
         there = [key for key, _ in chunks if key not in gone]
         assert gone and there
         into = page_aligned(LENGTH)

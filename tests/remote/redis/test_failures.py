@@ -19,6 +19,7 @@ from tests.remote.redis.tiers import make_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
+from tiercache.tiers.remote.redis.failures import ServerError
 
 SECRET = "correct-horse-7"  # what must never be shown
 KEY, PAYLOAD = chunk(1, 9 << 20)
@@ -361,3 +362,10 @@ def test_addresses_are_read_from_urls() -> None:
     assert SECRET not in repr(watched) and SECRET not in str(watched)
     assert make_tier("unix:///run/redis.sock?db=2").address.database == 2
     assert free_port()
+
+
+def test_what_a_server_says_inside_of_a_script_means_the_same() -> None:
+    """As Redis 6.2 says it."""
+    assert ServerError("@user_script: 10: -OOM command not allowed when used memory > 'maxmemory'.").code == "OOM"
+    assert ServerError("@user_script: 10: -READONLY You can't write against a read only replica.").code == "READONLY"
+    assert ServerError("OOM command not allowed").code == "OOM"

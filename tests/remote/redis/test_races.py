@@ -1,4 +1,4 @@
-"""Writers and removers that meet, and answers that are lost: a segment that never expires always has a head."""
+"""Writers and removers that meet, answers that are lost: what never expires has a head, and what a head names stays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, until
-from tests.remote.redis.tiers import SEGMENT_BYTES, make_tier, opened
-from tiercache.errors import TierUnavailable
+from tests.remote.redis.tiers import SEGMENT_BYTES, its_slot_is_moving, make_tier, opened
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.channel import Channel
@@ -113,14 +113,16 @@ async def test_a_writer_whose_segment_was_evicted_leaves_what_another_has_stored
     with server.client() as client, monkeypatch.context() as patch:
 
         def evicted(channel: Channel, left: list[Segment], ttl_ms: int | None) -> None:
-            patch.setattr(chunks, "keep", keep)
-            client.delete(left[2].name)
+            if ttl_ms is None:
+                patch.setattr(chunks, "keep", keep)
+                client.delete(left[2].name)
             keep(channel, left, ttl_ms)
 
         def store_anew() -> None:
             assert other._chunks.remove(KEY)
             assert other._chunks.put(KEY, PAYLOAD[:LENGTH])
 
+        patch.setattr(chunks, "publish", its_slot_is_moving)
         patch.setattr(chunks, "keep", evicted)
         once_before(patch, TAKES_AWAY, store_anew)
         assert await tier.write(KEY, PAYLOAD, LENGTH)
@@ -168,3 +170,118 @@ async def test_a_removal_that_ends_after_its_head_leaves_no_segments(
         with contextlib.suppress(TierUnavailable):
             await tier.remove(KEY)
         assert nobodys(client) == []
+
+
+@pytest.mark.parametrize("ttl_s", [None, 3600])
+async def test_a_chunk_that_can_be_seen_stays_even_if_its_writer_ends_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, ttl_s: int | None
+) -> None:
+    """As a server that freezes, or a process that is killed: nothing more is sent once the head is there.
+
+    Who sees the head takes the chunk for stored, and nobody comes back to its segments.
+    """
+    request = Channel.request
+    async with opened(f"redis://127.0.0.1:{server.port}", ttl_s=ttl_s) as writer:
+        with server.client() as client, monkeypatch.context() as patch:
+
+            def requested(self: Channel, *parts: bytes, **named: int) -> None:
+                if client.exists(HEAD):
+                    raise TierUnavailable("killed")
+                request(self, *parts, **named)
+
+            patch.setattr(Channel, "request", requested)
+            with contextlib.suppress(TierUnavailable):
+                await writer.write(KEY, PAYLOAD, LENGTH)
+            assert client.exists(HEAD)
+            assert len(client.keys("{*")) == 6
+            remaining_ms = [client.pttl(name) for name in client.keys("{*")]
+            assert all(left_ms == -1 if ttl_s is None else left_ms > 3600_000 for left_ms in remaining_ms), remaining_ms
+        assert await writer.write(KEY, PAYLOAD, LENGTH) and await is_whole(writer)
+
+
+@pytest.mark.parametrize("others", ["nobody", "another stores it anew"])
+async def test_publishing_whose_answer_is_lost_is_found_to_have_been_ours(
+    tier: RedisTier, other: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    """The second time the head is there already; whose it is decides about the segments."""
+    await tier.write(*chunk(1), 5000)  # a connection that was used before: a request on it is made again
+    request = Channel.request
+    lost: list[bytes] = []
+    with server.client() as client, monkeypatch.context() as patch:
+
+        def requested(self: Channel, *parts: bytes, **named: int) -> None:
+            request(self, *parts, **named)
+            if not lost and names_in(bytes(parts[0])) in ((b"EVAL", True), (b"SET", True)):
+                until(lambda: client.exists(HEAD))
+                lost.append(client.get(HEAD))
+                if others != "nobody":
+                    assert other._chunks.remove(KEY)
+                    assert other._chunks.put(KEY, PAYLOAD[:LENGTH])
+                raise BrokenConnection("the answer is lost")
+
+        patch.setattr(Channel, "request", requested)
+        assert await tier.write(KEY, PAYLOAD, LENGTH)
+        assert lost
+        assert (client.get(HEAD) == lost[0]) == (others == "nobody")
+        assert nobodys(client) == []
+        assert [client.pttl(name) for name in client.keys("{*")] == [-1] * 6
+    assert await is_whole(tier)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+async def test_a_chunk_that_has_lost_a_segment_is_not_published(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    with server.client() as client:
+        heads = []
+
+        def evict() -> None:
+            client.delete(sorted(client.keys("{*"))[number])
+
+        def look() -> None:
+            heads.append(client.exists(HEAD))
+
+        with monkeypatch.context() as patch:
+            once_before(patch, (b"EVAL", b"SET"), evict)
+            request = Channel.request
+
+            def requested(self: Channel, *parts: bytes, **named: int) -> None:
+                look()
+                request(self, *parts, **named)
+
+            patch.setattr(Channel, "request", requested)
+            with pytest.raises(TierFull, match="evicts chunks while they are written"):
+                await tier.write(KEY, PAYLOAD, LENGTH)
+        assert heads and not any(heads)
+        assert client.dbsize() == 0
+    assert await tier.write(KEY, PAYLOAD, LENGTH) and await is_whole(tier)
+
+
+async def test_a_server_that_is_full_when_a_chunk_is_to_be_published_is_a_full_tier(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server.client() as client:
+        try:
+            with monkeypatch.context() as patch:
+                once_before(patch, (b"EVAL", b"SET"), lambda: client.config_set("maxmemory", 1))
+                with pytest.raises(TierFull, match="maxmemory"):
+                    await tier.write(KEY, PAYLOAD, LENGTH)
+        finally:
+            client.config_set("maxmemory", 0)
+        assert client.dbsize() == 0
+    assert await tier.write(KEY, PAYLOAD, LENGTH) and await is_whole(tier)
+
+
+async def test_a_put_in_segments_takes_no_more_than_a_look_its_segments_and_one_request(
+    tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Channel.request
+    asked: list[bytes] = []
+
+    def requested(self: Channel, *parts: bytes, **named: int) -> None:
+        asked.append(names_in(bytes(parts[0]))[0])
+        request(self, *parts, **named)
+
+    monkeypatch.setattr(Channel, "request", requested)
+    assert await tier.write(KEY, PAYLOAD, LENGTH)
+    assert asked == [b"GETRANGE", b"STRLEN", b"EXISTS", *[b"SET"] * 6, b"EVAL"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.remote.redis.servers import Server, running, until
-from tests.remote.redis.tiers import FINGERPRINT, SEGMENT_BYTES, make_tier
+from tests.remote.redis.tiers import FINGERPRINT, SEGMENT_BYTES, its_slot_is_moving, make_tier
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.base import NotOurs
@@ -183,15 +183,21 @@ async def test_a_writer_that_dies_half_way_leaves_segments_that_expire(tier: Red
 async def test_a_chunk_whose_writer_died_before_its_end_is_finished_by_the_next_one(
     tier: RedisTier, server: Server, monkeypatch: pytest.MonkeyPatch, segments_left: bool
 ) -> None:
-    def die(*_: object) -> None:
-        raise TierUnavailable("killed between the last two steps")
+    """While its slot moves: until then it is to be found for a day."""
+    keep = chunks.keep
+
+    def die(channel: Channel, left: list[Segment], ttl_ms: int | None) -> None:
+        if ttl_ms is None:
+            raise TierUnavailable("killed between the last two steps")
+        keep(channel, left, ttl_ms)
 
     with monkeypatch.context() as patch:
+        patch.setattr(chunks, "publish", its_slot_is_moving)
         patch.setattr(chunks, "keep", die)
         with pytest.raises(TierUnavailable):
             await tier.write(KEY, PAYLOAD, LENGTH)
     with server.client() as client:
-        assert all(client.ttl(name) > 0 for name in segments(client))
+        assert client.exists(HEAD) and all(client.ttl(name) > 23 * 3600 for name in segments(client))
         if not segments_left:
             client.delete(*segments(client))
         assert await tier.write(KEY, PAYLOAD, LENGTH)
@@ -213,6 +219,7 @@ async def test_two_writers_that_finish_the_same_chunk_do_not_take_it_for_evicted
                 client.persist(name)
             keep(channel, left, ttl_ms)
 
+        monkeypatch.setattr(chunks, "publish", its_slot_is_moving)
         monkeypatch.setattr(chunks, "keep", late)
         assert await tier.write(KEY, PAYLOAD, LENGTH)
         assert {client.ttl(name) for name in [HEAD, *segments(client)]} == {-1}

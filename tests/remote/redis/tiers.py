@@ -10,6 +10,7 @@ import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missin
 from tiercache.config.remote_options import options_of
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.redis import RedisTier
+from tiercache.tiers.remote.redis.failures import Scattered
 
 CHUNK_BYTES = 64 * 1024
 SEGMENT_BYTES = 64 << 10
@@ -41,6 +42,11 @@ def make_tier(
             concurrency=concurrency,
         )
     )
+
+
+def its_slot_is_moving(*_: object) -> Any:
+    """In the place of `chunks.publish`."""
+    raise Scattered
 
 
 @asynccontextmanager

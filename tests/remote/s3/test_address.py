@@ -9,10 +9,10 @@ import pytest
 from tests.tiers.test_contract import LAYOUT
 from tiercache.errors import ConfigError
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.s3.address import Address, read_address
+from tiercache.tiers.remote.s3.address import S3Address, read_address
 
 
-def place(url: str, **options: Any) -> Address:
+def place(url: str, **options: Any) -> S3Address:
     return read_address(RemoteSettings("s3", "s3", LAYOUT.fingerprint, 1 << 20, url=url, options=options))
 
 
@@ -34,7 +34,7 @@ def place(url: str, **options: Any) -> Address:
     ],
 )
 def test_a_bucket_and_perhaps_an_endpoint(url: str, options: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    assert place(url, **options) == Address(*expected)
+    assert place(url, **options) == S3Address(*expected)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_bucket_and_perhaps_an_endpoint(url: str, options: dict[str, Any], exp
 def test_the_host_that_requests_go_to_as_lmcache_has_it(
     url: str, options: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
-    assert place(url, **options) == Address(*expected)
+    assert place(url, **options) == S3Address(*expected)
 
 
 @pytest.mark.parametrize(

@@ -22,21 +22,20 @@ import numpy as np
 from tiercache.bench.gpu.accelerator import Accelerator
 from tiercache.bench.gpu.report import Report
 from tiercache.device.driver import Stream
-from tiercache.device.events import WAYS, EventBridge
+from tiercache.device.events import EventBridge
 
 _STREAMS = 4
 _BETWEEN_ENDS_S = 0.0005
 
 
 def measure_events(report: Report, accelerator: Accelerator) -> None:
-    """`events.LOOP.WAY.PENDING.p50_us`, `.p99_us` and `events.LOOP.WAY.idle_cpu_percent`: the processor time of this whole
-    process while 64 are pending and nothing ends, as a part of one core."""
+    """`events.LOOP.callback.PENDING.p50_us`, `.p99_us`, and `events.LOOP.callback.idle_cpu_percent`: the processor time of
+    this whole process while 64 are pending and nothing ends, as a part of one core."""
     streams = [accelerator.driver.make_stream() for _ in range(_STREAMS)]
     for loop_name, factory in _loops().items():
-        for repetition in range(report.amount.of(2, 1, 1)):
-            for way in WAYS if repetition % 2 == 0 else WAYS[::-1]:
-                with report.step(f"events: {loop_name}, {way}"), asyncio.Runner(loop_factory=factory) as runner:
-                    runner.run(_measure(report, accelerator, streams, f"events.{loop_name}.{way}", way))
+        for _ in range(report.amount.of(2, 1, 1)):
+            with report.step(f"events: {loop_name}"), asyncio.Runner(loop_factory=factory) as runner:
+                runner.run(_measure(report, accelerator, streams, f"events.{loop_name}.callback"))
 
 
 def _loops() -> dict[str, Callable[[], Any] | None]:
@@ -48,8 +47,8 @@ def _loops() -> dict[str, Callable[[], Any] | None]:
     return loops | {"uvloop": uvloop.new_event_loop}
 
 
-async def _measure(report: Report, accelerator: Accelerator, streams: list[Stream], name: str, way: str) -> None:
-    bridge = EventBridge(accelerator.driver, way)
+async def _measure(report: Report, accelerator: Accelerator, streams: list[Stream], name: str) -> None:
+    bridge = EventBridge(accelerator.driver)
     try:
         for pending in (1, 64, 1024):
             samples = report.amount.of(600, 300, 30)
@@ -58,10 +57,10 @@ async def _measure(report: Report, accelerator: Accelerator, streams: list[Strea
             report.figures.add(f"{name}.{pending}.p50_us", found[len(found) // 2])
             report.figures.add(f"{name}.{pending}.p99_us", found[math.ceil(len(found) * 0.99) - 1])
             report.facts["clock_error_us"] = max(report.facts.get("clock_error_us", 0.0), error_us)
-            report.check(f"{way}: nobody goes on before the end", found[0] > -error_us)
+            report.check("events: nobody goes on before the end", found[0] > -error_us)
         cpu = await _idle(accelerator, bridge, streams, report.amount.of(1, 1, 0) or 0.2)
         report.figures.add(f"{name}.idle_cpu_percent", cpu)
-        report.check(f"{way}: nothing is left pending", bridge.pending == 0)
+        report.check("events: nothing is left pending", bridge.pending == 0)
     finally:
         bridge.close()
 

@@ -24,10 +24,10 @@ from tiercache.device import checksum
 from tiercache.device.device import Device
 from tiercache.device.driver import Span
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.cufile import CuFileFiles, import_kvikio
-from tiercache.tiers.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.cufile import CuFileFiles, import_kvikio
+from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.gds_probe import probe_gds
 from tiercache.tiers.gds import GdsSettings, GdsTier
-from tiercache.tiers.gds_probe import probe_gds
 
 MIB = 1 << 20
 _THREADS = 4

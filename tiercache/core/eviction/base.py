@@ -8,11 +8,10 @@ from typing import Any, Generic, TypeVar
 
 from tiercache.core.eviction.family import Family
 from tiercache.core.eviction.recent import Recent
+from tiercache.core.eviction.spared import Spared
 from tiercache.core.keys import ChunkKey
 
 V = TypeVar("V")
-
-_Group = list[ChunkKey]
 
 
 class EvictionOrder(ABC, Generic[V]):
@@ -39,8 +38,7 @@ class EvictionOrder(ABC, Generic[V]):
         """Residents there were at once; and so many of them may be spared for having been used lately."""
         self._most_recent = 0
         self._path: list[ChunkKey] = []
-        self._spared: dict[ChunkKey, tuple[_Group, Any]] = {}
-        self._groups: dict[ChunkKey, _Group] = {}
+        self._spared = Spared(self._spare, self._restore)
         self._returning = False
         self._full = False
         """Whether the prefix that was used last needed more room than there is, and has lost its end for that."""
@@ -64,8 +62,8 @@ class EvictionOrder(ABC, Generic[V]):
 
     def touch(self, key: ChunkKey) -> None:
         """Note a use of a resident key."""
-        if key in self._spared:
-            self._judge(key)
+        if key in self._spared.standings:
+            self._spared.judge(key)
         self._use(key)
         self._noted(key)
 
@@ -102,7 +100,7 @@ class EvictionOrder(ABC, Generic[V]):
         The last is used first: of one request's chunks the tail is then colder than the head. Learns who follows whom, as
         `follow` does.
         """
-        entries, use, spared, family = self.entries, self._use, self._spared, self._family
+        entries, use, spared, family = self.entries, self._use, self._spared.standings, self._family
         parents, recent_ends = family.parents, self._recent.ends
         places: dict[ChunkKey, int] = {}
         self._full = False
@@ -120,7 +118,7 @@ class EvictionOrder(ABC, Generic[V]):
                 end, length, after, tail = None, 0, None, None
                 continue
             if key in spared:
-                self._judge(key)
+                self._spared.judge(key)
             use(key)
             if after is None:
                 end = key
@@ -151,8 +149,8 @@ class EvictionOrder(ABC, Generic[V]):
 
     def renew(self, key: ChunkKey) -> None:
         """A resident is expected to be used soon: as far from going as one that was used just now. No use is counted."""
-        if key in self._spared:
-            self._judge(key)
+        if key in self._spared.standings:
+            self._spared.judge(key)
         self._renew(key)
 
     def coldest(self) -> ChunkKey | None:
@@ -248,17 +246,7 @@ class EvictionOrder(ABC, Generic[V]):
         """`key` does not follow any more what it was known to follow."""
         parent = self._family.leave(key)
         self._path.clear()  # which may go that way
-        self._unspare_before(parent)
-
-    def _unspare_before(self, ancestor: ChunkKey | None) -> None:
-        """What was behind it is not any more. It may be spared, and all before it, for the sake of an end of that."""
-        while self._spared and ancestor is not None:
-            if ancestor in self._spared:
-                group, _ = self._spared[ancestor]
-                for spared in group:
-                    self._judge(spared)
-                group.clear()
-            ancestor = self._family.parents.get(ancestor)
+        self._spared.judge_before(parent, self._family)
 
     def _adopt(self, key: ChunkKey, parent: ChunkKey, tail: ChunkKey | None = None) -> ChunkKey | None:
         """Learn the parent of a resident, in place of the one that it has; both are resident, and `parent` is not behind
@@ -274,7 +262,7 @@ class EvictionOrder(ABC, Generic[V]):
         while end not in ends and (child := self._family.child(end)) is not None:
             end = child
         if end in ends:
-            self._move_group(parent, end)
+            self._spared.move_group(parent, end)
             self._recent.joined(end, parent)
         return end if end in ends else None
 
@@ -316,34 +304,13 @@ class EvictionOrder(ABC, Generic[V]):
     def _grew(self, key: ChunkKey, parent: ChunkKey, *, counted: bool = False) -> None:
         if not self._returning:
             self._awaited = False
-        self._move_group(parent, key)
+        self._spared.move_group(parent, key)
         self._recent.grew(key, parent, counted=counted)
 
     def _trim(self) -> None:
         recent = self._recent
         while recent.chunks > self._most_recent and len(recent.ends) > 1:
-            self._judge_oldest()
-
-    def _judge_oldest(self) -> Sequence[ChunkKey]:
-        """The least recent prefix is one of many again. Returns those that were spared for its sake."""
-        group = self._groups.pop(self._recent.drop_oldest(), None)
-        return [key for key in group if self._judge(key)] if group else ()
-
-    def _judge(self, key: ChunkKey) -> bool:
-        found = self._spared.pop(key, None)
-        if found is not None:
-            self._restore(key, found[1])
-        return found is not None
-
-    def _move_group(self, end: ChunkKey, new_end: ChunkKey) -> None:
-        """What was spared for the sake of `end` is so for what follows it."""
-        group = self._groups.pop(end, None) if self._groups else None
-        if group is not None:
-            if new_end not in self._groups:
-                self._groups[new_end] = group
-            else:
-                for key in group:
-                    self._judge(key)
+            self._spared.judge_group(recent.drop_oldest())
 
     # Victims
 
@@ -357,7 +324,7 @@ class EvictionOrder(ABC, Generic[V]):
             if key is None:
                 self._path.clear()
                 if len(recent.ends) > 1 or (self._awaited and recent.ends):
-                    for spared in self._judge_oldest():
+                    for spared in self._spared.judge_group(recent.drop_oldest()):
                         self._hasten(spared)
                     continue
                 return self._last_of_all()
@@ -387,37 +354,32 @@ class EvictionOrder(ABC, Generic[V]):
                 return key
             path.append(key)
         while (child := self._family.child(path[-1])) is not None:
-            if child in spared:
-                self._spare_path(spared[child][0])
+            if child in spared.standings:
+                spared.add(path, spared.standings[child][0])
+                path.clear()
                 return None
             path.append(child)
         if path[-1] in ends:
-            self._spare_path(self._groups.setdefault(path[-1], []))
+            spared.add(path, spared.groups.setdefault(path[-1], []))
+            path.clear()
             return None
         return path.pop()
 
-    def _spare_path(self, group: _Group) -> None:
-        for key in reversed(self._path):
-            group.append(key)
-            self._spared[key] = group, self._spare(key)
-        self._path.clear()
-
     def _leave(self, key: ChunkKey) -> None:
         """`key` is about to leave."""
-        if key in self._spared:
-            self._judge(key)
+        if key in self._spared.standings:
+            self._spared.judge(key)
         family = self._family
         has_children = key in family.children
         parent = family.remove(key) if family.parents else None
         if has_children:
-            self._unspare_before(parent)
+            self._spared.judge_before(parent, family)
         if self._strays:
             self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0
         if length:
             if length > 1 and parent is not None:
                 self._recent.used(parent, length - 1)
-                self._move_group(key, parent)
+                self._spared.move_group(key, parent)
             else:
-                for spared in self._groups.pop(key, ()):
-                    self._judge(spared)
+                self._spared.judge_group(key)

@@ -94,7 +94,7 @@ class CostAware(EvictionOrder[V]):
         self._join(key, parent)
 
     def _coldest(self) -> ChunkKey | None:
-        spared = self._spared
+        spared = self._spared.standings
         firsts = []
         for class_, queue in enumerate(self._queues):
             if queue:

@@ -42,7 +42,7 @@ class Lru(EvictionOrder[V]):
     def _coldest(self) -> ChunkKey | None:
         key = next(iter(self.entries))
         # What is spared is put behind all others. Where one is the first, they have had their turn.
-        return None if key in self._spared else key
+        return None if key in self._spared.standings else key
 
     def _spare(self, key: ChunkKey) -> None:
         self.entries.move_to_end(key)
@@ -138,7 +138,7 @@ class Fifo(EvictionOrder[V]):
         restored = self._restored
         while restored:
             came, key = restored[0]
-            if self._came.get(key) == came and key not in self._queue and key not in self._spared:
+            if self._came.get(key) == came and key not in self._queue and key not in self._spared.standings:
                 if first is None or came < self._came[first]:
                     return key
                 break

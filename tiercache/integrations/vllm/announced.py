@@ -8,13 +8,13 @@ from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import locate
-from tiercache.integrations.vllm.planning import Geometry, chunk_ends
+from tiercache.integrations.vllm.planning import BlockGeometry, chunk_ends
 
 
 class AnnouncedPrompts:
     """The connector's `Naming`. `names` is the worker's own, which follows the scheduler's through resets."""
 
-    def __init__(self, names: BlockNames, geometry: Geometry) -> None:
+    def __init__(self, names: BlockNames, geometry: BlockGeometry) -> None:
         self.names = names
         self._geometry = geometry
 

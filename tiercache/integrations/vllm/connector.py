@@ -24,9 +24,9 @@ from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.kv_layout import attention_spec, make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.messages import Progress, StepWork
+from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.placement import make_mover
-from tiercache.integrations.vllm.planning import Geometry
+from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.worker_side import WorkerSide
 
@@ -69,7 +69,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._config = replace(self._config, shm_name=str(socket_path(name, engine)))
         self._engine = str(transfer.engine_id)
         self._spec = attention_spec(vllm_config, kv_cache_config)
-        self._geometry = Geometry.for_chunk_size(
+        self._geometry = BlockGeometry.for_chunk_size(
             self._config.chunk_size, self._spec.block_size, self._config.save_unfull_chunk
         )
         self._scheduler: SchedulerSide | None = None
@@ -186,7 +186,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
         if connector_output.finished_recving:
             self._scheduler.received(connector_output.finished_recving)
-        if isinstance(connector_output.kv_connector_worker_meta, Progress):
+        if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -24,7 +24,7 @@ from tiercache.errors import CacheClosed
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.planning import Transfer
+from tiercache.integrations.vllm.planning import BlockTransfer
 
 _POLL_S = 0.0005
 
@@ -128,7 +128,7 @@ class _DeviceMove(Move):
 class _LentChunk(PagedChunk):
     """A chunk in blocks that may be taken back."""
 
-    def __init__(self, move: _DeviceMove, kv: DeviceKvBlocks, transfer: Transfer) -> None:
+    def __init__(self, move: _DeviceMove, kv: DeviceKvBlocks, transfer: BlockTransfer) -> None:
         super().__init__(kv.kv, transfer.blocks, chunk_tokens=transfer.chunk_blocks, skip=transfer.skip)
         self._move = move
 
@@ -147,7 +147,7 @@ class DeviceMover(Mover):
         self.kv: DeviceKvBlocks = kv
 
     def put(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _DeviceMove(self.kv.driver, thread, len(transfers))
         chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
@@ -155,7 +155,7 @@ class DeviceMover(Mover):
         return move
 
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _DeviceMove(self.kv.driver, thread, len(transfers))
         chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
-from tiercache.integrations.vllm.turns import Began, Ended, Wishes
+from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Turn, Wishes
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -19,26 +19,26 @@ _STORING_S = 30.0
 """The longest wait for a request's saves; what is not stored by then is not counted on."""
 
 
-class Turns:
+class SessionTurns:
     """`follow` is called by the engine's thread and does not wait."""
 
     def __init__(self, thread: CacheThread) -> None:
         self._thread = thread
         self._warned = False
 
-    def follow(self, turns: Sequence[Began | Ended], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
+    def follow(self, turns: Sequence[Turn], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
         """`storing` are the saves under way, with the requests that they are for."""
         for turn in turns:
             saves = []
-            if isinstance(turn, Ended):
+            if isinstance(turn, RequestEnded):
                 saves = [save for save, request_id in list(storing.items()) if request_id == turn.request_id]
             with contextlib.suppress(TierCacheError):  # closed: nothing is worth predicting any more
                 self._thread.submit(self._follow(turn, saves))
 
-    async def _follow(self, turn: Began | Ended, saves: list[concurrent.futures.Future[int]]) -> None:
+    async def _follow(self, turn: Turn, saves: list[concurrent.futures.Future[int]]) -> None:
         try:
             keys = keys_from_hashes(self._thread.cache.namespace, turn.names)
-            if isinstance(turn, Began):
+            if isinstance(turn, RequestBegan):
                 self._thread.cache.ahead.began(turn.session, keys, turn.step)
                 return
             # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
@@ -61,7 +61,7 @@ class Turns:
             if wishes.session_over:
                 ahead.over(wishes.session)
 
-    async def _learn(self, turn: Ended, keys: list[ChunkKey]) -> None:
+    async def _learn(self, turn: RequestEnded, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes
         if wishes.forget:
             forgotten = keys_from_hashes(cache.namespace, turn.stored)

@@ -16,7 +16,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.planning import Transfer
+from tiercache.integrations.vllm.planning import BlockTransfer
 
 
 class _HostMove(Move):
@@ -44,7 +44,7 @@ class _HostMove(Move):
         self._copied.set()
         return ended
 
-    def source(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
+    def source(self, kv: KvBlocks, transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
         def fill(payload: np.ndarray) -> None:
             with self._lending:
                 kv.gather(transfer.blocks, payload)
@@ -56,7 +56,7 @@ class _HostMove(Move):
 
         return fill
 
-    def sink(self, kv: KvBlocks, transfer: Transfer) -> Callable[[np.ndarray], None]:
+    def sink(self, kv: KvBlocks, transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
         def scatter(payload: np.ndarray) -> None:
             with self._lending:
                 kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
@@ -70,7 +70,7 @@ class HostMover(Mover):
         self.kv: KvBlocks = kv
 
     def put(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _HostMove(len(transfers))
         items = [
@@ -81,7 +81,7 @@ class HostMover(Mover):
         return move
 
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _HostMove(len(transfers))
         sinks = [move.sink(self.kv, transfer) for transfer in transfers]

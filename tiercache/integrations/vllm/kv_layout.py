@@ -12,7 +12,7 @@ from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
-from tiercache.integrations.vllm.planning import Geometry
+from tiercache.integrations.vllm.planning import BlockGeometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,7 +58,7 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
 
 
 def make_layout(
-    config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: Geometry, layer_names: list[str]
+    config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: BlockGeometry, layer_names: list[str]
 ) -> Layout:
     """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks."""
     import vllm

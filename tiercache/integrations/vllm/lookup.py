@@ -13,45 +13,56 @@ import hashlib
 import itertools
 import logging
 import os
-import stat
 import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
+from tiercache.control.framing import frame, receive
+from tiercache.control.messages import ControlError
 from tiercache.control.served import ServedCache
+from tiercache.control.sockets import bound, check_private, connect
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
-from tiercache.integrations.vllm.planning import Geometry, Match, chunk_ends, tail_lengths
-from tiercache.tiers.base import DeviceTier
+from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
 
 logger = logging.getLogger("tiercache.vllm")
 
-_LENGTH_BYTES = 4
 _LARGEST_MESSAGE_BYTES = 64 << 20
 
 _local: dict[tuple[str, int], LookupServer] = {}
 """Those of workers that live in this process, by engine and rank."""
 
 
-async def find(cache: TierCache, names: Sequence[bytes], geometry: Geometry, *, into_device: bool = False) -> Match:
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    """Of its connection, where answers come in any order."""
+    names: list[bytes]
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    blocks: int
+    tokens_by_tier: dict[str, int]
+
+
+async def find(cache: TierCache, names: Sequence[bytes], geometry: BlockGeometry, *, into_device: bool = False) -> Match:
     """`locate`, for a request that is here.
 
     Starts prefetching what is not hot and keeps what is, so that reading overlaps with the request's wait in the engine's
     queue; but for what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
     match, found = await locate(cache, names, geometry)
-    direct = [tier for tier in cache.tiers if into_device and isinstance(tier, DeviceTier) and tier.serves_device]
+    direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
     cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
 
 
-async def locate(cache: ServedCache, names: Sequence[bytes], geometry: Geometry) -> tuple[Match, list[ChunkKey]]:
+async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry) -> tuple[Match, list[ChunkKey]]:
     """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
     name a block.
     """
@@ -78,14 +89,14 @@ class LookupServer:
     """Answers look-ups from another process. Lives on the worker's cache thread."""
 
     def __init__(
-        self, engine: str, rank: int, thread: CacheThread, geometry: Geometry, *, into_device: bool = False
+        self, engine: str, rank: int, thread: CacheThread, geometry: BlockGeometry, *, into_device: bool = False
     ) -> None:
         self.thread = thread
         self._into_device = into_device
         self._path = socket_path(engine, rank)
         self._geometry = geometry
         self._key = (engine, rank)
-        self._lines: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         _local[self._key] = self
         self._server = thread.submit(self._start()).result(10)
 
@@ -99,64 +110,59 @@ class LookupServer:
         self._path.unlink(missing_ok=True)
 
     async def _start(self) -> asyncio.Server:
-        directory = self._path.parent
-        directory.mkdir(mode=0o700, exist_ok=True)
-        status = directory.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise TierCacheError(
-                f"{directory}: expected a directory of this user with mode 0700 for look-up sockets; remove what is there"
-            )
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        check_private(self._path.parent)
         self._path.unlink(missing_ok=True)
-        return await asyncio.start_unix_server(self._serve, str(self._path))
+        return await asyncio.start_unix_server(self._serve, sock=bound(self._path))
 
     async def _stop(self) -> None:
         self._server.close()
-        for writer in self._lines.values():
+        for writer in self._connections.values():
             writer.close()
-        if self._lines:
-            await asyncio.wait(list(self._lines), timeout=2.0)
+        if self._connections:
+            await asyncio.wait(list(self._connections), timeout=2.0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         answering: set[asyncio.Task[None]] = set()
-        line = asyncio.current_task()
-        assert line is not None
-        self._lines[line] = writer
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._connections[serving] = writer
         try:
             while True:
-                number, names = await _receive(reader)
-                task = asyncio.create_task(self._answer(writer, number, names))
+                packed = await receive(reader, _LARGEST_MESSAGE_BYTES)
+                task = asyncio.create_task(self._answer(writer, msgspec.msgpack.decode(packed, type=Question)))
                 answering.add(task)
                 task.add_done_callback(answering.discard)
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ValueError):
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
             pass  # the scheduler's process ended, or somebody else spoke
         finally:
             for task in answering:
                 task.cancel()
             writer.close()
-            del self._lines[line]
+            del self._connections[serving]
 
-    async def _answer(self, writer: asyncio.StreamWriter, number: int, names: list[bytes]) -> None:
+    async def _answer(self, writer: asyncio.StreamWriter, question: Question) -> None:
         try:
-            match = await self.find(names)
+            match = await self.find(question.names)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
         with contextlib.suppress(ConnectionError):
-            _send(writer, [number, match.blocks, match.tokens_by_tier])
+            writer.write(frame(Answer(question.number, match.blocks, match.tokens_by_tier)))
             await writer.drain()
 
 
 class LookupClient:
     """Begins look-ups for the scheduler; each answer is a future that the caller polls."""
 
-    def __init__(self, engine: str, ranks: int, geometry: Geometry, timeout_s: float) -> None:
+    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
         self._engine = engine
         self._ranks = ranks
         self._geometry = geometry
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._lines: dict[int, _Line] = {}
+        self._connections: dict[int, _Connection] = {}
 
     def begin(self, names: Sequence[bytes]) -> concurrent.futures.Future[Match]:
         """Never waits. The future ends with a Match, an empty one where a worker did not answer in time."""
@@ -186,8 +192,8 @@ class LookupClient:
 
     def _hang_up(self) -> None:
         assert self._loop is not None
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
         # One round later the transports are closed.
         self._loop.call_soon(self._loop.stop)
 
@@ -195,20 +201,20 @@ class LookupClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answers = await asyncio.gather(*(self._ask(rank, names) for rank in range(self._ranks)))
-        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
+        except (TimeoutError, OSError, TierCacheError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
             return Match()
         return min(answers, key=lambda match: match.blocks)
 
     async def _ask(self, rank: int, names: list[bytes]) -> Match:
-        line = self._lines.get(rank)
-        if line is None or line.broken:
-            line = self._lines[rank] = _Line(socket_path(self._engine, rank))
-        return await line.ask(names)
+        connection = self._connections.get(rank)
+        if connection is None or connection.broken:
+            connection = self._connections[rank] = _Connection(socket_path(self._engine, rank))
+        return await connection.ask(names)
 
 
-class _Line:
-    """One connection to a worker; answers may come in any order."""
+class _Connection:
+    """To one worker; answers may come in any order."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -229,8 +235,9 @@ class _Line:
         async with self._connecting:
             if self._writer is None:
                 try:
-                    reader, self._writer = await asyncio.open_unix_connection(str(self._path))
-                except OSError:
+                    check_private(self._path.parent)
+                    reader, self._writer = await connect(self._path)
+                except (OSError, TierCacheError):
                     self.broken = True
                     raise
                 self._reading = asyncio.create_task(self._read(reader))
@@ -238,7 +245,7 @@ class _Line:
         answer: asyncio.Future[Match] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            _send(self._writer, [number, names])
+            self._writer.write(frame(Question(number, names)))
             return await answer
         finally:
             self._waiting.pop(number, None)
@@ -246,10 +253,11 @@ class _Line:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                number, blocks, tokens = await _receive(reader)
-                if (answer := self._waiting.get(number)) is not None and not answer.done():
-                    answer.set_result(Match(blocks, tokens))
-        except (asyncio.IncompleteReadError, OSError, ValueError) as error:
+                packed = await receive(reader, _LARGEST_MESSAGE_BYTES)
+                found = msgspec.msgpack.decode(packed, type=Answer)
+                if (answer := self._waiting.get(found.number)) is not None and not answer.done():
+                    answer.set_result(Match(found.blocks, found.tokens_by_tier))
+        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, ControlError) as error:
             self.broken = True
             for answer in self._waiting.values():
                 if not answer.done():
@@ -260,15 +268,3 @@ def socket_path(engine: str, rank: int) -> Path:
     """Short whatever the engine is called: a Unix socket's path may have 107 characters."""
     name = hashlib.blake2b(engine.encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"tiercache-{os.getuid()}" / f"{name}.{rank}.sock"
-
-
-def _send(writer: asyncio.StreamWriter, message: list[Any]) -> None:
-    packed = msgspec.msgpack.encode(message)
-    writer.write(len(packed).to_bytes(_LENGTH_BYTES, "big") + packed)
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if length > _LARGEST_MESSAGE_BYTES:
-        raise ValueError(f"a message of {length} bytes is not ours")
-    return msgspec.msgpack.decode(await reader.readexactly(length))

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from tiercache.integrations.vllm.planning import Transfer
-from tiercache.integrations.vllm.turns import Began, Ended
+from tiercache.integrations.vllm.planning import BlockTransfer
+from tiercache.integrations.vllm.turns import Turn
 
 
 @dataclass
 class Load:
     request_id: str
-    transfers: list[Transfer]
+    transfers: list[BlockTransfer]
     asynchronous: bool
     impossible: tuple[int, ...] = ()
     """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
@@ -22,7 +22,7 @@ class Load:
 @dataclass
 class Save:
     request_id: str
-    transfers: list[Transfer]
+    transfers: list[BlockTransfer]
     request_tokens: int
 
 
@@ -37,12 +37,12 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     forget_hot: bool = False
     generation: bytes = b""
     """With `forget_hot`: what names are made with from now on, see `BlockNames`."""
-    turns: list[Began | Ended] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     """What requests say about themselves, in the order in which they came and finished."""
 
 
 @dataclass
-class Progress(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What has ended since the last step."""
 
     saves: dict[str, int]
@@ -51,8 +51,8 @@ class Progress(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Requests whose synchronous load has ended, well or not. Every worker ends it in the same step."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, Progress)
+        assert isinstance(other, StepReport)
         saves = dict(self.saves)
         for request_id, count in other.saves.items():
             saves[request_id] = saves.get(request_id, 0) + count
-        return Progress(saves, self.loads | other.loads)
+        return StepReport(saves, self.loads | other.loads)

@@ -11,7 +11,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Driver
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
-from tiercache.integrations.vllm.planning import Transfer
+from tiercache.integrations.vllm.planning import BlockTransfer
 
 
 class Move(ABC):
@@ -42,13 +42,13 @@ class Mover(ABC):
 
     @abstractmethod
     def put(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         """Store blocks as chunks. They are read when all that the engine has begun by now is done."""
 
     @abstractmethod
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[Transfer], deadline_s: float
+        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         """Load chunks into blocks. They are written when all that the engine has begun by now is done."""
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Geometry:
+class BlockGeometry:
     block_tokens: int
     blocks_per_chunk: int
     save_tails: bool = False
 
     @classmethod
-    def for_chunk_size(cls, chunk_tokens: int, block_tokens: int, save_tails: bool) -> Geometry:
+    def for_chunk_size(cls, chunk_tokens: int, block_tokens: int, save_tails: bool) -> BlockGeometry:
         """`chunk_tokens` rounded to whole blocks, at least one."""
         return cls(block_tokens, max(1, round(chunk_tokens / block_tokens)), save_tails)
 
@@ -31,7 +31,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class BlockTransfer:
     """One chunk between the cache and blocks of the engine.
 
     `blocks` are engine block ids; they are blocks `skip` .. `skip + len(blocks)` of the chunk's `chunk_blocks`.
@@ -51,13 +51,13 @@ class Match:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
 
 
-def chunk_ends(blocks: int, geometry: Geometry) -> list[int]:
+def chunk_ends(blocks: int, geometry: BlockGeometry) -> list[int]:
     """Ends (in blocks) of the full chunks of a request of `blocks` full blocks."""
     step = geometry.blocks_per_chunk
     return list(range(step, blocks + 1, step))
 
 
-def tail_lengths(blocks: int, matched_blocks: int, geometry: Geometry) -> range:
+def tail_lengths(blocks: int, matched_blocks: int, geometry: BlockGeometry) -> range:
     """Lengths (in blocks) that a stored tail behind `matched_blocks` of full chunks may have, the longest first."""
     if not geometry.save_tails:
         return range(0)
@@ -65,7 +65,7 @@ def tail_lengths(blocks: int, matched_blocks: int, geometry: Geometry) -> range:
 
 
 def loadable_tokens(
-    match: Match, request_tokens: int, computed_tokens: int, least_tokens: int, geometry: Geometry
+    match: Match, request_tokens: int, computed_tokens: int, least_tokens: int, geometry: BlockGeometry
 ) -> int:
     """Tokens to load beyond the `computed_tokens` (whole blocks) that the engine has.
 
@@ -82,8 +82,8 @@ def plan_load(
     first_token: int,
     end_token: int,
     blocks: Sequence[int],
-    geometry: Geometry,
-) -> list[Transfer]:
+    geometry: BlockGeometry,
+) -> list[BlockTransfer]:
     """Transfers that fill tokens `first_token` .. `end_token` (multiples of a block) of a request.
 
     `names[i]` names the prefix that ends with block `i`; `blocks` are all block ids of the request; `matched_blocks` is how
@@ -95,17 +95,17 @@ def plan_load(
     for start in range(first - first % step, end, step):
         stop = min(start + step, matched_blocks)
         lower, upper = max(start, first), min(stop, end)
-        transfers.append(Transfer(names[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
+        transfers.append(BlockTransfer(names[stop - 1], stop - start, lower - start, tuple(blocks[lower:upper])))
     return transfers
 
 
-def stored_ends(blocks: int, geometry: Geometry) -> list[int]:
+def stored_ends(blocks: int, geometry: BlockGeometry) -> list[int]:
     """Ends (in blocks) of the chunks that hold the first `blocks` blocks: full ones, and the tail if there is one."""
     ends = chunk_ends(blocks, geometry)
     return ends if not geometry.save_tails or not blocks or blocks in ends[-1:] else [*ends, blocks]
 
 
-def wants_save(saved_blocks: int, ready_blocks: int, geometry: Geometry, *, last: bool) -> bool:
+def wants_save(saved_blocks: int, ready_blocks: int, geometry: BlockGeometry, *, last: bool) -> bool:
     """Whether `plan_save` would have anything to do; asked every step, so it costs nothing."""
     if last and geometry.save_tails:
         return ready_blocks > saved_blocks
@@ -117,10 +117,10 @@ def plan_save(
     saved_blocks: int,
     ready_blocks: int,
     blocks: Sequence[int],
-    geometry: Geometry,
+    geometry: BlockGeometry,
     *,
     last: bool,
-) -> tuple[list[Transfer], int]:
+) -> tuple[list[BlockTransfer], int]:
     """Transfers for the chunks that became whole: blocks `saved_blocks` .. `ready_blocks`, and the new `saved_blocks`.
 
     `last` says that no further block is expected soon, so that a tail is worth keeping (if `save_tails`).
@@ -130,9 +130,9 @@ def plan_save(
     start = geometry.whole_chunks(saved_blocks)
     transfers = []
     while start + step <= ready_blocks:
-        transfers.append(Transfer(names[start + step - 1], step, 0, tuple(blocks[start : start + step])))
+        transfers.append(BlockTransfer(names[start + step - 1], step, 0, tuple(blocks[start : start + step])))
         start += step
     if last and geometry.save_tails and max(saved_blocks, start) < ready_blocks:
-        transfers.append(Transfer(names[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks])))
+        transfers.append(BlockTransfer(names[ready_blocks - 1], ready_blocks - start, 0, tuple(blocks[start:ready_blocks])))
         start = ready_blocks
     return transfers, max(saved_blocks, start)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tiercache.config import Config
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import LookupClient
-from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
+from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import (
-    Geometry,
+    BlockGeometry,
     Match,
     chunk_ends,
     loadable_tokens,
@@ -22,7 +22,7 @@ from tiercache.integrations.vllm.planning import (
     stored_ends,
     wants_save,
 )
-from tiercache.integrations.vllm.turns import Began, Ended, Wishes, wishes_of
+from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes, wishes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,7 +63,7 @@ class SchedulerSide:
     """All methods are called by the engine's scheduler thread."""
 
     def __init__(
-        self, config: Config, geometry: Geometry, names: BlockNames, client: LookupClient, workers: int
+        self, config: Config, geometry: BlockGeometry, names: BlockNames, client: LookupClient, workers: int
     ) -> None:
         self.config = config
         self.geometry = geometry
@@ -163,7 +163,7 @@ class SchedulerSide:
             logger.exception("some chunks are not stored")
         return work
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: StepReport) -> None:
         self._unconfirmed -= progress.loads
         for request_id, count in progress.saves.items():
             tracked = self._requests.get(request_id) or self._finishing.get(request_id)
@@ -274,7 +274,7 @@ class SchedulerSide:
             if tracked.wishes.session:
                 names = self._names(tracked)
                 full = [names[end - 1] for end in chunk_ends(len(names), self.geometry)]
-                self._work.turns.append(Began(tracked.wishes.session, tracked.wishes.step, full))
+                self._work.turns.append(RequestBegan(tracked.wishes.session, tracked.wishes.step, full))
 
     def _say_end(self, tracked: _Tracked) -> None:
         if not tracked.wishes.at_the_end:
@@ -283,7 +283,7 @@ class SchedulerSide:
             names = self._names(tracked)
             ends = [] if tracked.stale else stored_ends(min(tracked.saved_blocks, len(names)), self.geometry)
             held = [names[end - 1] for end in ends]
-            self._work.turns.append(Ended(tracked.request.request_id, tracked.wishes, held, tracked.stored))
+            self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held, tracked.stored))
         except Exception:
             logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
 

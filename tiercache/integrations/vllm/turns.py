@@ -43,7 +43,7 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Began:
+class RequestBegan:
     """A request of a session has come. `names` are those of its prompt's full chunks."""
 
     session: str
@@ -52,13 +52,16 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RequestEnded:
     """A request has finished. `names` are those of the chunks that hold its prefix now, `stored` of those it has stored."""
 
     request_id: str
     wishes: Wishes
     names: list[bytes]
     stored: list[bytes]
+
+
+Turn = RequestBegan | RequestEnded
 
 
 def wishes_of(parameters: Any, warned: set[str]) -> Wishes:

@@ -22,11 +22,11 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.following import Turns
+from tiercache.integrations.vllm.following import SessionTurns
 from tiercache.integrations.vllm.lookup import LookupServer
-from tiercache.integrations.vllm.messages import Load, Progress, Save, StepWork
+from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.planning import Geometry
+from tiercache.integrations.vllm.planning import BlockGeometry
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -62,7 +62,7 @@ class WorkerSide:
     """Owns the mover. All methods are called by the engine's thread."""
 
     def __init__(
-        self, config: Config, geometry: Geometry, layout: Layout, mover: Mover, engine: str, names: BlockNames
+        self, config: Config, geometry: BlockGeometry, layout: Layout, mover: Mover, engine: str, names: BlockNames
     ) -> None:
         self.config = config
         self.geometry = geometry
@@ -79,7 +79,7 @@ class WorkerSide:
             raise
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
-        self._turns = Turns(self.thread)
+        self._turns = SessionTurns(self.thread)
         self._storing: dict[concurrent.futures.Future[int], str] = {}
         """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
         self._saves_ended: Counter[str] = Counter()
@@ -143,10 +143,10 @@ class WorkerSide:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_progress(self) -> Progress | None:
+    def take_progress(self) -> StepReport | None:
         if not self._saves_ended and not self._loads_ended:
             return None
-        progress = Progress(dict(self._saves_ended), self._loads_ended)
+        progress = StepReport(dict(self._saves_ended), self._loads_ended)
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
 

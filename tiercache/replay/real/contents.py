@@ -9,9 +9,8 @@ from hashlib import blake2b
 import numpy as np
 
 from tiercache.core.keys import KEY_BYTES, ChunkKey
-from tiercache.payloads import Source
+from tiercache.payloads import Sink, Source
 from tiercache.replay.formats import Request
-from tiercache.scheduler.reader import Sink
 
 _TAPE_BYTES = 8 << 20
 _STEP_BYTES = 64

@@ -16,8 +16,8 @@ from tiercache.core.layout import Layout
 from tiercache.memory.arena import HUGE_PAGE_BYTES
 from tiercache.memory.slots import FEWEST_SLOTS
 from tiercache.replay.setting import Setting, SettingError
-from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.volume import TOP_LEVELS
+from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.tier import FileTier
 
 DISK = "disk"
 _THREADS = 4
@@ -88,9 +88,9 @@ async def opened(
         yield cache
 
 
-def disk_of(cache: TierCache) -> DiskTier | None:
+def disk_of(cache: TierCache) -> FileTier | None:
     """The tier with the files, if there is one."""
-    return next((tier for tier in cache.tiers if isinstance(tier, DiskTier)), None)
+    return next((tier for tier in cache.tiers if isinstance(tier, FileTier)), None)
 
 
 def _flash_blocks(setting: Setting, unique_blocks: int) -> int:

@@ -137,7 +137,7 @@ class Player:
             await self._engines.acquire()
         try:
             hit = await cache.lookup_keys(keys)
-            handle = self._handles.pop(_subject(request), None)
+            handle = self._handles.pop(request.subject, None)
             note_session(cache, keys, hit.chunks)
             get = cache.get_to(keys[: hit.chunks], [self._contents.sink(key) for key in keys[: hit.chunks]])
             delivered = await get
@@ -170,7 +170,7 @@ class Player:
     def _announce(self, request: Request) -> None:
         assert self._announcements is not None
         if self._announcements.may(request, self._now_s):
-            self._handles[_subject(request)] = self._cache.prefetch(
+            self._handles[request.subject] = self._cache.prefetch(
                 request.keys, deadline=request.time_s - self._now_s
             )
 
@@ -192,7 +192,3 @@ class Player:
 
     async def _until(self, at_s: float) -> None:
         await asyncio.sleep(max(0.0, at_s - self._now_s))
-
-
-def _subject(request: Request) -> str:
-    return request.session if request.session is not None else f"@{id(request)}"

@@ -11,12 +11,12 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
-from tiercache.tiers.cufile import CuFileFiles
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.cufile import CuFileFiles
+from tiercache.tiers.files.room import ElectedRoom
+from tiercache.tiers.files.scanning import Shelf
+from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.remote.fs import FsTier
-from tiercache.tiers.scanning import Shelf
-from tiercache.tiers.weka import WekaTier
 
 _SCANNED_S = 5.0
 _TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
@@ -31,21 +31,21 @@ _LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
 hold a part of the count that they do not use."""
 
 
-def file_tiers(cache: TierCache) -> Iterator[tuple[str, DiskTier]]:
+def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
     """Those whose places are looked at, by the names of their configuration."""
     for tier in cache.tiers:
         found = tier.mounted if isinstance(tier, FsTier) else tier
-        if isinstance(found, DiskTier):
+        if isinstance(found, FileTier):
             yield tier.name, found
 
 
-def is_kept_by_one(tier: DiskTier) -> bool:
+def is_kept_by_one(tier: FileTier) -> bool:
     """One instance evicts for all, and the index follows what lies there."""
-    return isinstance(tier, WekaTier)
+    return isinstance(tier.shelves.room, ElectedRoom)
 
 
 def shelves(cache: TierCache) -> list[Shelf]:
-    return [shelf for _, tier in file_tiers(cache) for shelf in tier._shelves]
+    return [shelf for _, tier in file_tiers(cache) for shelf in tier.shelves.all]
 
 
 def place_of(shelf: Shelf, places: Sequence[Place]) -> Place:
@@ -77,11 +77,11 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
             raise Violation(f"{place.disk.root}: {deleting} bytes are still about to be deleted")
         if shelf.noted_while_scanning:
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
-        tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier._shelves)
+        tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier.shelves.all)
         known = set(shelf.index.order.entries)
         if (faultless and alone) or is_kept_by_one(tier):
-            there = found.chunks.keys() - tier._refused.keys()
-            if known - tier._refused.keys() != there:
+            there = found.chunks.keys() - tier.shelves.refused.keys()
+            if known - tier.shelves.refused.keys() != there:
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )
@@ -128,8 +128,8 @@ async def store(node: Node, keys: Sequence[int], places: Sequence[Place]) -> Non
     await node.on_loop(work)
 
 
-def _lies(node: Node, tier: DiskTier, key: int, places: Sequence[Place]) -> bool:
-    return any(node.keys[key] in place_of(shelf, places).look().chunks for shelf in tier._shelves)
+def _lies(node: Node, tier: FileTier, key: int, places: Sequence[Place]) -> bool:
+    return any(node.keys[key] in place_of(shelf, places).look().chunks for shelf in tier.shelves.all)
 
 
 async def _swept(node: Node) -> None:
@@ -140,7 +140,7 @@ async def _swept(node: Node) -> None:
 
 def _keeps_files_open(node: Node) -> bool:
     tiers = [tier for _, tier in file_tiers(node.cache)]
-    return any(isinstance(getattr(tier, "files", None), RegisteredFiles | CuFileFiles) for tier in tiers)
+    return any(isinstance(getattr(tier.shelves.mover, "files", None), RegisteredFiles | CuFileFiles) for tier in tiers)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:
@@ -173,7 +173,7 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
         await store(node, [key], places)
         await asyncio.sleep(2.0)
     await store(node, keys, places)
-    for shelf, tier in [(shelf, found) for _, found in file_tiers(node.cache) for shelf in found._shelves]:
+    for shelf, tier in [(shelf, found) for _, found in file_tiers(node.cache) for shelf in found.shelves.all]:
         place = place_of(shelf, places)
         lowest = _LOWEST_FILL_BY_ONE if is_kept_by_one(tier) else _LOWEST_FILL
         lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
@@ -200,12 +200,12 @@ async def check_reopened(
         place.check(loop.time(), loop.time() - 1e6)
     check_shelves(node, places, faultless=True, alone=True)
     for name, tier in file_tiers(node.cache):
-        for shelf in tier._shelves:
+        for shelf in tier.shelves.all:
             place = place_of(shelf, places)
             for raw, file in sorted(place.look().chunks.items()):
                 key = truth_keys[raw]
                 good = (place.disk.root, file.number) not in spoilt and is_good(raw, file)
-                if len(tier._shelves) == 1 and node.cache.tiers[0].name == name:
+                if len(tier.shelves.all) == 1 and node.cache.tiers[0].name == name:
                     await _read(node, key, there=True) if good else await _read_bad(node, key, place)
     check_shelves(node, places, faultless=False, alone=True)
 

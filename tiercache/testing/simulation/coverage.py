@@ -18,13 +18,13 @@ class Coverage:
     def look(self, cache: TierCache, disks: Iterable[Disk]) -> None:
         """Beside a cache that is open."""
         states = self.states
-        for name, state in cache._reader.breakers().items():
+        for name, state in cache.parts.reader.breakers().items():
             if state != "closed":
                 states[f"breaker of {name} {state}"] += 1
-        for writer in cache._fan_out.writers:
+        for writer in cache.parts.fan_out.writers:
             if (state := writer.breaker.state.value) != "closed":
                 states[f"breaker of writes of {writer.tier.name} {state}"] += 1
-        if cache._stuck:
+        if cache.parts.closing.stuck:
             states["something stuck"] += 1
         if not cache.cpu.pool.free:
             states["no slot free"] += 1
@@ -37,12 +37,12 @@ class Coverage:
         if not hasattr(cache, "_reader"):
             return  # its start had not come so far
         states = self.states
-        reader = cache._reader.counters
+        reader = cache.parts.reader.counters
         found = {
             "get joined another": reader.joined,
             "get late": reader.late,
             "get overtaken": reader.overtaken,
-            "puts skipped": cache._host_path.skipped,
+            "puts skipped": cache.parts.host_path.skipped,
         }
         for tier in (cache.cpu, *cache.tiers):
             statistics = tier.statistics()
@@ -52,7 +52,7 @@ class Coverage:
                 f"{tier.name} strays removed": statistics.strays,
                 f"{tier.name} failed to write": statistics.write_failures,
             }
-        for writer in cache._fan_out.writers:
+        for writer in cache.parts.fan_out.writers:
             written = writer.statistics()
             found |= {
                 f"{writer.tier.name} write skipped": written.skipped,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tiercache.cache import TierCache
 from tiercache.scheduler.writer import TierWriter
-from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 
@@ -32,7 +32,7 @@ class Deletions:
     def put_begins(self, keys: Iterable[int], now_s: float) -> None:
         for key in keys:
             if key in self._believed_s and any(
-                _may_believe(writer, self._keys[key]) for writer in self._cache._fan_out.writers
+                _may_believe(writer, self._keys[key]) for writer in self._cache.parts.fan_out.writers
             ):
                 self._believed_s[key] = now_s
 
@@ -52,6 +52,6 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     if isinstance(tier, RemoteTier):
         return False
     engine = tier.mounted if isinstance(tier, FsTier) else tier
-    shelves = engine._shelves if isinstance(engine, DiskTier) else ()
+    shelves = engine.shelves.all if isinstance(engine, FileTier) else ()
     looks = any(shelf.scanning or shelf._looking_around or name in shelf._looking for shelf in shelves)
     return looks or writer.stores(name) or writer.holds(name)

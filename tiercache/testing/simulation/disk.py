@@ -49,7 +49,10 @@ class Disk:
         self.foreign_blocks = 0
         """Taken by somebody who does not show what with; see `occupy`."""
         self.open_descriptors = 0
-        self._below = self.root + "/"
+        self.below = self.root + "/"
+        """What the paths of all that lies on it begin with."""
+        self.changes = 0
+        """Of whatever lies on it: what was seen at a count still holds at the same."""
         self._last_number = 1
         self._journal = Journal()
         self.top = Directory(self, 0o755, os.getegid(), None)
@@ -59,7 +62,7 @@ class Disk:
         """Directories by the paths with which they were found, as long as none was moved or removed."""
 
     def owns(self, path: str) -> bool:
-        return path.startswith(self._below) or path == self.root
+        return path.startswith(self.below) or path == self.root
 
     @property
     def free_blocks(self) -> int:
@@ -246,6 +249,7 @@ class Disk:
                     if isinstance(below, Directory):
                         below.parent = inode
                         inode.links += 1
+        self.changes += 1
         self.used_blocks = sum(inode.block_count for inode in {inode.number: inode for _, inode in found}.values())
 
     def walk(self) -> Iterator[tuple[str, Inode]]:

@@ -12,32 +12,33 @@ from tiercache.errors import TierCacheError
 from tiercache.testing.simulation.descriptors import Opened
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
-from tiercache.tiers.cufile import CuFileFiles
-from tiercache.tiers.device_files import BounceFiles
-from tiercache.tiers.gds import GdsTier
-from tiercache.tiers.hf3fs import Hf3fsTier
+from tiercache.tiers.files.cufile import CuFileFiles
+from tiercache.tiers.files.device_files import BounceFiles
+from tiercache.tiers.files.threads import DeviceMover
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.hf3fs.mover import RingMover
 
 
 def check_fittings(cache: TierCache, opened: Callable[[int], Opened]) -> None:
     """`opened` says what a descriptor is of, past all calls. Raises Violation."""
     kept: dict[str, Any] = {}
-    path = cache._device_path
-    if path is not None:
-        device, staging = path.device, path.staging
+    if (on_device := cache.parts.on_device) is not None:
+        device, staging, path = on_device.device, on_device.staging, on_device.path
         kept |= {
             "slots of the device": device.pool.count - device.pool.free,
             "slots held for writes to device tiers": staging.budget.held[Purpose.WRITE],
             "slots held for reads from device tiers": staging.budget.held[Purpose.READ],
-            "who waits for the device's slots": sum(map(len, staging._waiting)),
-            "reads into the device": len(cache._device_reader.flights._flights),
+            "who waits for the device's slots": sum(map(len, staging.turns.waiting)),
+            "reads into the device": len(on_device.reader.flights._flights),
             "events of the device": device.bridge.pending,
             "unknown ends of copies": device.unfinished,
             "batches of puts": _BATCHES - path._puts._value,
             "batches of gets": _BATCHES - path._gets._value,
         }
     for tier in cache.tiers:
-        if isinstance(tier, GdsTier):
-            files = tier.files
+        mover = tier.shelves.mover if isinstance(tier, FileTier) else None
+        if isinstance(mover, DeviceMover):
+            files = mover.files
             if isinstance(files, BounceFiles):
                 kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
             elif isinstance(files, CuFileFiles):
@@ -45,15 +46,15 @@ def check_fittings(cache: TierCache, opened: Callable[[int], Opened]) -> None:
                     name for name, file in files._open_files.items() if not opened(file.descriptor).inode.links
                 ]
                 kept[f"deleted files that {tier.name} has open"] = deleted
-        if isinstance(tier, Hf3fsTier) and tier.engine is not None:
-            engine = tier.engine
-            unheard = engine.library.unheard  # each costs its place until the rings are made anew
+        if isinstance(mover, RingMover) and mover.engine is not None:
+            engine = mover.engine
+            unheard = engine.library.client.unheard  # each costs its place until the rings are made anew
             lost = engine.buffers.count - engine.buffers._free.qsize()
             kept |= {
                 f"transfers of {tier.name}": max(0, len(engine._unfinished()) - unheard),
                 f"transfer buffers of {tier.name}": max(0, lost - unheard),
-                f"calls of {tier.name}": tier._active,
-                f"files of dead mounts of {tier.name}": tier.files._orphans,
+                f"calls of {tier.name}": mover.active,
+                f"files of dead mounts of {tier.name}": mover.files._orphans,
             }
     left = {name: count for name, count in kept.items() if count}
     if left:

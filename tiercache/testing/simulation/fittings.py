@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tiercache.device.events import WAYS
 from tiercache.testing.simulation.weather import KINDS_OF_SERVERS
 
 KINDS_OF_DEVICES = ("refuses", "no-pipes", "slow", "hung", "lost")
@@ -34,8 +33,6 @@ class Fittings:
     """Of the device's pool; 0: there is no device."""
     way: str = "posix"
     """How files get to device memory: posix, or cufile."""
-    bridge: str = "callback"
-    """How the loop learns what the device has done: one of the event bridge's ways."""
     kernels: bool = False
     """Whether the device runs kernels. They are compiled, so such a run needs a C++ compiler."""
     pins: bool = True
@@ -60,10 +57,11 @@ def fittings_of(chance: random.Random, tiers: tuple[str, ...]) -> Fittings:
     files_of_device = bool({"weka", "gds"} & set(tiers))
     device = chance.random() < 0.6 if files_of_device else chance.random() < 0.1
     way = chance.choice(["posix", "posix", "cufile"]) if device and files_of_device else "posix"
+    device_slots = chance.choice([4, 6, 12, 32]) if device else 0
+    chance.randrange(3)  # of what is no more: a seed that has found something keeps its setting
     return Fittings(
-        device_slots=chance.choice([4, 6, 12, 32]) if device else 0,
+        device_slots=device_slots,
         way=way,
-        bridge=chance.choice(WAYS),
         kernels=way == "cufile" or chance.random() < 0.3,
         pins=chance.random() < 0.8,
         shared_arena="hf3fs" in tiers and chance.random() < 0.5,

@@ -83,11 +83,14 @@ class Inode:
         """Something about it, but not what is in it."""
         self.ctime_ns = self.disk.now_ns()
         self.shown = None
+        self.disk.changes += 1
 
     def modified(self) -> None:
         """What is in it."""
-        self.mtime_ns = self.ctime_ns = int(self.disk.now() * 1e9)
+        disk = self.disk
+        self.mtime_ns = self.ctime_ns = int(disk.now() * 1e9)
         self.shown = None
+        disk.changes += 1
 
 
 class Directory(Inode):
@@ -225,6 +228,7 @@ class File(Inode):
     def flip_bit(self, offset: int) -> None:
         self.data[offset] ^= 1
         self._hash = None
+        self.disk.changes += 1
 
     def fingerprint(self) -> bytes:
         if self._hash is None:

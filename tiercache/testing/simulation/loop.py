@@ -128,7 +128,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
                     self.call_exception_handler({"message": f"Exception in callback {callback!r}", "exception": error})
                 self.after_each()
             if others:
-                world.pause()
+                world.wake(self.strand)
+                world.wait()
 
     # What asyncio asks of a loop
 
@@ -198,8 +199,8 @@ class SimulatedLoop(_Base):  # type: ignore[misc]
             callback, args = self._readers[fd]
             callback(*args)
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = staticmethod(bool)
+    """False: in C, because each future asks."""
 
     def is_running(self) -> bool:
         return self._running

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import random
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 from tiercache.assembly import WEKAFS, hf3fs_settings
 from tiercache.cache import TierCache
 from tiercache.config import Config
-from tiercache.config.remotes import Remote
+from tiercache.config.plan import PlannedTier
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Span
-from tiercache.device.events import EventBridge
 from tiercache.testing.simulation import own
 from tiercache.testing.simulation.cufile import make_kvikio
+from tiercache.testing.simulation.hf3fs_daemon import Daemon, RingWeather
 from tiercache.testing.simulation.own import make_own
 from tiercache.testing.simulation.pipes import Pipes
 from tiercache.testing.simulation.plan import FILE_BYTES, Setting, places_of
@@ -29,17 +30,21 @@ from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.shared_memory import SharedMemory
 from tiercache.testing.simulation.system import ROOT, Stand, changed
 from tiercache.testing.simulation.twin import DeviceWeather, SimulatedTwin
-from tiercache.testing.simulation.usrbio import Daemon, RingWeather
+from tiercache.testing.simulation.usrbio import library_of
 from tiercache.testing.simulation.weather import Weather
+from tiercache.tiers.files.mounts import Mount
+from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings
 from tiercache.tiers.hf3fs.segments import transfer_bytes
-from tiercache.tiers.mounts import Mount
 
 if TYPE_CHECKING:
     from tiercache.testing.simulation.files import Disk, FileCalls
     from tiercache.testing.simulation.world import World
 
 _DEVICE_SLOT_BYTES = FILE_BYTES
+_TOP_LEVELS, _EVERY_TOP_LEVEL = 16, 1 / 16
+"""Subdirectories that are looked at: keys lie in three, and to ask for 256 at each start and every second would be most of
+a seed. Some seeds do it."""
 
 
 class Machine:
@@ -54,6 +59,8 @@ class Machine:
         self.pipes = Pipes(world, lambda: self.weathers["gpu"].strikes("no-pipes"))
         self.memory = SharedMemory(f"{ROOT}/shm", now)
         self.daemon: Daemon | None = None
+        every = random.Random(f"top levels {world.seed}").random() < _EVERY_TOP_LEVEL
+        self._top_levels = TOP_LEVELS if every else TOP_LEVELS[:_TOP_LEVELS]
         self._given_up: list[tuple[Span, Any]] = []
         """Device memory that is never freed: nobody knows whether a copy still runs."""
 
@@ -96,17 +103,18 @@ class Machine:
     def installed(self) -> Iterator[None]:
         """After the system."""
         replacements: list[tuple[str, str, Any]] = [
-            ("tiercache.tiers.mounts", "mounts", self._mounts),
+            ("tiercache.tiers.files.mounts", "mounts", self._mounts),
             ("tiercache.device.paged", "_given_up", self._given_up),
+            ("tiercache.tiers.files.volume", "TOP_LEVELS", self._top_levels),
+            ("tiercache.tiers.files.listing", "TOP_LEVELS", self._top_levels),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
             ("tiercache.assembly", "TwinDriver", self._make_twin),
-            ("tiercache.device.device", "EventBridge", self._make_bridge),
             ("tiercache.device.events", "os", Stand(os, pipe2=self.pipes.pipe2, close=self.pipes.close)),
             ("tiercache.device.events", "select", Stand(sys.modules["select"], epoll=self.pipes.epoll)),
             ("tiercache.device.events", "ctypes", self.pipes.ctypes),
-            ("tiercache.tiers.gds", "probe_gds", _gds_works),
-            ("tiercache.tiers.cufile", "import_kvikio", make_kvikio),
+            ("tiercache.tiers.files.threads", "probe_gds", _gds_works),
+            ("tiercache.tiers.files.cufile", "import_kvikio", make_kvikio),
             ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),
             ("tiercache.memory.arena", "mmap", Stand(mmap, mmap=self.memory.mmap)),
             (
@@ -120,7 +128,7 @@ class Machine:
         if self.daemon is not None:
             calls = self.daemon.calls
             replacements += [
-                ("tiercache.tiers.hf3fs.tier", "load_library", self.daemon.library),
+                ("tiercache.tiers.hf3fs.mover", "load_library", functools.partial(library_of, self.daemon)),
                 ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
                 ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
                 ("tiercache.assembly", "hf3fs_settings", self._few_places),
@@ -151,9 +159,10 @@ class Machine:
         """Whether it has something that only comes back with another process: a device that is lost, or memory that was
         given up because the device did not say when its copies end."""
         twin = self.twins.get(process)
-        if twin is None or cache._device is None:
+        on_device = cache.parts.on_device
+        if twin is None or on_device is None:
             return False
-        return twin.is_lost or bool(cache._device.unfinished)
+        return twin.is_lost or bool(on_device.device.unfinished)
 
     def left_by(self, process: Process) -> dict[str, Any]:
         """What a process that has closed its cache still holds."""
@@ -161,11 +170,11 @@ class Machine:
         if (twin := self.twins.get(process)) is not None and not twin.is_lost:
             kept = {table.address for table, _ in self._given_up}  # what a copy may still read
             left |= {name: [one for one in held if one not in kept] for name, held in twin.holds().items()}
-        if self.daemon is not None and (library := self.daemon.libraries.get(process)) is not None:
+        if self.daemon is not None and (client := self.daemon.clients.get(process)) is not None:
             left |= {
-                "files that rings know": list(library.files),
-                "rings": library.rings,
-                "buffers of rings": library.iovs,
+                "files that rings know": list(client.files),
+                "rings": client.rings,
+                "buffers of rings": client.iovs,
             }
         return left
 
@@ -188,15 +197,12 @@ class Machine:
         self.twins[strand.process] = twin
         return twin
 
-    def _few_places(self, config: Config, layout: Layout, remote: Remote) -> Hf3fsSettings:
+    def _few_places(self, config: Config, layout: Layout, planned: PlannedTier) -> Hf3fsSettings:
         """Fewer than the configuration allows: there would always be a place and an entry."""
-        settings, fittings = hf3fs_settings(config, layout, remote), self.fittings
+        settings, fittings = hf3fs_settings(config, layout, planned), self.fittings
         rings = replace(settings.rings, entries=fittings.ring_entries)
         iov_bytes = fittings.ring_places * transfer_bytes(layout.chunk_bytes)
         return replace(settings, iov_bytes=iov_bytes, rings=rings)
-
-    def _make_bridge(self, driver: Any) -> EventBridge:
-        return EventBridge(driver, self.fittings.bridge)
 
 
 def make_weather(world: World, place: str, machine: Machine) -> Weather:

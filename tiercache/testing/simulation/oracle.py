@@ -13,6 +13,7 @@ from tiercache.tiers.cpu import CpuTier
 
 _NAME = struct.Struct("<II")
 _LENGTHS = (4096, 4096, 4088, 2504, 8)
+_PATTERN = bytes(range(256)) * 17
 
 
 class Violation(AssertionError):
@@ -83,8 +84,8 @@ class Truth:
         if payload is None:
             length = self.length(key)
             named = _NAME.pack(key, generation)
-            pattern = bytes((key * 7 + generation * 13 + place) & 255 for place in range(256)) * 16
-            payload = np.frombuffer((named + pattern)[:length], np.uint8)
+            first = (key * 7 + generation * 13) & 255
+            payload = np.frombuffer((named + _PATTERN[first : first + length])[:length], np.uint8)
             self._payloads[key, generation] = payload
         return payload
 
@@ -92,15 +93,14 @@ class Truth:
 def check_memory(cache: TierCache) -> None:
     """Slots free, hot, held and being filled are all slots; budgets count just those."""
     _check_slots(cache.cpu)
-    if cache._device_path is not None:
-        _check_slots(cache._device_path.staging)
+    if cache.parts.on_device is not None:
+        _check_slots(cache.parts.on_device.staging)
     _check_queues(cache)
 
 
 def _check_slots(cpu: CpuTier) -> None:
-    entries = cpu._entries.values()
-    held = sum(entry.held_for is not None for entry in entries)
-    evictable = len(cpu._entries) - held
+    evictable = [entry.held_for for entry in cpu._entries.values()].count(None)
+    held = len(cpu._entries) - evictable
     if evictable != cpu._evictable:
         raise Violation(f"{cpu.name}: slots: {evictable} can be evicted, the tier counts {cpu._evictable}")
     elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
@@ -117,7 +117,7 @@ def _check_slots(cpu: CpuTier) -> None:
 
 
 def _check_queues(cache: TierCache) -> None:
-    for writer in cache._fan_out.writers:
+    for writer in cache.parts.fan_out.writers:
         queue = writer._queue
         bytes_in_it = sum(size for _, size in (*queue._items.values(), *queue._aside.values()))
         if bytes_in_it != queue.queued_bytes:
@@ -131,12 +131,12 @@ def _check_queues(cache: TierCache) -> None:
 def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     """Nothing is under way: no table of what is keeps anything."""
     tables = {
-        "puts that fill": cache._host_path._filling,
+        "puts that fill": cache.parts.host_path._filling,
         "passages": cache.cpu.under_way._by_key,
-        "who waits for slots": [turn for turns in cache.cpu._waiting for turn in turns],
-        "flights": cache._reader.flights._flights,
+        "who waits for slots": [turn for turns in cache.cpu.turns.waiting for turn in turns],
+        "flights": cache.parts.reader.flights._flights,
     }
-    for writer in cache._fan_out.writers:
+    for writer in cache.parts.fan_out.writers:
         name = writer.tier.name
         tables |= {
             f"queue of {name}": [*writer._queue._items, *writer._queue._aside],

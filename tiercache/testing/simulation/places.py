@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Iterable
@@ -43,11 +44,11 @@ class Found:
     others: list[str] = field(default_factory=list)
     """Names that are of none of these kinds."""
 
-    @property
+    @functools.cached_property
     def occupied_bytes(self) -> int:
         """Of all that counts against the cap."""
         files = (*self.chunks.values(), *self.quarantined)
-        blocks = sum(file.block_count for file in files) + len(self.directories)
+        blocks = sum([file.blocks.bit_count() for file in files]) + len(self.directories)
         return blocks * _DIRECTORY_BYTES + sum(self.pending.values())
 
 
@@ -65,8 +66,18 @@ class Place:
         """Directories, by their numbers, that were made while something failed, and perhaps not counted."""
         self._seen_s: dict[int, float] = {}
         """When a directory was first looked at, by its number."""
+        self._found = Found()
+        self._changes = -1
+        """The disk's, when that was found."""
 
     def look(self) -> Found:
+        """It holds until something on the disk changes, and is nobody's to change."""
+        if self._changes != self.disk.changes:
+            self._changes = self.disk.changes
+            self._found = self._look()
+        return self._found
+
+    def _look(self) -> Found:
         found = Found()
         root = self.disk.top.names.get("kv")
         if not isinstance(root, Directory):
@@ -75,8 +86,8 @@ class Place:
             if isinstance(inode, Directory) and _TOP.fullmatch(name):
                 found.directories.append(inode)
                 for below, file in inode.names.items():
-                    if isinstance(file, File) and _CHUNK.fullmatch(below):
-                        found.chunks[bytes.fromhex(below)] = file
+                    if isinstance(file, File) and (key := _key_of(below)):
+                        found.chunks[key] = file
                     else:
                         found.others.append(f"{name}/{below}")
             elif isinstance(inode, Directory) and name == "quarantine":
@@ -160,6 +171,11 @@ class Place:
         unknown = found.chunks.keys() - set(known)
         if unknown:
             raise Violation(f"{self.disk.root}: chunks that were never put: {unknown}")
+
+
+@functools.lru_cache(4096)
+def _key_of(name: str) -> bytes | None:
+    return bytes.fromhex(name) if _CHUNK.fullmatch(name) else None
 
 
 def is_good(key: bytes, file: File) -> bool:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import PosixPath
 from types import ModuleType
 from typing import Any
 
@@ -78,8 +79,8 @@ class System:
             stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
             stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
-                ("tiercache.tiers.allocation", "_fallocate", self._fallocate),
-                ("tiercache.tiers.publishing", "_renameat2", self._renameat2),
+                ("tiercache.tiers.files.allocation", "_fallocate", self._fallocate),
+                ("tiercache.tiers.files.publishing", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
                 stack.enter_context(changed(module, function, answer))
@@ -155,6 +156,9 @@ class System:
         def call(*arguments: Any, **named: Any) -> Any:
             target: Any = arguments[0] if arguments else None
             kind = type(target)
+            if kind is PosixPath:
+                target, kind = str(target), str
+                arguments = (target, *arguments[1:])
             if kind is int:
                 ours = target >= FIRST_DESCRIPTOR
             elif kind is str:

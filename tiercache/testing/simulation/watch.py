@@ -24,10 +24,10 @@ class Watch:
         """Nobody waits for a slot that the budget allows him: he has it in the same step in which it came free, and so
         nobody who comes later is before him."""
         cpu = self._cpu
-        if not cpu._waiters:
+        if not cpu.turns.waiters:
             return
         for purpose in Purpose:
-            for turn in cpu._waiting[purpose]:
+            for turn in cpu.turns.waiting[purpose]:
                 if cpu.budget.allows(purpose, cpu.obtainable, turn.tier):
                     self._fail(
                         Violation(
@@ -76,5 +76,5 @@ class _BreakerWatch:
 
 
 def breakers_of(cache: TierCache) -> dict[str, Breaker]:
-    found = {f"reads of {source.tier.name}": source.breaker for source in cache._reader._sources}
-    return found | {f"writes of {writer.tier.name}": writer.breaker for writer in cache._fan_out.writers}
+    found = {f"reads of {source.tier.name}": source.breaker for source in cache.parts.reader.tiers}
+    return found | {f"writes of {writer.tier.name}": writer.breaker for writer in cache.parts.fan_out.writers}

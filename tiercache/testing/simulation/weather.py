@@ -108,8 +108,14 @@ class Weather:
 
     def hold(self) -> None:
         """The current strand waits for as long as a call takes."""
+        chance = self.world.chance.random()
+        if self.hung or self.slow:
+            self._hold(chance)
+        elif chance < 0.2:
+            self.world.pause(chance * 5 * _CALM_S)
+
+    def _hold(self, chance: float) -> None:
         world = self.world
-        chance = world.chance.random()
         if self.hung:
             self.met["hung"] += 1
             while self.hung:
@@ -117,19 +123,17 @@ class Weather:
                 assert strand is not None
                 self._held.append(strand)
                 world.wait()
-        elif self.slow:
+        else:
             self.met["slow"] += 1
             world.pause(chance * _SLOW_S)
-        elif chance < 0.2:
-            world.pause(chance * 5 * _CALM_S)
 
     def before(self, name: str, disk: Disk, target: object) -> int | Torn | None:
         """At the beginning of each call to a disk: as `FileCalls` wants it."""
         self.hold()
+        if not self.rates and not self.spoilt:
+            return None
         if self.spoilt and name in _READS and self.is_spoilt(disk, _number(disk, target)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if not self.rates:
-            return None
         is_small = name in _SMALL_CALLS and isinstance(target, str) and target.endswith(_SMALL)
         if name in _MAY_FAIL and self.strikes("eio"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))

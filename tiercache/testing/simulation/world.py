@@ -259,9 +259,14 @@ class World:
             return
         if following is None:
             self._hub.switch()
-        else:
-            self._enter(following)
-            following.greenlet.switch()
+            return
+        self.current = following
+        if following.loop is not self._loop:
+            self._set_loop(following.loop)
+        if following.process is not self._process:
+            self._process = following.process
+            following.process.entered()
+        following.greenlet.switch()
 
     def pause(self, duration_s: float = 0.0) -> None:
         """The current strand lets others run: for that long, or just once."""

@@ -6,16 +6,22 @@ import asyncio
 import errno
 import logging
 import math
-import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers
-from tiercache.tiers.hf3fs.ring import Part, Ring, RingSettings, Transfer, in_parts
+from tiercache.tiers.hf3fs.equipment import (
+    DEAD_MOUNT,
+    Equipment,
+    equip,
+    is_dead,
+    take_away,
+    take_away_and_look,
+    withdraw,
+)
+from tiercache.tiers.hf3fs.ring import Part, RingSettings, Transfer, in_parts
 from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -25,40 +31,17 @@ _LOOK_S = 0.25
 _SUSPECT_S = 1.0
 """After so long without an answer somebody looks whether the daemon is alive."""
 _LONGEST_PAUSE_S = 5.0
-_JOIN_S = 2.0
 _END_S = 5.0
 _WORTH_IT = 16
 """Rings are made anew when a 16th of the arena is lost."""
 _QUIET_AFTER_S = 10.0
 """So late nobody expects an answer any more: rings are made anew for a single slot, when nothing else is under way."""
-_LET_GO_S = 1.0
-"""How long a daemon may take to unmap what is not registered any more."""
 _FIRST_TAKE_BACK_PAUSE_S = 10.0
 _LONGEST_TAKE_BACK_PAUSE_S = 300.0
-DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
 
 
 class StillInUse(TierUnavailable):
     """The daemon lives and may yet touch the transfer's memory and file: see `Transfer.over`."""
-
-
-@dataclass
-class _Equipment:
-    """What one daemon knows of us."""
-
-    rings: dict[bool, list[Ring]]
-    """By direction: True reads."""
-    buffers: Buffers
-    registrations: int
-    """A descriptor of the daemon's list of registrations: whether it can be read says whether that daemon is alive."""
-
-    @property
-    def works(self) -> bool:
-        return all(ring.works for ring in self.all_rings)
-
-    @property
-    def all_rings(self) -> list[Ring]:
-        return self.rings[True] + self.rings[False]
 
 
 class RingEngine:
@@ -94,8 +77,8 @@ class RingEngine:
         self._suspected = False
         self._draining = False
         self._workers = Workers("hf3fs-rings", 1)
-        self._now: _Equipment | None = None
-        self._fresh: _Equipment | None = None
+        self._now: Equipment | None = None
+        self._fresh: Equipment | None = None
         """Made by the thread, not yet in use."""
         self._unanswered: list[Transfer] = []
         """What a living daemon may yet be doing for rings that we gave up."""
@@ -113,18 +96,12 @@ class RingEngine:
         self._pause_s = self._look_s
         self._closed = False
         self._changed = asyncio.Event()
-        if settings.io_depth > 1:
-            logger.warning(
-                "hf3fs_io_depth: %d makes 3FS issue exact batches only: every partial one is filled up with repeated "
-                "requests; 0 serves each request at once",
-                settings.io_depth,
-            )
 
     async def open(self) -> None:
         """Register the memory and make the rings. Raises OSError when the mount refuses, ConfigError for a bad size."""
         try:
             await self._begin()
-        except BaseException:
+        except (Exception, asyncio.CancelledError):
             await self.close()
             raise
 
@@ -188,7 +165,7 @@ class RingEngine:
         self._tell()
         return transfer
 
-    def _equipment(self) -> _Equipment:
+    def _equipment(self) -> Equipment:
         if self._now is None or self._draining:
             raise TierUnavailable(f"3FS at {self.mount} is not there")
         return self._now
@@ -219,7 +196,7 @@ class RingEngine:
         self._now, self._fresh = self._fresh, None
         self._died = self._draining = False
 
-    def _give_up(self, error: TierUnavailable, *, over: bool) -> _Equipment | None:
+    def _give_up(self, error: TierUnavailable, *, over: bool) -> Equipment | None:
         """Fail all that is in flight. `over`: the daemon is dead, or nobody will use the memory again.
 
         Returns what is to be taken away, in a thread.
@@ -289,7 +266,7 @@ class RingEngine:
         """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
         now = self._now
         if now is not None:
-            if await self._workers.submit(_is_dead, now.registrations, now.buffers.segment.name):
+            if await self._workers.submit(is_dead, now.registrations, now.buffers.segment.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
                 await self._on_daemon_death(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
             elif not now.works or self._worn_out(now):
@@ -301,7 +278,7 @@ class RingEngine:
                     await asyncio.wait(in_time)
                 silent = StillInUse(f"3FS at {self.mount} does not answer")
                 left = self._give_up(silent, over=False)
-                dead = await self._workers.submit(_take_away_and_look, left)
+                dead = await self._workers.submit(take_away_and_look, left)
                 if dead:
                     await self._on_daemon_death(None)
                 elif not await self._take_arena_back() and not served:
@@ -316,7 +293,7 @@ class RingEngine:
         self._tell()
         logger.info("3FS at %s: rings made anew", self.mount)
 
-    async def _on_daemon_death(self, equipment: _Equipment | None) -> None:
+    async def _on_daemon_death(self, equipment: Equipment | None) -> None:
         """The daemon is dead: nobody touches what it was given, and all that is open on its mount is of no use."""
         self._died = True
         self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
@@ -331,7 +308,7 @@ class RingEngine:
             self._parched = False
             return True
         self._took_back_s = self._loop.time()
-        if not await self._workers.submit(_withdraw, self.arena):
+        if not await self._workers.submit(withdraw, self.arena):
             logger.warning(
                 "3FS at %s still has the arena mapped: what it never answered stays lost for now", self.mount
             )
@@ -374,11 +351,11 @@ class RingEngine:
         """Whether nothing is under way that may still be answered in time."""
         return all(each.ended.done() for each in self._unfinished())
 
-    def _worn_out(self, now: _Equipment) -> bool:
+    def _worn_out(self, now: Equipment) -> bool:
         """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it
         may only hang."""
         late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
-        lost = [(_lost_entries(ring, late[ring]), ring.entries) for ring in late]
+        lost = [(ring.lost_entries(late[ring]), ring.entries) for ring in late]
         lost.append((sum(map(len, late.values())), now.buffers.count))
         if self._serves_others(now):
             in_arena = self._lacks_slots([each for part in late.values() for each in part])
@@ -386,7 +363,7 @@ class RingEngine:
         # Without any room nobody can be served.
         return any(count >= room for count, room in lost)
 
-    def _serves_others(self, now: _Equipment) -> bool:
+    def _serves_others(self, now: Equipment) -> bool:
         """Whether something was served that began after all that is late."""
         late_s = [each.began_s for ring in now.all_rings for each in ring.unfinished if each.ended.done()]
         return self._served_s > max(late_s, default=0.0)
@@ -395,96 +372,28 @@ class RingEngine:
 
     def _make(self) -> None:
         """Nothing is kept when it raises."""
-        settings, mount = self.settings, str(self.mount)
-        registrations = os.open(self.mount / "3fs-virt" / "iovs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        rings: dict[bool, list[Ring]] = {True: [], False: []}
-        buffers = None
+        fresh = equip(self.library, self.mount, self.settings, self._make_buffers, self._loop, self._settled)
         try:
-            # Rings first: they cost little, and a mount that refuses them is found out before memory is touched.
-            for read in (True, False):
-                for number in range(settings.rings):
-                    ring = self.library.make_ioring(
-                        mount, settings.entries, read, settings.io_depth, None, None, settings.numa
-                    )
-                    name = f"hf3fs-{'read' if read else 'write'}-{number}"
-                    rings[read].append(
-                        Ring(ring, settings, read=read, loop=self._loop, settled=self._settled, name=name)
-                    )
-                    del ring  # its thread takes it away
-            buffers = self._make_buffers()
-            buffers.segment.register(self.library, mount, settings.numa)
-            if self.arena is not None and self.arena.iov is not None and _is_dead(registrations, self.arena.name):
+            if self.arena is not None and self.arena.iov is not None and is_dead(fresh.registrations, self.arena.name):
                 # The daemon that it was registered with died between two rounds of rings.
                 self._died = True
                 self.arena.unregister()
             if self.arena is not None and self.arena.iov is None:
-                self.arena.register(self.library, mount, settings.numa)
+                self.arena.register(self.library, str(self.mount), self.settings.numa)
         except BaseException:
-            _stop(rings[True] + rings[False])
-            if buffers is not None:
-                buffers.close()
-            os.close(registrations)
+            take_away(fresh)
             raise
-        self._fresh = _Equipment(rings, buffers, registrations)
+        self._fresh = fresh
 
-    def _end(self, equipment: _Equipment | None) -> None:
+    def _end(self, equipment: Equipment | None) -> None:
         fresh, self._fresh = self._fresh, None
         for each in (equipment, fresh):
-            _take_away(each)
+            take_away(each)
         if self.arena is not None:
             self.arena.release()
 
-    def _dispose_of(self, equipment: _Equipment | None) -> None:
+    def _dispose_of(self, equipment: Equipment | None) -> None:
         """What a daemon left that died."""
-        _take_away(equipment)
+        take_away(equipment)
         if self.arena is not None:
             self.arena.unregister()
-
-
-def _lost_entries(ring: Ring, late: list[Transfer]) -> int:
-    """All of them where the room behind an operation that is never answered is used up."""
-    return ring.entries if late and ring.jammed else sum(each.missing for each in late)
-
-
-def _is_dead(registrations: int, name: str) -> bool:
-    """Whether the daemon behind this descriptor is dead, or another one is there that never knew memory of this name."""
-    try:
-        return not any(
-            os.path.basename(os.readlink(link, dir_fd=registrations)) == name
-            for link in os.listdir(registrations)
-            if not link.startswith("submit-ios")
-        )
-    except OSError as error:
-        return error.errno in DEAD_MOUNT
-
-
-def _withdraw(arena: Segment) -> bool:
-    """Take the arena's registration away; whether nobody else has it mapped then."""
-    arena.unregister()
-    until_s = time.monotonic() + _LET_GO_S
-    while not arena.is_ours_alone():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_LET_GO_S / 100)
-    return True
-
-
-def _take_away_and_look(equipment: _Equipment | None) -> bool:
-    """Whether the daemon died meanwhile. Looked at before the registrations go, by which it is known."""
-    dead = equipment is not None and _is_dead(equipment.registrations, equipment.buffers.segment.name)
-    _take_away(equipment)
-    return dead
-
-
-def _take_away(equipment: _Equipment | None) -> None:
-    if equipment is not None:
-        _stop(equipment.all_rings)
-        equipment.buffers.close()
-        os.close(equipment.registrations)
-
-
-def _stop(rings: list[Ring]) -> None:
-    for ring in rings:
-        ring.close()
-    for ring in rings:
-        ring.join(_JOIN_S)

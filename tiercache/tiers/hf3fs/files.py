@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from tiercache.tiers.access import open_regular
+from tiercache.tiers.files.access import open_regular
 
 _OPEN_FILES = 128
 _LEFT_BEHIND = 2 * _OPEN_FILES

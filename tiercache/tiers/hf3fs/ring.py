@@ -111,6 +111,10 @@ class Ring:
         self.unfinished[transfer] = None
         self._queue.put(transfer)
 
+    def lost_entries(self, late: list[Transfer]) -> int:
+        """All of them where the room behind an operation that is never answered is used up."""
+        return self.entries if late and self.jammed else sum(each.missing for each in late)
+
     def close(self) -> list[Transfer]:
         """Let the thread end and take the ring away. Does not wait. Returns what had not ended."""
         self._closed = True

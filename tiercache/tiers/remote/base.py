@@ -177,7 +177,7 @@ class RemoteTier(Tier):
         self._open = True
         try:
             await self._connect()
-        except BaseException:
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nobody would run what waits
             await self.close()
             raise
 

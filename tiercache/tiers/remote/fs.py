@@ -1,7 +1,7 @@
 """The fs tier: directories on any mount that several hosts share, such as NFS, Lustre or CephFS.
 
-The engine is the Weka tier's, without a device: it is made for mounts where a round trip is dear and many instances come and
-go. Next to the disk tier's, that matters on NFS in four places:
+It is composed as the Weka tier is, without a device: for mounts where a round trip is dear and many instances come and go.
+Compared with the disk tier, that matters on NFS in four places:
 
 - look-ups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once a
   key. (What another host stored is seen once this one's attribute cache lets it: mount with `actimeo=1` to see it soon.)
@@ -17,7 +17,6 @@ full that our bookkeeping finds no room on it counts as away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -29,16 +28,17 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
-from tiercache.tiers.access import ACCESS, Access
+from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tiers.base import Tier, TierStatistics, Traits
-from tiercache.tiers.chunk_file import read_chunk_file
-from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.manifest import NO_ROOM
-from tiercache.tiers.mounts import Mount, mount_of
+from tiercache.tiers.files.access import ACCESS, Access
+from tiercache.tiers.files.knowledge import FollowedIndex
+from tiercache.tiers.files.manifest import NO_ROOM
+from tiercache.tiers.files.mounts import Mount, mount_of
+from tiercache.tiers.files.room import ElectedRoom
+from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.volume import Volume
-from tiercache.tiers.weka import WekaSettings, WekaTier
+from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
 
 logger = logging.getLogger("tiercache.fs")
 
@@ -69,7 +69,6 @@ def make_fs_tier(settings: RemoteSettings) -> Tier:
         threads=options.get("threads", _THREADS),
         direct=options.get("use_odirect"),
         durable=options.get("durability", "fdatasync") == "fdatasync",
-        way="posix",
         chunk_bytes=settings.chunk_bytes,
         file_access=options.get("file_access", "owner"),
     )
@@ -101,6 +100,20 @@ def _path_of(settings: RemoteSettings, url: str) -> str:
     return url if parts is None else parts.path
 
 
+def make_engine(settings: WekaSettings, remote: RemoteSettings) -> FileTier:
+    """What reads and writes once the mount answers."""
+    return FileTier(
+        remote.name,
+        remote.key("base_path"),
+        settings,
+        remote.fingerprint,
+        TwiceMover,
+        lambda shelves: FollowedIndex(shelves, settings.refresh_s),
+        lambda shelves: ElectedRoom(shelves, settings.eviction, settings.room_wait_s),
+        metadata_threads=METADATA_THREADS,
+    )
+
+
 class FsTier(Tier):
     """The engine once its mount answers, and until then TierUnavailable.
 
@@ -115,7 +128,7 @@ class FsTier(Tier):
         self.traits = Traits(
             durable=True, shared=True, read_concurrency=engine.threads + 2, write_concurrency=engine.threads + 2
         )
-        self.mounted: WekaTier | None = None
+        self.mounted: FileTier | None = None
         self._coming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -139,7 +152,7 @@ class FsTier(Tier):
 
     def describe(self) -> str:
         if self.mounted is not None:
-            return DiskTier.describe(self.mounted)
+            return self.mounted.describe()
         return f"{self.name} ({', '.join(map(str, self.engine.directories))})"
 
     def contains(self, key: ChunkKey) -> bool:
@@ -173,7 +186,7 @@ class FsTier(Tier):
             await engine.refreshed()
 
     @contextmanager
-    def _engine(self) -> Iterator[WekaTier]:
+    def _engine(self) -> Iterator[FileTier]:
         """An operation on the mount; what says that the mount is away becomes TierUnavailable, with the tier's name."""
         if self.mounted is None:
             raise TierUnavailable(f"{self.name}: {self._silence() if self._coming is not None else 'closed'}")
@@ -187,9 +200,9 @@ class FsTier(Tier):
     async def _come_up(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            engine = _Engine(self.engine, self.settings)
+            engine = make_engine(self.engine, self.settings)
             try:
-                await engine.open()
+                await self._open(engine)
                 self.mounted = engine
                 return
             except TierUnavailable as error:
@@ -200,74 +213,34 @@ class FsTier(Tier):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    async def _open(self, engine: FileTier) -> None:
+        """Raises TierUnavailable for what may pass by waiting, ConfigError for what does not."""
+        try:
+            # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
+            access = ACCESS[self.engine.file_access]
+            mounts = await engine.shelves.metadata.submit(_mounts_of, self.engine.directories, access)
+            for mount in mounts:
+                if where := _local_locks(mount):
+                    logger.warning(
+                        "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
+                        self.name, mount.point, where,
+                    )  # fmt: skip
+            await engine.open()
+        except (OSError, ConfigError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            # Full: others put files on the mount as well, and may take them away.
+            if cause.errno in _MAY_PASS or cause.errno in NO_ROOM or _was_wiped(cause):
+                raise TierUnavailable(f"{self.name}: {cause}") from error
+            raise ConfigError(f"{engine.option}: {cause}") from error
+
     def _say(self, coming: asyncio.Task[None]) -> None:
         if not coming.cancelled() and (error := coming.exception()) is not None:
             logger.error("%s stays out of use: %s", self.name, error)
 
     def _silence(self) -> str:
         return f"{', '.join(map(str, self.engine.directories))} cannot be reached"
-
-
-class _Engine(WekaTier):
-    """The Weka tier under another name, on any mount, for host memory."""
-
-    def __init__(self, engine: WekaSettings, settings: RemoteSettings) -> None:
-        self.name = settings.name
-        self.option = settings.key("base_path")
-        super().__init__(engine, settings.fingerprint)
-
-    async def open(self) -> None:
-        try:
-            # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
-            access = ACCESS[self.settings.file_access]
-            for mount in await self._metadata.submit(_mounts_of, self.settings.directories, access):
-                if where := _local_locks(mount):
-                    logger.warning(
-                        "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
-                        self.name, mount.point, where,
-                    )  # fmt: skip
-            await super().open()
-        except OSError as error:
-            raise self._told(error) from error
-        except ConfigError as error:
-            if isinstance(error.__cause__, OSError):
-                raise self._told(error.__cause__) from error
-            raise
-
-    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._read(key, lambda volume: self._readers.submit(self._read_believed, volume, key, into))
-
-    def _read_believed(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
-        """As `Volume.read`; what is bad is read once more before it goes to quarantine: it belongs to everybody, and a bit
-        may have flipped on its way. In a thread."""
-
-        def read(path: str) -> int:
-            try:
-                return read_chunk_file(path, key, self.fingerprint, into, direct=volume.direct)
-            except CorruptChunk as error:
-                logger.info("%s; reading it again", error)
-                self._statistics.read_again += 1
-            _forget_cached(path)
-            return read_chunk_file(path, key, self.fingerprint, into, direct=volume.direct)
-
-        return volume.read_by(key, read)
-
-    async def _open_volume(self, volume: Volume) -> None:
-        try:
-            await super()._open_volume(volume)
-        except ConfigError as error:
-            if isinstance(error.__cause__, OSError):
-                raise self._told(error.__cause__) from error
-            raise
-
-    async def _open_files(self) -> None:
-        """There is no device."""
-
-    def _told(self, error: OSError) -> ConfigError | TierUnavailable:
-        # Full: others put files on the mount as well, and may take them away.
-        if error.errno in _MAY_PASS or error.errno in NO_ROOM or _was_wiped(error):
-            return TierUnavailable(f"{self.name}: {error}")
-        return ConfigError(f"{self.option}: {error}")
 
 
 def _was_wiped(error: OSError) -> bool:
@@ -292,13 +265,3 @@ def _local_locks(mount: Mount) -> str:
         if (value := mount.option("local_lock")) in ("all", "flock"):
             return f"local_lock={value}"
     return "localflock" if mount.kind == "lustre" and mount.option("localflock") is not None else ""
-
-
-def _forget_cached(path: str) -> None:
-    """What the kernel has kept of a file, so that the next read asks the server."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

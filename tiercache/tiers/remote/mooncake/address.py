@@ -20,7 +20,7 @@ _FROM_FILE = ("local_hostname", "metadata_server", "master_server_address", "pro
 
 
 @dataclass(frozen=True)
-class Address:
+class MooncakeAddress:
     """What `MooncakeDistributedStore.setup` takes."""
 
     master: str = field(repr=False)
@@ -48,7 +48,7 @@ class Address:
         return host.strip("[]"), int(port)
 
 
-def read_address(settings: RemoteSettings) -> Address:
+def read_address(settings: RemoteSettings) -> MooncakeAddress:
     """Raises ConfigError. Reads Mooncake's file, where there is one: in a thread.
 
     An option that is not what it is by default wins over the file, the file over defaults and the URL.
@@ -60,7 +60,7 @@ def read_address(settings: RemoteSettings) -> Address:
         given = settings.options.get(name, rows[name].default)
         return file.get(name, given) if given == rows[name].default else given
 
-    address = Address(
+    address = MooncakeAddress(
         master=str(value("master_server_address") or _from_url(settings)),
         local_hostname=str(value("local_hostname")),
         metadata_server=str(value("metadata_server")),

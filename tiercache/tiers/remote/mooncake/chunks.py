@@ -16,7 +16,7 @@ import numpy as np
 from tiercache.core.header import PACKED_BYTES
 from tiercache.core.keys import ChunkKey
 from tiercache.tiers.remote.base import NotOurs
-from tiercache.tiers.remote.mooncake.client import Client, ReadGuard
+from tiercache.tiers.remote.mooncake.client import MooncakeClient, ReadGuard
 from tiercache.tiers.remote.mooncake.codes import ALREADY_THERE, failure, is_miss
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
 
@@ -24,10 +24,10 @@ Pack = Callable[[ChunkKey, np.ndarray], bytes]
 Verify = Callable[[ChunkKey, Any, np.ndarray, int], int]
 
 
-class Chunks:
+class MooncakeChunks:
     """`pack` and `verify` are `RemoteTier.packed_header` and `RemoteTier.verified`."""
 
-    def __init__(self, client: Client, memory: WiredMemory, prefix: str, pack: Pack, verify: Verify) -> None:
+    def __init__(self, client: MooncakeClient, memory: WiredMemory, prefix: str, pack: Pack, verify: Verify) -> None:
         self._client = client
         self._memory = memory
         self._prefix = f"{prefix}:" if prefix else ""

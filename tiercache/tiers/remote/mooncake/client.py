@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.remote.mooncake.address import Address
+from tiercache.tiers.remote.mooncake.address import MooncakeAddress
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
 
 logger = logging.getLogger("tiercache.mooncake")
@@ -38,14 +38,14 @@ class Session:
         """No thread of Mooncake's touches our memory any more."""
 
 
-class Client:
+class MooncakeClient:
     """Thread-safe. A session looks after itself: it finds a master that comes back, and mounts its segment again.
 
     `setup` waits for 90 s when there is no master, so nobody waits for it: a thread of its own first looks whether anybody
     listens there.
     """
 
-    def __init__(self, name: str, address: Address, memory: WiredMemory) -> None:
+    def __init__(self, name: str, address: MooncakeAddress, memory: WiredMemory) -> None:
         self.name = name
         self.address = address
         self._memory = memory

@@ -14,9 +14,9 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
-from tiercache.tiers.remote.mooncake.address import Address, read_address
-from tiercache.tiers.remote.mooncake.chunks import Chunks
-from tiercache.tiers.remote.mooncake.client import Client, import_mooncake
+from tiercache.tiers.remote.mooncake.address import MooncakeAddress, read_address
+from tiercache.tiers.remote.mooncake.chunks import MooncakeChunks
+from tiercache.tiers.remote.mooncake.client import MooncakeClient, import_mooncake
 from tiercache.tiers.remote.mooncake.codes import MasterLost
 from tiercache.tiers.remote.mooncake.wired import WiredMemory
 
@@ -41,8 +41,8 @@ class MooncakeTier(RemoteTier):
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
         self._arena: Arena | None = None
-        self._address: Address | None = None
-        self._client: Client | None = None
+        self._address: MooncakeAddress | None = None
+        self._client: MooncakeClient | None = None
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
         self._writers = Workers(f"{self.name}-write", settings.concurrency)
         self._control = Workers(f"{self.name}-control", _CONTROL_THREADS)
@@ -71,9 +71,9 @@ class MooncakeTier(RemoteTier):
             cells=2 * settings.concurrency,
             wait_s=settings.timeout_s,
         )
-        self._client = Client(self.name, self._address, self._memory)
+        self._client = MooncakeClient(self.name, self._address, self._memory)
         prefix = str(settings.options.get("prefix") or "")
-        self._chunks = Chunks(self._client, self._memory, prefix, self.packed_header, self.verified)
+        self._chunks = MooncakeChunks(self._client, self._memory, prefix, self.packed_header, self.verified)
         self._client.start()
         problem = await self._control.submit(self._client.wait_for_first_try, settings.timeout_s)
         if problem is not None:

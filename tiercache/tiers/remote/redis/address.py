@@ -39,7 +39,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Address:
+class RedisAddress:
     mode: Mode
     endpoints: tuple[Endpoint, ...]
     """The server; the Sentinels; or some servers of the cluster, to learn of the others from."""
@@ -58,7 +58,7 @@ class Address:
         return f"{self.service} of Sentinels {places}" if self.mode == "sentinel" else f"cluster of {places}"
 
 
-def read_address(settings: RemoteSettings) -> Address:
+def read_address(settings: RemoteSettings) -> RedisAddress:
     """Raises ConfigError. Of a URL that is wrong nothing is shown but its scheme: the rest may hold a password."""
     options = settings.options
     scheme, _, rest = settings.url.partition("://")
@@ -101,10 +101,10 @@ def read_address(settings: RemoteSettings) -> Address:
         address[name] = given if given is not None else options.get(name)
     address["database"] = address["database"] or 0
     address["sentinel_password"] = options.get("sentinel_password")
-    return _checked(settings, Address(**address))
+    return _checked(settings, RedisAddress(**address))
 
 
-def _checked(settings: RemoteSettings, address: Address) -> Address:
+def _checked(settings: RemoteSettings, address: RedisAddress) -> RedisAddress:
     if address.mode == "standalone" and len(address.endpoints) > 1:
         raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
     if address.mode == "cluster" and address.database:

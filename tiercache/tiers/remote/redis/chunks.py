@@ -20,6 +20,7 @@ from tiercache.tiers.remote.redis.exchanges import (
     get_head,
     keep,
     look,
+    publish,
     send,
     set_head,
     take_away,
@@ -44,12 +45,14 @@ T = TypeVar("T")
 
 _UNPUBLISHED_S = 60.0
 """How long segments stay that nobody publishes, besides the time that their writer may take."""
+_PUBLISHED_S = 24 * 3600.0
+"""How long, at least, the segments of a published chunk stay if their writer dies while their slot moves."""
 _EXPIRY_GAP_MS = 10_000
 """Segments outlive their head: where chunks expire, that is a miss at once."""
 _NO_BYTES = memoryview(b"")
 
 
-class Chunks:
+class RedisChunks:
     """`tier` verifies and makes headers; nothing else of it is used."""
 
     def __init__(self, tier: RemoteTier, servers: Servers) -> None:
@@ -61,6 +64,7 @@ class Chunks:
         self._segment_bytes = max(SMALLEST_SEGMENT_BYTES, int(options.get("segment_bytes") or 2 << 20))
         ttl_s = options.get("ttl_s")
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
+        self._segments_ttl_ms = None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS
 
     def get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """The payload's length, or None. Raises CorruptChunk (NotOurs), TierUnavailable."""
@@ -125,28 +129,55 @@ class Chunks:
         head = header + manifest
         try:
             self._together(name, list(segments), lambda channel, left: send(channel, left, unpublished_ms))
-            published = self._run(name, lambda channel: set_head(channel, name, head, _NO_BYTES, self._ttl_ms))
-        except TierFull:
+            published = self._publish(name, head, segments)
+        except (Missing, TierFull) as error:
             self._try_to_unlink(name, names)
+            if isinstance(error, Missing):
+                raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
             raise
         if not published:
             self._try_to_unlink(name, names)
-            return False
+        return published
+
+    def _publish(self, name: bytes, head: bytes, segments: list[Segment]) -> bool:
+        """Whether the chunk is there by us now, and to stay; False where there is another head. Raises Missing.
+
+        In one step: who sees a head takes the chunk for stored and never comes back to segments that still expire.
+        """
+        names = [name, *(segment.name for segment in segments)]
+        try:
+            return self._run(
+                name,
+                lambda channel: publish(channel, names, head, self._ttl_ms, self._segments_ttl_ms),
+                several=True,
+            )
+        except Scattered:
+            return self._publish_one_by_one(name, head, segments)
+
+    def _publish_one_by_one(self, name: bytes, head: bytes, segments: list[Segment]) -> bool:
+        """Its slot is moving. Should we not come to the end, the segments expire, but not soon."""
+        wanted_ms, at_least_ms = self._segments_ttl_ms, round(_PUBLISHED_S * 1000)
+        first_ms = at_least_ms if wanted_ms is None else min(wanted_ms, at_least_ms)
+        self._together(name, list(segments), lambda channel, left: keep(channel, left, first_ms))
+        if not self._run(name, lambda channel: set_head(channel, name, head, _NO_BYTES, self._ttl_ms)):
+            # An answer may have been lost: then the head that was in the way is ours.
+            found = self._run(name, lambda channel: look(channel, name), foreign=(b"?", 1))
+            if found != (head, len(head)):
+                return False
         try:
             self._together(name, list(segments), self._keep)
         except Missing:
             if self._drop(name, head, len(head)):
-                raise TierFull(f"{self._servers.name}: the server evicts chunks while they are written") from None
-            # It was there, and somebody has removed it already, or stored another copy since; or the head was evicted.
-            self._try_to_unlink(name, names)
+                raise
+            return False  # somebody has removed it already, or stored another copy since; or the head was evicted
         return True
 
     def _keep(self, channel: Channel, segments: list[Segment]) -> None:
-        keep(channel, segments, None if self._ttl_ms is None else self._ttl_ms + _EXPIRY_GAP_MS)
+        keep(channel, segments, self._segments_ttl_ms)
 
     def _whole_state(self, key: ChunkKey) -> State:
-        """As `state_of`, with a look at the segments: who published the chunk may have died before they were to stay. Then
-        they are to stay from now on; a chunk whose segments have gone is broken."""
+        """As `state_of`, with a look at the segments: who published the chunk while its slot moved may have died before they
+        were to stay. Then they are to stay from now on; a chunk whose segments have gone is broken."""
         state, beginning, length = self._looked(key)
         if state == "ours" and lies_elsewhere(beginning, length):
             name = head_name(self._prefix, key)

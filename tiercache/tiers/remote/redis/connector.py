@@ -16,7 +16,7 @@ import redis.retry
 import redis.sentinel
 
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.redis.address import Address, Endpoint
+from tiercache.tiers.remote.redis.address import Endpoint, RedisAddress
 from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, TooSlow
 
 _NO_FILE = (None, "NO_CERTIFICATE_OR_CRL_FOUND")
@@ -24,7 +24,7 @@ _NO_FILE = (None, "NO_CERTIFICATE_OR_CRL_FOUND")
 
 
 class Connector:
-    def __init__(self, address: Address, settings: RemoteSettings) -> None:
+    def __init__(self, address: RedisAddress, settings: RemoteSettings) -> None:
         options = settings.options
         self.address = address
         self.timeout_s = settings.timeout_s

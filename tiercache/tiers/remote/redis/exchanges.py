@@ -18,6 +18,35 @@ _WINDOW = 2
 """Segments asked for or sent and not answered: the next one is on its way when one is done, and the server holds no more
 than these in memory for us."""
 
+_PUBLISH = b"""
+local function withdraw(answer)
+  for number = 1, #KEYS do
+    redis.pcall('UNLINK', KEYS[number])
+  end
+  return answer
+end
+local set = redis.pcall('SET', KEYS[1], ARGV[1], 'NX', unpack(ARGV, 3))
+if not set or set.err then
+  return redis.pcall('GETRANGE', KEYS[1], 0, #ARGV[1]) == ARGV[1] and 1 or set or 0
+end
+for number = 2, #KEYS do
+  local answer
+  if ARGV[2] == '' then
+    answer = redis.pcall('PERSIST', KEYS[number])
+  else
+    answer = redis.pcall('PEXPIRE', KEYS[number], ARGV[2])
+  end
+  if type(answer) == 'table' then
+    return withdraw(answer)
+  end
+  if answer ~= 1 and redis.pcall('EXISTS', KEYS[number]) ~= 1 then
+    return withdraw(-1)
+  end
+end
+return 1
+"""
+"""Nobody sees what a script has done before its end. SET is first: it is what a server without memory refuses, and only as
+long as a script has written nothing."""
 _TAKE_AWAY = b"""
 if redis.pcall('STRLEN', KEYS[1]) ~= tonumber(ARGV[2])
 or redis.pcall('GETRANGE', KEYS[1], 0, %d) ~= ARGV[1] then
@@ -71,6 +100,23 @@ def set_head(channel: Channel, name: bytes, value: bytes, payload: memoryview, t
     options = [b"NX"] if ttl_ms is None else [b"NX", b"PX", b"%d" % ttl_ms]
     _request_set(channel, name, value, payload, options)
     return channel.reply() is not None
+
+
+def publish(
+    channel: Channel, names: list[bytes], head: bytes, ttl_ms: int | None, segments_ttl_ms: int | None
+) -> bool:
+    """Set `head` under the first of `names` and give the segments, which are the others, their final expiry (or none), in
+    one step. Whether there was no head yet, or this one: after an answer that was lost.
+
+    Raises Missing when a segment is gone: then nothing is left of the chunk.
+    """
+    expiry = b"" if segments_ttl_ms is None else b"%d" % segments_ttl_ms
+    options = [] if ttl_ms is None else [b"PX", b"%d" % ttl_ms]
+    channel.request(command(b"EVAL", _PUBLISH, b"%d" % len(names), *names, head, expiry, *options))
+    answer = channel.reply()
+    if answer == -1:
+        raise Missing
+    return answer == 1
 
 
 def look(channel: Channel, name: bytes) -> tuple[bytes, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.remote.redis.address import Endpoint
 from tiercache.tiers.remote.redis.channel import Channel, command
-from tiercache.tiers.remote.redis.failures import BrokenConnection, Forwarded, ServerError, TooSlow, failure
+from tiercache.tiers.remote.redis.failures import BrokenConnection, ServerError, TooSlow, failure, redirection
 from tiercache.tiers.remote.redis.servers import Servers
 
 _ROUNDS = 3
@@ -87,7 +87,7 @@ class _Question:
 
     def _refused(self, channel: Channel, member: int, error: ServerError) -> None:
         if error.code == "MOVED":
-            self._servers.topology.forwarded(Forwarded(error), channel.endpoint)
+            self._servers.topology.forwarded(redirection(error), channel.endpoint)
             self._again.append(member)
         elif error.code in ("ASK", "TRYAGAIN"):
             self._alone.append(member)

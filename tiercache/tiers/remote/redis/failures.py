@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
+from redis.exceptions import AskError, MovedError
+
 from tiercache.errors import TierFull, TierUnavailable
 
 FOREIGN_TYPE = "WRONGTYPE"
 """A list, hash or so lies under the name."""
 
 
+_IN_A_SCRIPT = re.compile(r"@user_script: ?[0-9]+: -?")
+"""So Redis 6.2 begins what a server that is full or a replica says inside of a script."""
+
+
 class ServerError(Exception):
     """A reply that is an error. `code` is its first word: MOVED, OOM, ..."""
 
     def __init__(self, text: str) -> None:
+        text = _IN_A_SCRIPT.sub("", text, count=1)
         super().__init__(text)
         self.text = text
         self.code = text.partition(" ")[0]
@@ -34,20 +43,13 @@ class Refused(Exception):
         self.problem = problem
 
 
-class Forwarded(Exception):
-    """The name lies, or will lie, on another server of the cluster."""
-
-    def __init__(self, error: ServerError) -> None:
-        super().__init__(error.text)
-        words = error.text.split()
-        try:
-            self.once = words[0] == "ASK"
-            """Only this request; the slot is still moving."""
-            self.slot = int(words[1])
-            host, _, port = words[2].rpartition(":")
-            self.host, self.port = host.strip("[]"), int(port)
-        except (IndexError, ValueError) as problem:
-            raise BrokenConnection(f"not a redirection: {error.text[:100]!r}") from problem
+def redirection(error: ServerError) -> AskError:
+    """Where the name lies (MovedError), or will lie. Raises BrokenConnection."""
+    kind = MovedError if error.code == "MOVED" else AskError
+    try:
+        return kind(error.text.partition(" ")[2])
+    except ValueError as problem:
+        raise BrokenConnection(f"not a redirection: {error.text[:100]!r}") from problem
 
 
 class Scattered(Exception):

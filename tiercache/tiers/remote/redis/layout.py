@@ -6,16 +6,21 @@ and the head ends with a manifest: how many there are, how long, and the write i
 a cluster.
 
 A write is published by its head, which is set only where there is none: the first writer of a chunk wins, and a reader
-finds the segments of one writer or none. Segments expire until the head is there and get their final expiry (or none) after
-it: a writer that is killed half-way leaves nothing for longer than a minute and its time-outs. One that is killed between
-the last two steps leaves a chunk that goes when its segments expire, which is a miss like any eviction; whoever stores the
-chunk until then gives them their final expiry, and afterwards stores it anew.
+finds the segments of one writer or none. Segments expire until they are published: a writer that is killed half-way leaves
+nothing for longer than a minute and its time-outs. The head is set and all segments get their final expiry (or none) in one
+step, by a script (EVAL); when one of them is gone, nothing is left of the chunk. So what can be seen is whole and stays,
+whoever dies, and a server that carries the script out after its client has given up does no harm. A writer that has not
+heard the answer asks again, and knows its own head by the write id.
 
-A head is taken away with all that it names in one step, by a script (EVAL), and only if it still is the one that was looked
-at: segments that never expire always have a head, whoever writes, removes or dies meanwhile. (While the slot moves between
-two servers of a cluster there is no such step. Then segments are to expire before their head goes, and only who dies just
-when the writer gives them their final expiry leaves them behind.) A server that evicts may take a head alone; it comes to
-the segments in their turn.
+A head is taken away with all that it names in one step, too, and only if it still is the one that was looked at: segments
+that never expire always have a head, whoever writes, removes or dies meanwhile. A server that evicts may take a head alone;
+it comes to the segments in their turn.
+
+While the slot moves between two servers of a cluster there are no such steps. Then a writer lets its segments stay for a
+day (no longer than they are to), sets the head, and gives them their final expiry: one that dies in between leaves a chunk
+that goes after a day, unless somebody stores it until then, and one that dies before the head leaves segments of nobody for
+as long. A head goes after its segments were given an expiry, and only who dies just when the writer gives them their final
+one leaves them behind.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class _Place:
     why: str = ""
 
 
-class Pool:
+class ConnectionPool:
     """Connections are made when a thread needs one, and a thread needs one of each server at a time: no more than there are
     threads are ever open to a server. All methods may be called from any thread; `take` blocks while it connects.
 

@@ -12,14 +12,14 @@ from tiercache.tiers.remote.redis.channel import Channel
 from tiercache.tiers.remote.redis.connector import Connector
 from tiercache.tiers.remote.redis.failures import (
     BrokenConnection,
-    Forwarded,
     Refused,
     Scattered,
     ServerError,
     TooSlow,
     failure,
+    redirection,
 )
-from tiercache.tiers.remote.redis.pool import Pool
+from tiercache.tiers.remote.redis.pool import ConnectionPool
 from tiercache.tiers.remote.redis.topology import Topology
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Servers:
         self.topology = topology
         self._connector = connector
         timeout_s = connector.timeout_s
-        self.pool = Pool(name, lambda endpoint: Channel(connector.connect(endpoint), endpoint, timeout_s))
+        self.pool = ConnectionPool(name, lambda endpoint: Channel(connector.connect(endpoint), endpoint, timeout_s))
         self._closing = threading.Event()
 
     def close(self) -> None:
@@ -74,9 +74,8 @@ class Servers:
                 if several and error.code in ("ASK", "TRYAGAIN"):
                     raise Scattered from None
                 if error.code in ("MOVED", "ASK"):
-                    forwarded = Forwarded(error)
-                    target = self.topology.forwarded(forwarded, endpoint)
-                    asking = forwarded.once
+                    target = self.topology.forwarded(redirection(error), endpoint)
+                    asking = error.code == "ASK"
                 elif error.code == "TRYAGAIN":
                     self._closing.wait(_TRY_AGAIN_S * (attempt + 1))
                 elif error.code in _GONE:

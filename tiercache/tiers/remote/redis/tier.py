@@ -14,7 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
 from tiercache.tiers.remote.redis.address import read_address
-from tiercache.tiers.remote.redis.chunks import Chunks
+from tiercache.tiers.remote.redis.chunks import RedisChunks
 from tiercache.tiers.remote.redis.connector import Connector
 from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, ServerError
 from tiercache.tiers.remote.redis.first_look import look_at
@@ -42,7 +42,7 @@ class RedisTier(RemoteTier):
         self.address = read_address(settings)
         self._connector = Connector(self.address, settings)
         self._servers = Servers(self.name, self._connector, make_topology(self._connector))
-        self._chunks = Chunks(self, self._servers)
+        self._chunks = RedisChunks(self, self._servers)
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
         self._writers = Workers(f"{self.name}-write", settings.concurrency)
         self._control = Workers(f"{self.name}-control", _CONTROL_THREADS)

@@ -8,27 +8,18 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from binascii import crc_hqx
 from collections.abc import Iterable
 from typing import Any
 
-from tiercache.tiers.remote.redis.address import Address, Endpoint
-from tiercache.tiers.remote.redis.connector import Connector
-from tiercache.tiers.remote.redis.failures import BrokenConnection, Forwarded, Refused
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import AskError, MovedError
 
-SLOTS = 16384
+from tiercache.tiers.remote.redis.address import Endpoint, RedisAddress
+from tiercache.tiers.remote.redis.connector import Connector
+from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused
+
 _PAUSE_S = 0.1
 """Between two questions for the topology."""
-
-
-def slot_of(name: bytes) -> int:
-    """The slot of a cluster: of what is in braces, where there are braces."""
-    begin = name.find(b"{")
-    if begin >= 0:
-        end = name.find(b"}", begin + 1)
-        if end > begin + 1:
-            name = name[begin + 1 : end]
-    return crc_hqx(name, 0) % SLOTS
 
 
 class Topology(ABC):
@@ -39,9 +30,9 @@ class Topology(ABC):
     def lost(self, endpoint: Endpoint) -> None:  # noqa: B027 - most need not know
         """It does not answer, or is a replica by now."""
 
-    def forwarded(self, to: Forwarded, sender: Endpoint) -> Endpoint:
+    def forwarded(self, to: AskError, sender: Endpoint) -> Endpoint:
         """Where a server says that a name lies."""
-        return Endpoint(to.host or sender.host, to.port)
+        return Endpoint(to.host.strip("[]") or sender.host, to.port)
 
 
 class OneServer(Topology):
@@ -82,13 +73,19 @@ class SentinelMaster(Topology):
 
 
 class Cluster(Topology):
-    """The table of slots, read anew when a server is lost or says that a slot is not its own (any more)."""
+    """The table of slots, read anew when a server is lost or says that a slot is not its own (any more).
 
-    def __init__(self, connector: Connector, address: Address) -> None:
+    Not redis-py's `NodesManager`: it is internal to its cluster client (its calls changed between 5 and 8) and keeps
+    connections of its own, which `Connector.close` could not shut. Where a slot has no owner it asks all servers, each with
+    its own deadline, at each refresh, with no pause between two; and a wrong password, a wrong mode and a server that is
+    away are one kind of error. What it would save is reading the table.
+    """
+
+    def __init__(self, connector: Connector, address: RedisAddress) -> None:
         self._connector = connector
         self._seeds = address.endpoints
         self._lock = threading.Lock()
-        self._owners: list[Endpoint | None] = [None] * SLOTS
+        self._owners: list[Endpoint | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         self._known: list[Endpoint] = []
         self._wrong = True
         self._ask_at_s = 0.0
@@ -99,7 +96,7 @@ class Cluster(Topology):
             with self._lock:
                 if self._wrong and time.monotonic() >= self._ask_at_s:
                     self._refresh()
-        owner = self._owners[slot_of(name)]
+        owner: Endpoint | None = self._owners[key_slot(name)]
         if owner is None:
             raise BrokenConnection("no server of the cluster says who has the slot")
         return owner
@@ -108,10 +105,10 @@ class Cluster(Topology):
         self._lost = endpoint
         self._wrong = True
 
-    def forwarded(self, to: Forwarded, sender: Endpoint) -> Endpoint:
+    def forwarded(self, to: AskError, sender: Endpoint) -> Endpoint:
         endpoint = super().forwarded(to, sender)
-        if not to.once:
-            self._owners[to.slot] = endpoint
+        if isinstance(to, MovedError):
+            self._owners[to.slot_id] = endpoint
             self._wrong = True
         return endpoint
 
@@ -134,7 +131,7 @@ class Cluster(Topology):
 
     def _read(self, asked: Endpoint, ranges: Iterable[Any]) -> None:
         """[first slot, last slot, [host, port, ...] of the master, replicas...]; an empty host is the one that was asked."""
-        owners: list[Endpoint | None] = [None] * SLOTS
+        owners: list[Endpoint | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, (host, port, *_), *_ in ranges:
             found = host.decode() if isinstance(host, bytes) else host
             owner = Endpoint(found if found and found != "?" else asked.host, int(port))

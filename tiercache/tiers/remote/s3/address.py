@@ -16,7 +16,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
 
 
 @dataclass(frozen=True)
-class Address:
+class S3Address:
     """A bucket, and how it is reached. Holds no secrets."""
 
     bucket: str
@@ -33,7 +33,7 @@ class Address:
         return f"s3://{self.bucket}{'/' if self.prefix else ''}{self.prefix}{where}"
 
 
-def read_address(settings: RemoteSettings) -> Address:
+def read_address(settings: RemoteSettings) -> S3Address:
     """Raises ConfigError, which does not repeat the URL: it may hold what does not belong in a log."""
     options = settings.options
     url = _split(settings)
@@ -59,7 +59,7 @@ def read_address(settings: RemoteSettings) -> Address:
     if not _BUCKET.fullmatch(bucket):
         raise settings.error("url", "this is no name of a bucket; write s3://bucket/prefix, and the server as endpoint")
     parts = [*_names(settings, "url", url.path), *_names(settings, "prefix", str(options.get("prefix", "tiercache")))]
-    return Address(bucket, "/".join(parts), endpoint, virtual_hosted, region)
+    return S3Address(bucket, "/".join(parts), endpoint, virtual_hosted, region)
 
 
 def _split(settings: RemoteSettings) -> SplitResult:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.s3.address import Address
+from tiercache.tiers.remote.s3.address import S3Address
 from tiercache.tiers.remote.s3.credentials import Identity, identity_of
 from tiercache.tiers.remote.s3.problems import Problem, problem_of
 
@@ -35,13 +35,13 @@ class RequestFailed(TierUnavailable):
         self.problem = problem
 
 
-class Client:
+class S3Client:
     """Requests to one bucket. Their number in flight is bounded; each ends within about `timeout_s` without progress.
 
     Exceptions of the library never get out, nor do they hang on ours: they hold what was sent and what came back.
     """
 
-    def __init__(self, settings: RemoteSettings, address: Address, part_bytes: int, requests: int) -> None:
+    def __init__(self, settings: RemoteSettings, address: S3Address, part_bytes: int, requests: int) -> None:
         """Blocks: reads certificates and profiles. Raises ConfigError."""
         try:
             import obstore
@@ -69,7 +69,7 @@ class Client:
         _open_clients.add(self)
 
     @staticmethod
-    def _options(settings: RemoteSettings, address: Address, identity: Identity) -> dict[str, Any]:
+    def _options(settings: RemoteSettings, address: S3Address, identity: Identity) -> dict[str, Any]:
         options: dict[str, Any] = {
             "disable_bulk_delete": True  # not every store has it, and chunks are deleted one by one
         }
@@ -194,7 +194,7 @@ def _patience(settings: RemoteSettings, silence_s: float, length_bytes: int) -> 
     return {"client_options": client, "retry_config": retry}
 
 
-_open_clients: set[Client] = set()
+_open_clients: set[S3Client] = set()
 
 
 @atexit.register

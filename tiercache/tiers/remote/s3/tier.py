@@ -27,7 +27,7 @@ from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
 from tiercache.tiers.remote.s3.address import read_address
-from tiercache.tiers.remote.s3.client import Client, RequestFailed
+from tiercache.tiers.remote.s3.client import RequestFailed, S3Client
 
 logger = logging.getLogger("tiercache.s3")
 
@@ -47,7 +47,7 @@ class S3Tier(RemoteTier):
         self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
         self._directory = "/".join(filter(None, (self.address.prefix, settings.fingerprint.hex())))
         self._workers = Workers(settings.name, max(_COPYING_THREADS, min(4, settings.concurrency)))
-        self._client: Client | None = None
+        self._client: S3Client | None = None
 
     def describe(self) -> str:
         return f"{self.name} ({self.address})"
@@ -57,14 +57,14 @@ class S3Tier(RemoteTier):
         return f"{self._directory}/{key.hex()[:2]}/{key.hex()}"
 
     @property
-    def client(self) -> Client:
+    def client(self) -> S3Client:
         if self._client is None:
             raise TierUnavailable(f"{self.name} is closed")
         return self._client
 
     async def _connect(self) -> None:
         """A store that does not answer is no reason not to start; one that says no is."""
-        self._client = await self._workers.submit(Client, self.settings, self.address, self._part_bytes, _REQUESTS)
+        self._client = await self._workers.submit(S3Client, self.settings, self.address, self._part_bytes, _REQUESTS)
         try:
             await self.client.get(f"{self._directory}/none", 0, 1)
         except RequestFailed as error:

@@ -1,0 +1,33 @@
+"""Another file system is a choice of three parts: here, chunks on a BeeGFS mount that many hosts share.
+
+Put this file where Python finds it, and name it in the configuration:
+
+    remote_storage_plugins: ["beegfs.a"]
+    extra_config:
+      remote_storage_plugin.beegfs.a.module_path: beegfs_tier
+      remote_storage_plugin.beegfs.a.class_name: make_tier
+      remote_storage_plugin.beegfs.a.path: /mnt/beegfs/kv
+      remote_storage_plugin.beegfs.a.max_size: "500"
+"""
+
+from pathlib import Path
+
+from tiercache.tiers.files.knowledge import FollowedIndex
+from tiercache.tiers.files.room import ElectedRoom
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.remote.base import RemoteSettings
+
+
+def make_tier(settings: RemoteSettings) -> FileTier:
+    cap_bytes = int(float(settings.options["max_size"]) * 2**30)
+    return FileTier(
+        settings.name,
+        settings.key("path"),
+        FileSettings((Path(settings.options["path"]),), cap_bytes, threads=16, allowance_bytes=None),
+        settings.fingerprint,
+        TwiceMover,  # who moves bytes: threads; what is bad is read again before it is put aside
+        FollowedIndex,  # what is known: what all others store, too
+        ElectedRoom,  # how room is made: one instance evicts for all
+    )

@@ -1,0 +1,90 @@
+"""The plan: which tiers a configuration makes, and of what. `config explain` prints it, and the cache is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place, split_paths
+from tiercache.config.schema import ConfigFields
+
+ON, OFF = "on", "off"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """A tier that the configuration asks for."""
+
+    name: str
+    kind: str
+    """What it is built by: cpu, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third party's type."""
+    place: str
+    """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
+    cap_bytes: int | None
+    """None: no cap of its own."""
+    state: str = ON
+    """on, off, or not available in this version."""
+    note: str = ""
+    """Why."""
+    directories: tuple[str, ...] = ()
+    """Of tiers on files, as far as the keys of such a tier name them: for all ranks."""
+    remote: Remote | None = None
+    """Settings of an instance, where it has some of its own."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "place": self.place,
+            "cap_bytes": self.cap_bytes,
+            "state": self.state,
+            "note": self.note,
+        }
+
+
+def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:
+    """The tiers that `config` makes, the hot cache first: a get asks them in this order."""
+    return (_cpu(config), *_disk(config), *_gds(config), *_remotes(config))
+
+
+def _cpu(config: ConfigFields) -> PlannedTier:
+    place = f"POSIX shared memory {config.shm_name}" if config.shm_name else "memory"
+    if config.local_cpu_use_hugepages:
+        place = "2 MiB huge pages"
+    note = "" if config.local_cpu else "local_cpu is false: the arena stages chunks for the other tiers and keeps none"
+    return PlannedTier("cpu", "cpu", place, config.arena_bytes, ON if config.local_cpu else OFF, note)
+
+
+def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
+    if paths := config.local_disk:
+        on = config.disk_bytes > 0
+        note = "" if on else "max_local_disk_size is 0, which switches the disk tier off"
+        yield PlannedTier("disk", "disk", ", ".join(paths), config.disk_bytes, ON if on else OFF, note, paths)
+
+
+def _gds(config: ConfigFields) -> Iterator[PlannedTier]:
+    for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
+        if paths:
+            yield PlannedTier(kind, kind, ", ".join(paths), config.gds_bytes or None, directories=paths)
+
+
+def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
+    for remote in remotes_of(config):
+        state = ON if remote.available else NOT_AVAILABLE
+        directories = tuple(split_paths(remote.place)) if remote.type == "hf3fs" else ()
+        yield PlannedTier(
+            remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote), directories, remote
+        )
+
+
+def _cap(config: ConfigFields, remote: Remote) -> int | None:
+    if remote.type == "hf3fs":
+        return config.hf3fs_bytes or None
+    return int(remote.options.get("max_size", 0.0) * 2**30) or None if remote.type == "fs" else None
+
+
+def _role(remote: Remote) -> str:
+    if remote.reads and remote.writes:
+        return ""
+    return "role is read: nothing is written to it" if remote.reads else "role is write: nothing is read from it"

@@ -1,0 +1,81 @@
+"""A batch of chunks to where they are wanted: hot ones in parts, others as they are read, up to the first gap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from tiercache.core.keys import ChunkKey
+from tiercache.scheduler.together import all_or_none
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
+
+
+class Landing(Protocol):
+    """Where the chunks of one batch are wanted: host memory, or a device's."""
+
+    def part_of(self, chunks: int) -> int:
+        """How many are handed over at a time, of so many that are hot. At least 1."""
+
+    async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
+        """Bring chunks where they are wanted, by position in the batch, and mark those that are in place. Releases the
+        leases in any case, as soon as nothing reads their memory any more."""
+
+
+class Cascade(Protocol):
+    """Where they come from."""
+
+    cpu: CpuTier
+    lanes: int
+    """How many chunks are fetched at a time."""
+
+    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        """The chunk if it is hot; `noted`: its use is counted already."""
+
+    async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
+        """The chunk from whichever tier has it; None on a miss or at the deadline."""
+
+
+async def deliver(cascade: Cascade, keys: Sequence[ChunkKey], landing: Landing, deadline_s: float) -> int:
+    """Returns how many of the contiguous prefix are in place. What lies behind a gap may be as well. When this has returned
+    or raised, nothing is under way to the landing any more (but for what that says of itself)."""
+    delivered = bytearray(len(keys))
+    cascade.cpu.touch_prefix(keys)
+    hot = {
+        position: lease
+        for position, key in enumerate(keys)
+        if (lease := cascade.lease_now(key, noted=True)) is not None
+    }
+    chunks, size = list(hot.items()), landing.part_of(len(hot))
+    parts = {start: chunks[start : start + size] for start in range(0, len(chunks), size)}
+    cold = iter([position for position in range(len(keys)) if position not in hot] if len(hot) < len(keys) else ())
+    gap = len(keys)
+
+    async def hand_over(start: int) -> None:
+        await landing.take(parts.pop(start), delivered)
+
+    async def lane() -> None:
+        """Take one position after the other until a gap makes the rest worthless."""
+        nonlocal gap
+        for position in cold:
+            if position > gap:
+                return
+            lease = await cascade.fetch(keys[position], deadline_s, keys[position - 1] if position else None)
+            if lease is not None:
+                await landing.take([(position, lease)], delivered)
+            if not delivered[position]:
+                gap = min(gap, position)
+
+    work = [asyncio.ensure_future(hand_over(start)) for start in parts]
+    work += [asyncio.ensure_future(lane()) for _ in range(min(cascade.lanes, len(keys) - len(hot)))]
+    try:
+        await all_or_none(work)
+    finally:
+        # A part that was cancelled before its first step never came to its own clean-up.
+        for part in parts.values():
+            for _, lease in part:
+                lease.release()
+    cascade.cpu.follow(keys)
+    lost = delivered.find(0)
+    return len(keys) if lost < 0 else lost

@@ -1,0 +1,355 @@
+"""A tier as the cascade reads it: whether it is well and quick enough, how many reads it takes on, and what they bring."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.budget import PREFETCH, READ, Purpose
+from tiercache.core.estimate import TransferEstimate
+from tiercache.core.keys import ChunkKey
+from tiercache.core.under_way import Passage
+from tiercache.errors import CorruptChunk
+from tiercache.memory.slots import Slot
+from tiercache.memory.turns import Turns, done_by
+from tiercache.scheduler.flight import Flight
+from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
+
+logger = logging.getLogger("tiercache.reader")
+
+_LEAST_S = 1.0
+
+
+@dataclass(frozen=True)
+class ReaderSettings:
+    deadline_s: float = 10.0
+    """For a caller that names none."""
+    probe_deadline_s: float = 3.0
+    """How long a look-up waits for a shared tier to say what it has."""
+    recompute_s: float | None = None
+    """What the engine takes to compute one chunk: what takes longer to load is left to it. None: not known."""
+
+
+@dataclass
+class ReaderStatistics:
+    """In chunks. `joined` asked for a key that was in flight already; `late` gave up at their deadline; `overtaken` are
+    prefetches that still waited when somebody came for their chunk; `kept` came too late for who asked first, and is hot."""
+
+    hits: dict[str, int] = field(default_factory=dict)
+    misses: int = 0
+    joined: int = 0
+    overtaken: int = 0
+    late: int = 0
+    kept: int = 0
+    corrupt: int = 0
+    failed: int = 0
+    sink_failures: int = 0
+
+
+@dataclass
+class _Read:
+    """Into a slot. It belongs to nobody who waits for it: the slot, and the place at the tier, are taken until it has really
+    ended, and what it brings then is kept."""
+
+    key: ChunkKey
+    slot: Slot
+    purpose: Purpose
+    parent: ChunkKey | None
+    passage: Passage
+    task: asyncio.Task[int | None]
+    joined: int = 0
+    """Flights that wait for it since it was left behind."""
+    landed: Lease | None = None
+    """Keeps what it brought until they have their own."""
+
+
+class TierReader:
+    """Health of its own: a tier that is down, hung or slow costs its own hits and no others.
+
+    Its places go to demand reads first. While a demand read has one, no more than one prefetch at a time begins: what a tier
+    has to give is shared by all that it reads at a time, so each one that runs makes the demand read longer. (Measured with
+    six in flight: a demand read takes half as long as among prefetches that go on. Fewer prefetches at all times cost
+    throughput and gained little.)
+    """
+
+    def __init__(self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics) -> None:
+        """`cpu` is where it reads to: how much of that its reads may fill at a time, or hang in, bounds them."""
+        self.tier = tier
+        self.name = tier.name
+        self.cpu = cpu
+        self.settings = settings
+        self.counters = counters
+        self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
+        self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
+        self.estimate = TransferEstimate(tier.traits.read_concurrency)
+        self.places = min(tier.traits.read_concurrency, cpu.budget.reads_at_once)
+        self.taken = {READ: 0, PREFETCH: 0}
+        """Places."""
+        self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
+        """Of those who wait for a place."""
+        self._reading = 0
+        """Reads that the tier has begun and not ended."""
+        self._late: dict[ChunkKey, _Read] = {}
+        """Those that nobody waited for to the end."""
+        self._stuck: set[asyncio.Task[int | None]] = set()
+        self._closed = False
+
+    @property
+    def lingering(self) -> Sequence[asyncio.Task[int | None]]:
+        """Reads that outlived their deadline and still hold a slot."""
+        return list(self._stuck)
+
+    def close(self) -> None:
+        """What still comes is not kept."""
+        self._closed = True
+
+    # Whether to go there
+
+    def may_have(self, key: ChunkKey) -> bool:
+        """Not while a chunk is being removed from it."""
+        return not self.tier.traffic.refuses(key) and (self.tier.traits.shared or self.tier.contains(key))
+
+    def contains(self, key: ChunkKey) -> bool:
+        """As `Tier.contains`, without what is being removed."""
+        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
+
+    def would_serve(self, chunks: int) -> bool:
+        """Whether the tier is well, and quicker than the engine for so many chunks."""
+        now_s = asyncio.get_running_loop().time()
+        return self._worthwhile(chunks, now_s) and self.breaker.would_allow(now_s)
+
+    def serves(self, chunks: int, *, question: bool = False) -> bool:
+        """As `would_serve`, of somebody who goes there now, to read or with a question: if he is let through to find out
+        whether the tier is well, the breaker has to hear of it."""
+        now_s = asyncio.get_running_loop().time()
+        return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
+
+    def _worthwhile(self, chunks: int, now_s: float) -> bool:
+        return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s)
+
+    def _until_s(self, deadline_s: float, began_s: float) -> float:
+        """When to go on with the next tier, having begun then."""
+        return min(deadline_s, began_s + self.patience_s)
+
+    def _waited_in_vain(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
+        """No answer since `began_s`; `enough_s` is the wait that counts where it is shorter than the usual least. Shorter
+        ones do not count against the tier: a caller who gives up soon says nothing about it."""
+        now_s = asyncio.get_running_loop().time()
+        least_s = min(enough_s, _LEAST_S, self.patience_s)
+        if now_s - began_s >= 0.99 * least_s:  # a timer may be early by its resolution
+            self.breaker.failed(now_s, began_s=began_s, question=question)
+        else:
+            self._called_off(began_s)
+
+    def _called_off(self, began_s: float) -> None:
+        """Whoever went there then never came to it, or gave up soon: another one may find out whether the tier is well."""
+        self.breaker.abandoned(asyncio.get_running_loop().time(), began_s)
+
+    # Asking
+
+    async def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> int | None:
+        """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it.
+
+        Cancelled, it leaves it to the next one to find out whether the tier is well.
+        """
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        asking = asyncio.current_task()
+        self.tier.traffic.asks(asking)
+        try:
+            async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
+                found = await self.tier.probe(keys)
+        except TimeoutError:
+            # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
+            self._waited_in_vain(began_s, self.settings.probe_deadline_s, question=True)
+            return None
+        except asyncio.CancelledError:
+            self._called_off(began_s)
+            raise
+        except Exception as error:
+            self.breaker.failed(loop.time(), began_s=began_s, question=True)
+            logger.warning("%s: could not be asked what it has: %s", self.name, error)
+            return None
+        finally:
+            self.tier.traffic.asked(asking)
+        self.breaker.answered(loop.time())
+        return found
+
+    # Reading
+
+    async def read(self, flight: Flight) -> Lease | None:
+        """Bring the chunk if the tier has it, as long as the tier and those who wait are patient. Then, and when this is
+        cancelled, the read goes on alone."""
+        if flight.forgotten or not self.may_have(flight.key):
+            return None
+        late = self._late.get(flight.key)
+        if late is not None and not late.passage.forgot(flight.key):
+            landed = await self._join_late(late, flight)
+        else:
+            landed = await self._read(flight)
+        if landed is not None:
+            self.counters.hits[self.name] += 1
+        return landed
+
+    async def _read(self, flight: Flight) -> Lease | None:
+        if not self.serves(self.estimate.concurrency):
+            return None
+        began_s = asyncio.get_running_loop().time()
+        read = None
+        try:
+            read = await self._begin(flight)
+        finally:
+            if read is None:
+                self._called_off(began_s)
+        return None if read is None else await self._land(read, flight)
+
+    async def _begin(self, flight: Flight) -> _Read | None:
+        """Once there is a place at the tier and a slot to read into; None when there is none in time."""
+        key, purpose, tier = flight.key, flight.purpose, self.tier
+        read = tier.read_device if self.cpu.on_device and isinstance(tier, DeviceTier) else tier.read
+        slot = None
+        placed = False
+        try:
+            if purpose is PREFETCH:
+                # Before the place: while it waits for room it must not hold up demand reads.
+                slot = await self._slot(flight)
+                if slot is None:
+                    return None
+            placed = await self._place(flight)
+            if placed and slot is None:
+                slot = await self._slot(flight)
+            if not placed or slot is None or flight.forgotten or not self.may_have(key):
+                return None
+            task = asyncio.create_task(read(key, self.cpu.pool.view(slot)))
+            begun = _Read(key, slot, purpose, flight.parent, self.cpu.under_way.begin([key]), task)
+            slot, placed = None, False
+        finally:
+            if slot is not None:
+                self.cpu.abandon(slot, purpose)
+            if placed:
+                self._leave(purpose)
+        tier.traffic.begin(key)
+        self._reading += 1
+        flight.begun = True
+        return begun
+
+    async def _slot(self, flight: Flight) -> Slot | None:
+        slot = self.cpu.try_reserve(flight.purpose, self.name)
+        if slot is None:
+            slot = await self.cpu.turns.wait(flight.purpose, lambda: flight.deadline_s, self.name)
+        return slot
+
+    async def _place(self, flight: Flight) -> bool:
+        began_s = asyncio.get_running_loop().time()
+        came = await self.turns.wait(flight.purpose, lambda: self._until_s(flight.deadline_s, began_s))
+        if came is None and flight.purpose is READ and self._reading >= self.places:
+            # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
+            # nothing: others go before it. Nor does a place whose owner waits for memory.
+            self._waited_in_vain(began_s)
+        return came is not None
+
+    def _take_place(self, purpose: Purpose, _: str | None) -> bool | None:
+        """True if there is one for that purpose by now."""
+        demand = self.taken[READ] or self.turns.waiting[READ]
+        if sum(self.taken.values()) >= self.places or (purpose is PREFETCH and demand and self.taken[PREFETCH]):
+            return None
+        self.taken[purpose] += 1
+        return True
+
+    def _leave(self, purpose: Purpose) -> None:
+        """Give a place back."""
+        self.taken[purpose] -= 1
+        self.turns.serve()
+
+    async def _land(self, read: _Read, flight: Flight) -> Lease | None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            came = await done_by(read.task, lambda: self._until_s(flight.deadline_s, began_s))
+        except BaseException:
+            self._leave_behind(read)  # also where it has ended by now
+            self._called_off(began_s)
+            raise
+        if not came:
+            self._leave_behind(read)
+            self._waited_in_vain(began_s)
+            self.counters.failed += 1
+            return None
+        length, error = self._outcome(read)
+        if error is None:
+            took_s = loop.time() - began_s
+            self.breaker.succeeded(loop.time(), took_s)
+            if length is not None:
+                self.estimate.add(took_s, loop.time())
+        elif isinstance(error, CorruptChunk):
+            self._called_off(began_s)  # an answer, which says nothing about the tier's health
+        else:
+            self.breaker.failed(loop.time(), began_s=began_s)
+        return self._end(read, length)
+
+    async def _join_late(self, late: _Read, flight: Flight) -> Lease | None:
+        """Somebody's read that he did not wait for is still under way: one more would take one more slot and place."""
+        if not self.would_serve(self.estimate.concurrency):
+            return None
+        began_s = asyncio.get_running_loop().time()
+        late.joined += 1
+        try:
+            if not await done_by(late.task, lambda: self._until_s(flight.deadline_s, began_s)):
+                self._waited_in_vain(began_s)
+                return None
+            self._late_ended(late)
+            return None if flight.forgotten else self.cpu.hold(flight.key)
+        finally:
+            late.joined -= 1
+            if not late.joined and late.landed is not None:
+                late.landed.release()
+
+    def _leave_behind(self, read: _Read) -> None:
+        self._stuck.add(read.task)
+        self._late[read.key] = read
+        read.task.add_done_callback(lambda _: self._late_ended(read))
+
+    def _late_ended(self, read: _Read) -> None:
+        """By whoever comes to it first: those who wait for its task may run before its callbacks do."""
+        if read.task not in self._stuck:
+            return
+        self._stuck.remove(read.task)
+        if self._late.get(read.key) is read:
+            del self._late[read.key]
+        length, _ = self._outcome(read)
+        read.landed = self._end(read, length)
+        if read.landed is not None:
+            self.counters.kept += 1
+            if not read.joined:
+                read.landed.release()
+
+    def _outcome(self, read: _Read) -> tuple[int | None, BaseException | None]:
+        """The payload's length, None on a miss; or why it failed, which is counted."""
+        cancelled = read.task.cancelled()
+        error = asyncio.CancelledError("cancelled") if cancelled else read.task.exception()
+        if error is None:
+            return read.task.result(), None
+        if isinstance(error, CorruptChunk):
+            self.counters.corrupt += 1
+        else:
+            self.counters.failed += 1
+            logger.warning("%s: a read failed: %s", self.name, error)
+        return None, error
+
+    def _end(self, read: _Read, length: int | None) -> Lease | None:
+        """Give back what a read took that has ended, and make what it brought a hot chunk, unless it was forgotten."""
+        self._leave(read.purpose)
+        self._reading -= 1
+        self.cpu.under_way.end(read.passage)
+        lease = None
+        if length is None or self._closed or read.passage.forgot(read.key):
+            self.cpu.abandon(read.slot, read.purpose)
+        else:
+            lease = self.cpu.publish(read.key, read.slot, length, read.purpose, read.parent)
+        self.tier.traffic.end(read.key)
+        return lease

@@ -1,0 +1,1 @@
+"""Tiers of chunk files: one class, `FileTier`, and what it is composed of."""

@@ -1,0 +1,153 @@
+"""One chunk in one file: a header of 4096 bytes, the payload, zero padding to 4096 bytes. Synchronous; for worker threads.
+
+One `pwritev` or `preadv` moves header and payload together, around the page cache (O_DIRECT) where the file system can.
+Measured against io_uring and mmap: `docs/architecture.md`, "Threads".
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tiercache.core.header import (
+    HEADER_BYTES,
+    PACKED_BYTES,
+    Header,
+    HeaderError,
+    aligned,
+    file_bytes,
+    payload_checksum,
+)
+from tiercache.errors import CorruptChunk
+from tiercache.tiers.files.access import open_regular
+from tiercache.tiers.files.allocation import reserve
+
+_thread = threading.local()
+
+
+def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool) -> int:
+    """Create `path` (which must not exist) with the chunk, checked for its full length. Returns the bytes it occupies.
+
+    `payload` is uint8, page-aligned, padded with zeroes to a multiple of 4096. `durable` adds fdatasync. On any error the
+    file is removed again and the error raised.
+    """
+    total_bytes = file_bytes(header.payload_bytes)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
+    try:
+        reserve(descriptor, total_bytes)
+        buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
+        written = os.pwritev(descriptor, buffers, 0)
+        while written < total_bytes:
+            if written < HEADER_BYTES or written % 4096:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            more = os.pwritev(descriptor, [payload[written - HEADER_BYTES : total_bytes - HEADER_BYTES].data], written)
+            if more <= 0:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))
+            written += more
+        if durable:
+            os.fdatasync(descriptor)
+        return os.fstat(descriptor).st_blocks * 512
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> int:
+    """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns the payload's length.
+
+    Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
+    found when it is not the chunk.
+    What `into` holds after an exception means nothing.
+    """
+    descriptor = open_regular(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        length_bytes = os.fstat(descriptor).st_size
+        payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
+        buffer = _buffer()
+        got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)
+        while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
+            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room].data], got)
+            if more <= 0:
+                break
+            got += more
+    finally:
+        os.close(descriptor)
+    raw_header = memoryview(buffer)[: min(got, PACKED_BYTES)]
+    return verify_chunk(path, raw_header, key, fingerprint, got, length_bytes, host_checksum(into))
+
+
+def verify_chunk(
+    path: Path | str,
+    raw_header: memoryview,
+    key: bytes,
+    fingerprint: bytes | None,
+    got: int,
+    length: int,
+    checksum: Callable[[int], int],
+) -> int:
+    """Check everything that a header promises, and return the payload's length. `fingerprint` None accepts any layout (for
+    `tiercache verify`). Of a file of `length` bytes, `got` were read.
+
+    `checksum` is called once, with the payload's length without padding.
+    """
+    try:
+        header = Header.check(raw_header, key, fingerprint)
+        if length != file_bytes(header.payload_bytes) or got < length:
+            raise HeaderError(f"length: expected {file_bytes(header.payload_bytes)} bytes, found {length} (read {got})")
+        header.check_payload(checksum(header.payload_bytes))
+    except HeaderError as error:
+        raise CorruptChunk(f"{path}: {error}") from error
+    return header.payload_bytes
+
+
+def host_checksum(payload: np.ndarray) -> Callable[[int], int]:
+    """For `verify_chunk`: of a payload in host memory."""
+    return lambda payload_bytes: payload_checksum(payload[:payload_bytes])
+
+
+def supports_direct_io(directory: Path) -> bool:
+    """Whether O_DIRECT works in `directory`, found out by doing it. Raises OSError when nothing can be written there."""
+    path = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
+    block = mmap.mmap(-1, 4096)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            path.unlink(missing_ok=True)
+            return False
+        raise
+    try:
+        path.unlink(missing_ok=True)  # first: whoever is killed now leaves nothing
+        os.pwrite(descriptor, block, 0)
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True  # it was taken, and there is no room
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _buffer() -> mmap.mmap:
+    """A page of this thread's own: O_DIRECT wants the header aligned as well."""
+    buffer: mmap.mmap | None = getattr(_thread, "header", None)
+    if buffer is None:
+        buffer = _thread.header = mmap.mmap(-1, HEADER_BYTES)
+    return buffer
+
+
+def _header_buffer(header: Header) -> mmap.mmap:
+    buffer = _buffer()
+    packed = header.pack()
+    buffer[:] = packed + bytes(HEADER_BYTES - len(packed))
+    return buffer

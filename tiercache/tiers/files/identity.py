@@ -1,0 +1,94 @@
+"""Which directory it was that was opened, and whether what has its path is still that one. Synchronous; asks the device."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from pathlib import Path
+
+from tiercache.errors import TierUnavailable
+from tiercache.tiers.files.access import Access
+from tiercache.tiers.files.manifest import MANIFEST
+from tiercache.tiers.files.survey import TOP_LEVELS
+
+logger = logging.getLogger("tiercache.disk")
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+_NOT_WORTH_A_WORD = frozenset({"lost+found", ".tiercache", "quarantine", *TOP_LEVELS})
+"""In a directory that has no manifest: what is ours all the same, and what file systems put there."""
+
+
+class Identity:
+    """Of the directory at `root`, from `note` on."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._device = self._number = -1
+        self._is_mount_point = False
+
+    def note(self) -> None:
+        """It is opened now. Raises OSError."""
+        status = os.stat(self.root)
+        self._device, self._number = status.st_dev, status.st_ino
+        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+
+    def is_same(self, other: Identity) -> bool:
+        """Whether both are the same directory, by whatever names."""
+        return (self._device, self._number) == (other._device, other._number)
+
+    def is_deleted(self) -> bool:
+        """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file
+        system on which it was. Else a mount is away, and it comes back with that. Raises OSError when the device does not
+        say."""
+        place = os.path.realpath(self.root)  # a link to it may be there still
+        try:
+            os.stat(place)
+            return False
+        except _ABSENT:
+            pass
+        try:
+            return os.stat(os.path.dirname(place)).st_dev == self._device
+        except _ABSENT:
+            return False
+
+    def is_here_or_deleted(self) -> bool:
+        """Whether a chunk that is not found is none: the directory is not just away. Raises OSError."""
+        return self.root.is_dir() or self.is_deleted()
+
+    def make_anew(self, access: Access) -> bool:
+        """Before the directory is opened anew: make it where it was deleted; whether it was.
+
+        Raises TierUnavailable where it cannot be made, and where a mount is away: who writes to what is below it fills
+        another device. OSError when the device does not say.
+        """
+        if self.root.is_dir():
+            if self._is_unmounted():
+                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
+            return False
+        if not self.is_deleted():
+            raise TierUnavailable(f"{self.root} is not there any more")
+        try:
+            access.make_directory(os.path.realpath(self.root))
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
+        return True
+
+    def _is_unmounted(self) -> bool:
+        """Whether only the mount point is left of what was mounted there. Raises OSError."""
+        here = os.stat(self.root).st_dev
+        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
+
+    def warn_of_others(self) -> None:
+        """Before the manifest is made: whoever named a wrong directory learns it the first time, and once."""
+        if os.path.lexists(self.root / MANIFEST):
+            return
+        with os.scandir(self.root) as entries:
+            others = list(itertools.islice((entry.name for entry in entries if entry.name not in _NOT_WORTH_A_WORD), 3))
+        if others:
+            logger.warning(
+                "%s: there are files of others, such as %s, and none of ours: is it the right directory? Chunks are stored "
+                "beside them from now on",
+                self.root,
+                ", ".join(sorted(others)),
+            )

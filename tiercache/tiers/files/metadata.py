@@ -1,0 +1,53 @@
+"""Threads for calls that ask a mount about its files, and the clean-ups that they are left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tiercache.memory.workers import Workers
+
+logger = logging.getLogger("tiercache.disk")
+
+_CLOSE_S = 5.0
+
+
+class MetadataWorkers(Workers):
+    """The mount may hang, and the loop must not: whatever is closed is closed here."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(name, threads)
+        self._cleanups: set[asyncio.Future[Any]] = set()
+
+    def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
+        """Do it in a thread. Nobody waits for it but `cleaned_up`; when the threads are closed, one is made for it."""
+
+        def run() -> None:
+            try:
+                clean_up(*arguments)
+            except OSError as error:
+                logger.info("%s: could not clean up: %s", self.name, error)
+
+        try:
+            work = self.submit(run)
+        except RuntimeError:  # closed meanwhile
+            threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
+            return
+        self.watch(work)
+
+    def watch(self, work: asyncio.Future[Any]) -> None:
+        """Something that is still at work, though nobody waits for it any more."""
+        self._cleanups.add(work)
+        work.add_done_callback(self._cleanups.discard)
+
+    async def cleaned_up(self) -> None:
+        """Wait for all that, but not for long, and let the threads end."""
+        until_s = asyncio.get_running_loop().time() + _CLOSE_S
+        try:
+            while self._cleanups and (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+                await asyncio.wait(self._cleanups, timeout=left_s)
+        finally:
+            self.close()

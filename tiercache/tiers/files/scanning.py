@@ -1,0 +1,244 @@
+"""A directory as a tier knows it, and how it comes to know it: looking at everything, in the background, while serving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import xxhash
+
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.core.pauses import pause_s
+from tiercache.core.reckoning import is_doubtful
+from tiercache.memory.workers import Workers
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.survey import Scanned
+from tiercache.tiers.files.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+FoundChunk = tuple[float, ChunkKey, int]
+
+_STEP = 1024
+"""Chunks that are taken up at a time, so that the loop is never busy with it for long."""
+_LEAST_PAUSE_S = 1.0
+
+
+class Shelf:
+    """A volume and what we know of it. Belongs to the event loop."""
+
+    def __init__(self, volume: Volume, index: CappedIndex) -> None:
+        self.volume = volume
+        self.index = index
+        self.scanned = False
+        self.scanning: asyncio.Task[None] | None = None
+        self.catching_up: asyncio.Task[None] | None = None
+        self.noted_while_scanning: set[ChunkKey] = set()
+        """Read or written since the scan began: what it found out about them may be older."""
+        self._looking_around: dict[int, set[ChunkKey]] = {}
+        """For each who looks at many files now: what was deleted meanwhile, and may have been seen still."""
+        self._leaving: dict[ChunkKey, Victims] = {}
+        """Evicted, and perhaps not deleted yet: whoever looks may see them still."""
+        self._looking: dict[ChunkKey, list[int]] = {}
+        """Of chunks that are looked for now: how many look, and how often it was stored, found or deleted since the first
+        began."""
+        self.next_scan_s = 0.0
+        self.explained_bytes = 0
+        """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
+        self.replacing = asyncio.Lock()
+        self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether more is counted than there is known to be."""
+        ledger = self.volume.ledger
+        return is_doubtful(ledger.used_bytes, self.index.used_bytes, self.explained_bytes, self.volume.cap_bytes)
+
+    def note(self, key: ChunkKey) -> None:
+        if self.scanning is not None:
+            self.noted_while_scanning.add(key)
+
+    def look_for(self, key: ChunkKey) -> int:
+        """Somebody looks whether it is there, until `looked`, which gets what this returns."""
+        looking = self._looking.setdefault(key, [0, 0])
+        looking[0] += 1
+        return looking[1]
+
+    def looked(self, key: ChunkKey, since: int) -> bool:
+        """Whether nobody has stored, found or deleted it since, nor is about to delete it: what was seen holds."""
+        looking = self._looking[key]
+        looking[0] -= 1
+        if not looking[0]:
+            del self._looking[key]
+        return looking[1] == since and key not in self._leaving
+
+    def add(self, key: ChunkKey, occupied_bytes: int) -> None:
+        """It is there: who looks for it and found nothing, looked before."""
+        self.index.add(key, occupied_bytes)
+        self._changed(key)
+
+    def removed(self, key: ChunkKey) -> None:
+        """It is gone, whatever somebody has seen before."""
+        self.index.remove(key)
+        self._goes([key])
+        self._changed(key)
+
+    @contextmanager
+    def looking_around(self) -> Iterator[set[ChunkKey]]:
+        """Somebody looks at many files; the chunks that may have been seen although they are gone."""
+        gone = self._all_leaving()
+        self._looking_around[id(gone)] = gone
+        try:
+            yield gone
+        finally:
+            del self._looking_around[id(gone)]
+
+    def begin_scan(self) -> None:
+        self.noted_while_scanning = self._all_leaving()
+
+    @contextmanager
+    def leaving(self, victims: Victims) -> Iterator[None]:
+        """While chunks that were evicted from the index are deleted: they are not taken up again because they are seen, and
+        a write of one waits, so that it is not its file that is deleted."""
+        keys = [key for key, _ in victims]
+        self._leaving.update(dict.fromkeys(keys, victims))
+        self._goes(keys)
+        try:
+            yield
+        finally:
+            victims.deleted()
+            for key in keys:
+                if self._leaving.get(key) is victims:
+                    self._has_left(key)
+
+    async def left(self, key: ChunkKey) -> None:
+        """Wait until it is not being deleted."""
+        while self._is_leaving(key):
+            loop = asyncio.get_running_loop()
+            end = asyncio.Event()
+            self._leaving[key].when_deleted(lambda: _tell(loop, end))  # noqa: B023 - waited for right here
+            await end.wait()
+
+    def _is_leaving(self, key: ChunkKey) -> bool:
+        victims = self._leaving.get(key)
+        if victims is None or not victims.are_deleted:
+            return victims is not None
+        self._has_left(key)
+        return False
+
+    def _all_leaving(self) -> set[ChunkKey]:
+        return {key for key, victims in self._leaving.items() if not victims.are_deleted}
+
+    def _has_left(self, key: ChunkKey) -> None:
+        del self._leaving[key]
+        self._changed(key)
+
+    def _goes(self, keys: Sequence[ChunkKey]) -> None:
+        if self.scanning is not None:
+            self.noted_while_scanning.update(keys)
+        for gone in self._looking_around.values():
+            gone.update(keys)
+
+    def _changed(self, key: ChunkKey) -> None:
+        looking = self._looking.get(key)
+        if looking is not None:
+            looking[1] += 1
+
+
+def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        loop.call_soon_threadsafe(end.set)
+
+
+async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
+    """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
+
+    `first`: nothing was known before, so the order is that of the files' times. Later the order is what use has made it, and
+    what is new comes before all that, the oldest first.
+    """
+    volume, index = shelf.volume, shelf.index
+    loop = asyncio.get_running_loop()
+    calls_s: list[float] = []
+    shelf.begin_scan()
+    known = list(index.order.entries)
+    found = Scanned()
+    try:
+        began_s = loop.time()
+        reckoning = await workers.submit(volume.begin_reckoning)
+        calls_s.append(loop.time() - began_s)
+        for start in range(0, len(reckoning.tops), workers.threads):
+            tops = reckoning.tops[start : start + workers.threads]
+            began_s = loop.time()
+            parts = await asyncio.gather(*(workers.submit(volume.surveyor.scan, top) for top in tops))
+            calls_s.append(loop.time() - began_s)
+            for part in parts:
+                if first:
+                    await _add(shelf, index, part.chunks, ignored)
+                found.add(part)
+        began_s = loop.time()
+        found.counted_bytes += await workers.submit(volume.quarantined.occupied_bytes)
+        calls_s.append(loop.time() - began_s)
+        new, gone, explained_bytes = await workers.submit(_compare, found, known, ignored)
+        if shelf.volume is not volume:
+            return None  # it was replaced meanwhile, and is scanned anew
+        if first:
+            await _age(shelf, index, new)
+        else:
+            await _add(shelf, index, new, ignored)
+        await _forget(shelf, index, gone)
+        changed_bytes = await workers.submit(volume.reckon, reckoning, found.counted_bytes)
+    finally:
+        if not first:
+            shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
+    # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
+    # for right just because it might be.
+    explained_bytes += reckoning.others_bytes
+    shelf.explained_bytes = max(0, min(explained_bytes, volume.ledger.used_bytes - index.used_bytes))
+    found.strays += volume.strays_removed
+    volume.strays_removed = 0
+    logger.info(
+        "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
+        volume.root, len(found.chunks), found.strays, found.foreign,
+    )  # fmt: skip
+    if changed_bytes and not first:
+        logger.info("%s: the count was corrected by %d bytes", volume.root, changed_bytes)
+    return found
+
+
+def _compare(
+    found: Scanned, known: list[ChunkKey], ignored: Container[ChunkKey]
+) -> tuple[list[FoundChunk], list[ChunkKey], int]:
+    """The chunks that were found and not known, the newest first, those known and not found, and the bytes of all that is
+    not to be in the index. For a worker thread."""
+    before = set(known)
+    new = [chunk for chunk in found.chunks if chunk[1] not in before]
+    new.sort(key=lambda chunk: chunk[0], reverse=True)
+    before.difference_update(key for _, key, _ in found.chunks)
+    taken_up_bytes = sum(occupied_bytes for _, key, occupied_bytes in found.chunks if key not in ignored)
+    return new, list(before), found.counted_bytes - taken_up_bytes
+
+
+async def _add(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]) -> None:
+    for start in range(0, len(chunks), _STEP):
+        for _, key, occupied_bytes in chunks[start : start + _STEP]:
+            if key not in index and key not in ignored and key not in shelf.noted_while_scanning:
+                index.add(key, occupied_bytes, cold=True)
+        await asyncio.sleep(0)
+
+
+async def _age(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk]) -> None:
+    for start in range(0, len(chunks), _STEP):
+        step = chunks[start : start + _STEP]
+        index.age([key for _, key, _ in step if key not in shelf.noted_while_scanning])
+        await asyncio.sleep(0)
+
+
+async def _forget(shelf: Shelf, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
+    for start in range(0, len(keys), _STEP):
+        for key in keys[start : start + _STEP]:
+            if key not in shelf.noted_while_scanning:
+                index.remove(key)
+        await asyncio.sleep(0)

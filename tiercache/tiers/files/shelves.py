@@ -1,0 +1,386 @@
+"""The directories of a file tier: opened, looked through in the background, caught up with, and begun anew when somebody
+empties, deletes or replaces them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.memory.workers import look_away
+from tiercache.tiers.base import TierStatistics
+from tiercache.tiers.files.access import ACCESS
+from tiercache.tiers.files.manifest import WrongFormat
+from tiercache.tiers.files.metadata import MetadataWorkers
+from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.files.scanning import Shelf, scan
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.space import default_cap
+from tiercache.tiers.files.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+_SCAN_WAIT_S = 2.0
+"""How long a write waits for a scan that may find room."""
+_DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
+_DELETED = "%s was deleted by somebody else; it was made anew"
+_EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
+_MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
+_REFUSED_KEPT = 4096
+_CATCH_UP_S, _LONGEST_CATCH_UP_S = 1.0, 4.0
+"""Until what failed is tried again; doubled each time. It costs a call or two, and may be room that others lack."""
+_SWEEP_S = 5.0
+"""How long a file may stay open, and allocated, that another instance deleted."""
+
+
+class Shelves:
+    """All methods belong to the event loop. Calls that block run in `metadata`."""
+
+    def __init__(
+        self,
+        name: str,
+        option: str,
+        settings: FileSettings,
+        fingerprint: bytes,
+        metadata_threads: int,
+        mover: Callable[[Shelves], Mover],
+        knowledge: Callable[[Shelves], Knowledge],
+        room: Callable[[Shelves], Room],
+    ) -> None:
+        """`option` is the configuration key that names the directories, for messages. The parts are made here; none looks at
+        another one then."""
+        self.name = name
+        self.option = option
+        self.settings = settings
+        self.fingerprint = fingerprint
+        self.all: list[Shelf] = []
+        self.counters = TierStatistics()
+        self.refused: dict[ChunkKey, None] = {}
+        """Bad chunks that may still lie there (read-only directory): a look into the directory does not take them up."""
+        self.metadata = MetadataWorkers(f"{name}-metadata", metadata_threads)
+        self.closed = False
+        self._unclosed: list[Shelf] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scans: set[asyncio.Task[None]] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self.mover = mover(self)
+        self.knowledge = knowledge(self)
+        self.room = room(self)
+
+    async def open(self) -> None:
+        """Raises ConfigError; what was opened until then goes with `close`."""
+        await self.mover.prepare()
+        if not self.settings.cap_bytes:
+            self.settings = replace(self.settings, cap_bytes=await self._default_cap())
+        share_bytes = self.settings.cap_bytes // len(self.settings.directories)
+        for directory in self.settings.directories:
+            volume = self.make_volume(directory, share_bytes)
+            await self._open_volume(volume)
+            shelf = Shelf(volume, self.knowledge.make_index())
+            self.all.append(shelf)
+            self._unclosed.append(shelf)
+            self._require_another(volume)
+        await self.mover.open()
+        for shelf in self.all:
+            self.room.begin(shelf)
+            self.begin_scan(shelf, first=True)
+            self.knowledge.begin(shelf)
+        self._sweep_later()
+
+    async def close(self) -> None:
+        """Call off what is done in the background, then close the directories. Waits for what hangs, but not for long."""
+        self.closed = True
+        if self._sweep is not None:
+            self._sweep.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.knowledge.close()
+        self.room.close()
+        while self._unclosed:
+            self.metadata.later(self._unclosed.pop().volume.close)
+        await self.metadata.cleaned_up()
+
+    def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """In the background, until it ends or the tier is closed."""
+        task = asyncio.create_task(work, name=f"tiercache-{name}")
+        task.add_done_callback(_complain)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
+        return task
+
+    # Where chunks are
+
+    def contains(self, key: ChunkKey) -> bool:
+        return any(key in shelf.index for shelf in self.all)
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """As `Tier.prefix`."""
+        if len(self.all) == 1:
+            return self.all[0].index.prefix(keys)
+        for position, key in enumerate(keys):
+            if not self.contains(key):
+                return position
+        return len(keys)
+
+    def places(self, key: ChunkKey) -> list[Shelf]:
+        """Where a chunk is known to be, else where it may be, the likeliest first.
+
+        Directories are ranked by rendezvous hashing (Thaler and Ravishankar): each gets an equal share, and one that is
+        added takes its own from all alike. What lies elsewhere since before is still found.
+        """
+        if len(self.all) == 1:
+            return self.all
+        for shelf in self.all:
+            if key in shelf.index:
+                return [shelf]
+        return sorted(self.all, key=lambda shelf: xxhash.xxh3_64_intdigest(key, shelf.seed), reverse=True)
+
+    def path(self, key: ChunkKey) -> str:
+        """The file that holds `key`, or would."""
+        return self.places(key)[0].volume.path(key)
+
+    def refuse(self, key: ChunkKey) -> None:
+        self.refused[key] = None
+        if len(self.refused) > _REFUSED_KEPT:
+            del self.refused[next(iter(self.refused))]
+
+    def deleted(self, keys: list[ChunkKey]) -> None:
+        """Chunks are being deleted, or were, by us or by others: a file that is open still takes its space."""
+        if self.mover.keeps_files_open:
+            self.metadata.submit(_forget_all, self.mover, [self.path(key) for key in keys])
+
+    async def close_deleted(self) -> int:
+        """The device is full, and deleted files that we keep open take its space. How many there were."""
+        return await self.metadata.submit(self.mover.close_deleted) if self.mover.keeps_files_open else 0
+
+    # Looking through directories
+
+    def begin_scan(self, shelf: Shelf, *, first: bool) -> None:
+        if self.closed:
+            return
+        task = shelf.scanning = self.begin(self._scan(shelf, first), f"scan-{shelf.volume.root}")
+        self._scans.add(task)
+        task.add_done_callback(self._scans.discard)
+
+    def scan_soon(self, shelf: Shelf) -> None:
+        """Look again what is there, but not all the time."""
+        if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
+            self.begin_scan(shelf, first=False)
+
+    async def scanned_soon(self, shelf: Shelf) -> bool:
+        """As `scan_soon`, and wait for it, but not for long; whether one ended."""
+        self.scan_soon(shelf)
+        scanning = shelf.scanning
+        if scanning is None:
+            return False
+        return bool((await asyncio.wait([scanning], timeout=_SCAN_WAIT_S))[0])
+
+    async def scanned(self) -> None:
+        """Wait for all scans that are under way."""
+        await asyncio.gather(*self._scans)
+
+    async def first_scan(self, shelf: Shelf) -> None:
+        """Wait until the shelf was looked through once."""
+        while not shelf.scanned and self._scans:
+            await asyncio.wait(self._scans)
+
+    async def _scan(self, shelf: Shelf, first: bool) -> None:
+        volume = shelf.volume
+        is_missing = False
+        try:
+            found = await scan(shelf, self.metadata, self.refused, first=first)
+            if found is not None:
+                self.counters.strays += found.strays
+        except (OSError, TierUnavailable) as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            logger.warning("%s could not be scanned: %s", volume.root, error)
+        finally:
+            if shelf.volume is volume:
+                shelf.scanned, shelf.scanning = True, None
+                shelf.noted_while_scanning.clear()
+                self.catch_up_soon(shelf)
+        if is_missing:
+            await self._replace(shelf, volume)
+        else:
+            await self.room.trim(shelf)
+
+    # Making up for what failed
+
+    def catch_up_soon(self, shelf: Shelf) -> None:
+        """Where something failed that the next change would make up for: it need not wait for one. Of several instances the
+        others cannot use what this one has freed and could not take off the count, and this one may have nothing to do."""
+        if not self.closed and shelf.catching_up is None and shelf.volume.is_behind:
+            shelf.catching_up = self.begin(self._catch_up(shelf), f"catch-up-{shelf.volume.root}")
+
+    async def _catch_up(self, shelf: Shelf) -> None:
+        volume, pause_s = shelf.volume, _CATCH_UP_S
+        try:
+            await asyncio.sleep(pause_s)
+            while shelf.volume is volume and volume.is_behind:
+                with contextlib.suppress(TierUnavailable):  # no thread could be started
+                    await self.metadata.submit(volume.catch_up)
+                if volume.is_behind:
+                    pause_s = min(2 * pause_s, _LONGEST_CATCH_UP_S)
+                    await asyncio.sleep(pause_s)
+        finally:
+            shelf.catching_up = None
+
+    def _sweep_later(self) -> None:
+        """What others delete is not to stay allocated because we keep it open, least of all while nobody uses us."""
+        if self.mover.keeps_files_open and not self.closed:
+            self._sweep = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_now)
+
+    def _sweep_now(self) -> None:
+        try:
+            self.metadata.submit(self.mover.close_deleted).add_done_callback(self._swept)
+        except TierUnavailable:  # no thread could be started
+            self._sweep_later()
+
+    def _swept(self, sweep: asyncio.Future[int]) -> None:
+        if not sweep.cancelled() and (error := sweep.exception()) is not None:
+            logger.info("%s: could not close deleted files: %s", self.name, error)
+        for shelf in self.all:
+            self.catch_up_soon(shelf)  # also what failed in a clean-up
+        self._sweep_later()
+
+    # Beginning anew
+
+    async def is_replaced(self, volume: Volume, error: OSError) -> bool:
+        """Whether what we have open lies on a mount that died, and another one is in its place."""
+        if self.mover.sees_remounts or error.errno not in _DEAD_MOUNT:
+            return False
+        return await self.metadata.submit(volume.answers)
+
+    async def reopen(self, shelf: Shelf, stale: Volume) -> None:
+        """The directory was emptied, deleted or replaced under us: what we knew is gone, begin anew. `stale` is the volume
+        that the caller found so; others may have found it at the same time."""
+        self.mover.suspect()
+        async with shelf.replacing:
+            if shelf.volume is stale:
+                was_deleted = await self.metadata.submit(stale.identity.make_anew, stale.access)
+                mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
+                logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
+                fresh = self.make_volume(stale.root, stale.cap_bytes)
+                try:
+                    await self._open_volume(fresh)
+                except ConfigError as error:
+                    raise TierUnavailable(str(error)) from error
+                if self.closed:
+                    self.metadata.later(fresh.close)
+                    raise TierUnavailable(f"{self.name} is closed")
+                shelf.volume, shelf.index, shelf.scanned = fresh, self.knowledge.make_index(), False
+                shelf.explained_bytes = 0
+                self.metadata.later(stale.close)
+                self.begin_scan(shelf, first=True)
+        if not shelf.volume.ledger.trusted:
+            await self.scanned_soon(shelf)
+            if not shelf.volume.ledger.trusted:
+                raise TierUnavailable(f"{stale.root}: what lies there is being counted")
+
+    async def remount(self) -> None:
+        """Another mount serves the directories: what is open on the old one is of no use. Chunks are where they were."""
+        for shelf in self.all:
+            async with shelf.replacing:
+                fresh = self.make_volume(shelf.volume.root, shelf.volume.cap_bytes)
+                await self._open_volume(fresh)
+                old, shelf.volume = shelf.volume, fresh
+                self.metadata.later(old.close)
+                # Writes that died with the mount are still counted. A scan corrects that.
+                self.begin_scan(shelf, first=False)
+
+    def replace_soon(self, shelf: Shelf) -> None:
+        """Where the count is another one, also where nothing is written. A directory that was moved away may come back, and
+        who only looks does not need another one."""
+        if shelf.volume.ledger.missing and not shelf.replacing.locked():
+            replacing = self._replace(shelf, shelf.volume, may_make=False)
+            self.begin(replacing, f"replace-{shelf.volume.root}")
+
+    async def _replace(self, shelf: Shelf, stale: Volume, *, may_make: bool = True) -> None:
+        """As `reopen`, where no write finds it out: one that sees a full directory never comes to the count. `may_make`:
+        also where there is no directory at all."""
+        try:
+            is_there = may_make or await self.metadata.submit(stale.root.is_dir)
+            if is_there and await self.metadata.submit(stale.is_wiped):
+                await self.reopen(shelf, stale)
+        except (OSError, TierUnavailable) as error:
+            logger.info("%s: %s", stale.root, error)
+
+    # Opening
+
+    def make_volume(self, directory: Path, cap_bytes: int) -> Volume:
+        settings = self.settings
+        volume = Volume(
+            directory,
+            cap_bytes,
+            self.fingerprint,
+            direct=settings.direct,
+            durable=settings.durable,
+            allowance_bytes=settings.allowance_of(cap_bytes),
+            beside=settings.beside,
+            access=ACCESS[settings.file_access],
+        )
+        volume.on_delete = self.mover.forget
+        return volume
+
+    async def _open_volume(self, volume: Volume) -> None:
+        unwanted = threading.Event()
+
+        def open_it() -> None:
+            try:
+                volume.open()
+            finally:
+                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
+                    volume.close()
+
+        opening = self.metadata.submit(open_it)
+        try:
+            await asyncio.shield(opening)
+        except BaseException as error:
+            # Cancelled, it may still be at work in its thread.
+            unwanted.set()
+            opening.add_done_callback(look_away)
+            opening.add_done_callback(lambda _: self.metadata.later(volume.close))
+            self.metadata.watch(opening)
+            if isinstance(error, WrongFormat):
+                raise ConfigError(f"{self.option}: {error}") from error
+            if isinstance(error, OSError):
+                raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
+            raise
+
+    def _require_another(self, volume: Volume) -> None:
+        """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""
+        for shelf in self.all:
+            if shelf.volume is not volume and shelf.volume.identity.is_same(volume.identity):
+                raise ConfigError(
+                    f"{self.option}: {shelf.volume.root} and {volume.root} are one directory, which would be filled twice; "
+                    "name it once"
+                )
+
+    async def _default_cap(self) -> int:
+        access = ACCESS[self.settings.file_access]
+        try:
+            return await self.metadata.submit(default_cap, self.settings.directories, access)
+        except OSError as error:
+            raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
+
+
+def _forget_all(mover: Mover, paths: list[str]) -> None:
+    for path in paths:
+        mover.forget(path)
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s ended, which nobody foresaw", task.get_name(), exc_info=error)

@@ -1,0 +1,186 @@
+"""Movers whose every call is one large blocking one in a worker thread: host memory, and a device's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.device.device import Device
+from tiercache.device.driver import DeviceError, Span
+from tiercache.errors import ConfigError, CorruptChunk
+from tiercache.memory.workers import Workers, to_the_end
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.chunk_file import read_chunk_file
+from tiercache.tiers.files.cufile import CuFileFiles
+from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.gds_probe import probe_gds
+from tiercache.tiers.files.parts import Mover
+from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+
+class ThreadMover(Mover):
+    """pread and pwrite between host memory and files."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        threads = shelves.settings.threads
+        # Two more than there are threads: a thread that is done finds its next job waiting, without a round by the loop.
+        self.places = threads + 2 if threads > 1 else 1
+        self._shelves = shelves
+        self._readers = Workers(f"{shelves.name}-read", threads)
+        self._writers = Workers(f"{shelves.name}-write", threads)
+
+    async def close(self) -> None:
+        self._readers.close()
+        self._writers.close()
+
+    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._readers.submit(volume.read, key, into)
+
+    def write(
+        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+    ) -> asyncio.Future[int]:
+        return self._writers.submit(volume.write, key, payload, payload_bytes, victims)
+
+
+class TwiceMover(ThreadMover):
+    """What is bad is read once more before it goes to quarantine: it belongs to everybody, and a bit may have flipped on
+    its way over the network."""
+
+    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._readers.submit(self._read, volume, key, into)
+
+    def _read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
+        fingerprint = self._shelves.fingerprint
+
+        def read(path: str) -> int:
+            try:
+                return read_chunk_file(path, key, fingerprint, into, direct=volume.direct)
+            except CorruptChunk as error:
+                logger.info("%s; reading it again", error)
+                self._shelves.counters.read_again += 1
+            _forget_cached(path)
+            return read_chunk_file(path, key, fingerprint, into, direct=volume.direct)
+
+        return volume.read_by(key, read)
+
+
+class DeviceMover(ThreadMover):
+    """Moves device memory as well: through cuFile where GPUDirect Storage works on this file system, through pinned host
+    memory where it does not, which is found out once, at the start. Without a device: host memory only."""
+
+    def __init__(
+        self, shelves: Shelves, device: Device | None, way: str, files: DeviceFiles | None = None
+    ) -> None:
+        """`way`: auto (cuFile where it works), cufile (or ConfigError), posix (pinned memory). `files` skips the search."""
+        super().__init__(shelves)
+        self.device = device
+        self.files: DeviceFiles | None = None
+        self._way = way
+        self._given_files = files
+
+    @property
+    def serves_device(self) -> bool:
+        return self.files is not None
+
+    @property
+    def keeps_files_open(self) -> bool:
+        return self.files is not None
+
+    async def open(self) -> None:
+        if self._given_files is not None:
+            await self._take(self._given_files)
+            return
+        shelves = self._shelves
+        if self.device is None:
+            logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", shelves.option)
+            return
+        driver, pool = self.device.driver, self.device.pool
+        directories, chunk_bytes = shelves.settings.directories, shelves.settings.chunk_bytes
+        threads = 2 * shelves.settings.threads
+        if self._way != "posix":
+            reason = await probe_gds(directories, driver)
+            if not reason:
+                try:
+                    await self._take(CuFileFiles(driver, pool.memory, chunk_bytes, threads))
+                    return
+                except (DeviceError, OSError, ImportError, RuntimeError) as error:
+                    reason = str(error)
+            if self._way == "cufile":
+                raise ConfigError(
+                    f"{shelves.option}: GPUDirect Storage does not work with {', '.join(map(str, directories))}: {reason}. "
+                    "Set use_gds: false to go through pinned host memory instead"
+                )
+            logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", shelves.option, reason)
+        await self._take(BounceFiles(driver, chunk_bytes, threads))
+
+    async def close(self) -> None:
+        files, self.files = self.files, None
+        if files is not None:
+            self._shelves.metadata.later(files.close)
+        await super().close()
+
+    def describe(self) -> str:
+        return self.files.name if self.files is not None else "host memory only"
+
+    def read_device(self, volume: Volume, key: ChunkKey, into: Span) -> asyncio.Future[int | None]:
+        files, fingerprint = self._files(), self._shelves.fingerprint
+
+        def read() -> int | None:
+            try:
+                return volume.read_by(key, lambda path: files.read(path, key, fingerprint, into, direct=volume.direct))
+            except (CorruptChunk, OSError):
+                files.forget(volume.path(key))
+                raise
+
+        return self._readers.submit(read)
+
+    def write_device(
+        self, volume: Volume, key: ChunkKey, payload: Span, payload_bytes: int, victims: Victims
+    ) -> asyncio.Future[int]:
+        files, fingerprint = self._files(), self._shelves.fingerprint
+
+        def create(path: str) -> int:
+            return files.write(
+                path, key, fingerprint, payload, payload_bytes, direct=volume.direct, durable=volume.durable
+            )
+
+        return self._writers.submit(volume.write_by, key, payload_bytes, victims, create)
+
+    def forget(self, path: str) -> None:
+        if (files := self.files) is not None:
+            files.forget(path)
+
+    def close_deleted(self) -> int:
+        return files.close_deleted() if (files := self.files) is not None else 0
+
+    def _files(self) -> DeviceFiles:
+        if self.files is None:
+            raise DeviceError(f"{self._shelves.name}: there is no device; only host memory is served")
+        return self.files
+
+    async def _take(self, files: DeviceFiles) -> None:
+        """Open them, and use them from now on. What they have taken when that fails or is cancelled goes again."""
+        try:
+            await to_the_end(self._shelves.metadata.submit(files.open))
+        except BaseException:
+            self._shelves.metadata.later(files.close)
+            raise
+        self.files = files
+
+
+def _forget_cached(path: str) -> None:
+    """What the kernel has kept of a file, so that the next read asks the server."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,350 @@
+"""The file tier: one file per chunk in one or several directories, under a physical cap.
+
+This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `volume.py` is the half
+that blocks. What differs between file systems are three parts (`parts.py`): who moves bytes, what is known of a directory,
+and how room is made. A tier for one file system is a choice of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
+from tiercache.core.blame import Blame
+from tiercache.core.header import file_bytes
+from tiercache.core.keys import ChunkKey
+from tiercache.device.driver import Span
+from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
+from tiercache.memory.workers import to_the_end
+from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
+from tiercache.tiers.files.access import NotAFile
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.knowledge import OwnIndex
+from tiercache.tiers.files.manifest import NO_ROOM, reads_back
+from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.files.publishing import NameTaken
+from tiercache.tiers.files.room import OwnRoom
+from tiercache.tiers.files.scanning import Shelf
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+_ATTEMPTS = 4
+_FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
+
+_Read = Callable[[Volume], "asyncio.Future[int | None]"]
+"""Begins what does as `Volume.read`."""
+_Write = Callable[[Volume, Victims], "asyncio.Future[int]"]
+"""Begins what does as `Volume.write`; called several times, perhaps."""
+
+
+class FileTier(DeviceTier):
+    def __init__(
+        self,
+        name: str,
+        option: str,
+        settings: FileSettings,
+        fingerprint: bytes,
+        mover: Callable[[Shelves], Mover],
+        knowledge: Callable[[Shelves], Knowledge] = OwnIndex,
+        room: Callable[[Shelves], Room] = OwnRoom,
+        *,
+        metadata_threads: int = 1,
+    ) -> None:
+        """`option` is the configuration key that names the directories, for messages."""
+        self.name = name
+        self.option = option
+        self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge, room)
+        self.traits = self._traits()
+        self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
+        self.governor = Governor(settings.bytes_per_day)
+        self._statistics = self.shelves.counters
+        self._blame = Blame()
+
+    @property
+    def settings(self) -> FileSettings:
+        """With the true cap, once the tier is open."""
+        return self.shelves.settings
+
+    @property
+    def serves_device(self) -> bool:
+        return self.shelves.mover.serves_device
+
+    async def open(self) -> None:
+        try:
+            await self.shelves.open()
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nobody would run what waits
+            await self.close()
+            raise
+        self.traits = self._traits()
+
+    async def close(self) -> None:
+        await self.shelves.mover.close()
+        await self.shelves.close()
+
+    def describe(self) -> str:
+        places = ", ".join(str(directory) for directory in self.settings.directories)
+        way = self.shelves.mover.describe()
+        return f"{self.name} ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB{way and ', '}{way})"
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.shelves.contains(key)
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return self.shelves.prefix(keys)
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        return await self.shelves.knowledge.probe(keys)
+
+    def statistics(self) -> TierStatistics:
+        shelves = self.shelves
+        counters = TierStatistics(**vars(self._statistics))
+        counters.evicted = shelves.room.evicted
+        counters.resident = sum(len(shelf.index) for shelf in shelves.all)
+        counters.occupied_bytes = sum(shelf.volume.ledger.used_bytes for shelf in shelves.all)
+        return counters
+
+    async def scanned(self) -> None:
+        """Wait until the index is complete (for tests and tools; the tier serves before that)."""
+        await self.shelves.scanned()
+
+    async def refreshed(self) -> None:
+        """Wait until the index has what other instances did before this call, where it follows them (for tests and
+        tools)."""
+        await self.scanned()
+        await self.shelves.knowledge.refreshed()
+
+    def path(self, key: ChunkKey) -> str:
+        """The file that holds `key`, or would."""
+        return self.shelves.path(key)
+
+    # Reading
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        return await self._read(key, lambda volume: self.shelves.mover.read(volume, key, into))
+
+    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+        return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
+
+    async def _read(self, key: ChunkKey, read: _Read) -> int | None:
+        length, shelves = None, self.shelves.places(key)
+        is_known = key in shelves[0].index
+        try:
+            for shelf in shelves:
+                length = await self._read_from(shelf, key, read)
+                if length is not None:
+                    break
+        except OSError as error:
+            self.shelves.mover.failed(error)
+            raise
+        if not is_known:
+            self.shelves.knowledge.missed(shelves[0])
+        if length is None:
+            self._statistics.read_misses += 1
+            return None
+        self._statistics.reads += 1
+        self._statistics.read_bytes += length
+        return length
+
+    async def _read_from(self, shelf: Shelf, key: ChunkKey, read: _Read) -> int | None:
+        began = shelf.look_for(key)
+        try:
+            length = await to_the_end(read(shelf.volume))
+        except CorruptChunk as error:
+            self._found_bad(shelf, key)
+            logger.warning("a chunk failed verification and was quarantined: %s", error)
+            raise
+        except OSError as error:
+            if not await self._is_files_fault(shelf.volume, key, error):
+                raise
+            self._found_bad(shelf, key)
+            logger.warning("a chunk cannot be read and was put aside: %s", error)
+            await self.shelves.metadata.submit(shelf.volume.set_aside, key)
+            raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
+        finally:
+            is_latest = shelf.looked(key, began)
+            self.shelves.catch_up_soon(shelf)
+        self._blame.succeeded()
+        if length is None:
+            if is_latest:  # else it was stored after we had looked
+                shelf.index.remove(key)
+            return None
+        if key in shelf.index:
+            shelf.index.touch(key)
+        elif is_latest and shelf.scanning is not None:
+            shelf.index.add(key, file_bytes(length))  # the scan leaves alone what was noted
+        shelf.note(key)
+        return length
+
+    def _found_bad(self, shelf: Shelf, key: ChunkKey) -> None:
+        shelf.index.remove(key)
+        self.shelves.refuse(key)
+        self._statistics.corrupt += 1
+
+    async def _is_files_fault(self, volume: Volume, key: ChunkKey, error: OSError) -> bool:
+        """An unreadable file costs itself, however many lie together; a device that reads nothing at all has failed."""
+        if isinstance(error, NotAFile) or error.errno in _FILES_OWN_FAULT:
+            return True
+        if error.errno not in self.shelves.mover.perhaps_files:
+            return False
+        if self._blame.casts_doubt(key):
+            if not await self.shelves.metadata.submit(reads_back, volume.root):
+                return False
+            self._blame.succeeded()
+        return True
+
+    # Writing
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        mover = self.shelves.mover
+        return await self._write(
+            key, payload_bytes, lambda volume, victims: mover.write(volume, key, payload, payload_bytes, victims)
+        )
+
+    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+        mover = self.shelves.mover
+        return await self._write(
+            key, payload_bytes, lambda volume, victims: mover.write_device(volume, key, payload, payload_bytes, victims)
+        )
+
+    async def _write(self, key: ChunkKey, payload_bytes: int, write: _Write) -> bool:
+        try:
+            return await self._write_to(self.shelves.places(key)[0], key, payload_bytes, write)
+        except OSError as error:
+            self.shelves.mover.failed(error)
+            raise
+
+    async def _write_to(self, shelf: Shelf, key: ChunkKey, payload_bytes: int, write: _Write) -> bool:
+        await shelf.left(key)
+        if key in shelf.index:
+            shelf.index.touch(key)
+            return True
+        self.admission.used(key)
+        needed_bytes = file_bytes(payload_bytes)
+        if needed_bytes > shelf.volume.cap_bytes:
+            return False
+        if not shelf.volume.ledger.trusted:
+            # Files without a count: the cap cannot be kept before they are counted.
+            self.shelves.scan_soon(shelf)
+            return False
+        now_s = asyncio.get_running_loop().time()
+        if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
+            return False
+        began, is_latest = shelf.look_for(key), False
+        try:
+            occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
+        except BaseException as error:
+            self.governor.give_back(needed_bytes)
+            self._statistics.write_failures += 1
+            if not isinstance(error, NameTaken):
+                raise
+            logger.warning("a chunk cannot be stored: %s", error)
+            return False
+        finally:
+            is_latest = shelf.looked(key, began)
+            self.shelves.catch_up_soon(shelf)
+        self.shelves.refused.pop(key, None)
+        if is_latest or key in shelf.index:  # else it was seen before we heard of it, and evicted
+            shelf.add(key, occupied_bytes)
+        shelf.note(key)
+        self._statistics.writes += 1
+        self._statistics.written_bytes += payload_bytes
+        return True
+
+    async def _write_evicting(self, shelf: Shelf, needed_bytes: int, write: _Write) -> int:
+        deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
+        attempt = 0
+        while attempt < _ATTEMPTS:
+            victims = await self.shelves.room.make(shelf, needed_bytes, deficit_bytes)
+            volume = shelf.volume
+            try:
+                with shelf.leaving(victims):
+                    return await to_the_end(write(volume, victims))
+            except TierFull:
+                # Victims that somebody else had deleted were no attempt, and are out of the index now.
+                attempt += not victims.were_gone
+                deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+            except FileNotFoundError:
+                await self.shelves.reopen(shelf, volume)
+                deficit_bytes = 0
+                attempt += 1
+            except OSError as error:
+                if await self.shelves.is_replaced(volume, error):
+                    await self.shelves.reopen(shelf, volume)
+                    attempt += 1
+                    continue
+                if error.errno not in NO_ROOM:
+                    raise
+                # The device is fuller than our cap allows for: make room at our own expense, then say so.
+                attempt += not victims.were_gone
+                if await self.shelves.close_deleted():
+                    deficit_bytes = 0
+                    continue
+                deficit_bytes = needed_bytes << max(0, attempt - 1)
+                if deficit_bytes > shelf.index.used_bytes:
+                    await self.shelves.scanned_soon(shelf)  # others may have filled it since we looked what is there
+                if not shelf.index.used_bytes:
+                    raise TierFull(f"{volume.root}: {error.strerror}, and nothing of ours is left to evict") from error
+                deficit_bytes = min(deficit_bytes, shelf.index.used_bytes)
+        raise TierFull(f"{shelf.volume.root}: no room after {_ATTEMPTS} attempts")
+
+    def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        # Also what was hot: a chunk that leaves the hot cache after a hundred uses should not have left here long before.
+        for shelf in self.shelves.all:
+            shelf.index.touch_prefix(keys)
+        if self.settings.admission == "all":
+            return ()
+        wanted = []
+        for key in keys:
+            self.admission.used(key)
+            if self.admission.admits(key) and not self.contains(key):
+                wanted.append(key)
+        return wanted
+
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        for key in keys:
+            self.admission.continued(key)
+
+    # Removing
+
+    async def remove(self, key: ChunkKey) -> bool:
+        # From every directory: it may lie, too, where it was stored before others were added. What we do not know of may be
+        # somebody else's. Whoever stops waiting leaves it to the thread.
+        places = []
+        for shelf in self.shelves.all:
+            places.append((shelf.volume, shelf.index.remove(key)))
+            shelf.note(key)
+        try:
+            return await self.shelves.metadata.submit(_remove, places, key)
+        except OSError as error:
+            self.shelves.mover.failed(error)
+            raise
+        finally:
+            # Who looked at the directory meanwhile may have seen it still.
+            for shelf in self.shelves.all:
+                shelf.removed(key)
+                self.shelves.catch_up_soon(shelf)
+
+    def _traits(self) -> Traits:
+        places = self.shelves.mover.places
+        return Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
+
+
+def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:
+    """Whether the chunk was anywhere. A directory that fails keeps it in no other; its error is raised at the end."""
+    gone, failure = False, None
+    for volume, occupied_bytes in places:
+        try:
+            gone = volume.remove(key, occupied_bytes) or gone
+        except (OSError, TierUnavailable) as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return gone

@@ -1,0 +1,398 @@
+"""A directory of chunk files. Synchronous; everything here may block and runs in worker threads.
+
+```
+<root>/tiercache.json            manifest: the format of this directory
+<root>/<2 hex>/<key>             chunks
+<root>/quarantine/<key>.<n>      the last few that failed verification
+<root>/.tiercache/ledger         bytes in use, shared by all processes
+<root>/.tiercache/tmp/<owner>.*  files being written; <owner>.lock is held by their writer
+<root>/<2 hex>/<owner>.<n>       files being written, with `beside`
+```
+
+256 directories and no second level below them: making two directories for each chunk cost a third of the durable write speed
+at 2 MiB, since every fdatasync had their blocks to commit as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from tiercache.core.header import Header, file_bytes, payload_checksum
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
+from tiercache.tiers.files.abandoned import Abandoned
+from tiercache.tiers.files.access import OWNER, Access, occupied_bytes
+from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
+from tiercache.tiers.files.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
+from tiercache.tiers.files.count_file import LedgerLost
+from tiercache.tiers.files.identity import Identity
+from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.manifest import NO_ROOM, require_manifest
+from tiercache.tiers.files.owners import Owner
+from tiercache.tiers.files.publishing import Publisher
+from tiercache.tiers.files.quarantine import Quarantine
+from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
+
+logger = logging.getLogger("tiercache.disk")
+
+T = TypeVar("T")
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class Volume:
+    def __init__(
+        self,
+        root: Path,
+        cap_bytes: int,
+        fingerprint: bytes,
+        *,
+        direct: bool | None,
+        durable: bool,
+        allowance_bytes: int = 0,
+        beside: bool = False,
+        access: Access = OWNER,
+    ) -> None:
+        """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory
+        at a time, and moves one file at a time between directories of a mount; where each such call is a round trip to
+        another machine, all writes would wait for one another."""
+        self.root = root
+        self.cap_bytes = cap_bytes
+        self.fingerprint = fingerprint
+        self.wants_direct = direct
+        self.direct = False
+        self.durable = durable
+        self.access = access
+        self._allowance_bytes = allowance_bytes
+        self._beside = beside
+        self._private = root / ".tiercache"
+        self._temporary = self._private / "tmp"
+        self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
+        self.quarantined = Quarantine(root / "quarantine", access)
+        self.surveyor = Surveyor(root, self._owner, access)
+        self.abandoned = Abandoned(lambda: self.ledger)
+        self.strays_removed = 0
+        self.on_delete: Callable[[str], None] = lambda path: None
+        """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
+        its space until it is closed."""
+        self.publisher = Publisher(access, self.quarantined, lambda: self.ledger)
+        self.identity = Identity(root)
+
+    def open(self) -> None:
+        """Make the directory ready. Raises OSError when it cannot be used, WrongFormat when it is not ours, TierUnavailable
+        when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
+        self.access.make_root(self.root)
+        self.identity.note()
+        self.identity.warn_of_others()
+        for directory in (self._private, self._temporary):
+            self.access.make_directory(directory)
+        self._owner.settle(self.access)
+        self.ledger = Ledger(
+            self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
+        )
+        self.require_manifest()
+        self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
+        self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
+        if self.wants_direct and not self.direct:
+            logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
+        places = [place for top in TOP_LEVELS if (place := self.root / top).is_dir()]
+        for place in (*places, self.quarantined.directory):
+            self.access.enforce(place)
+        if not places:
+            self.ledger.trust()
+
+    def require_manifest(self) -> None:
+        """Somebody who empties the directory takes the manifest, too."""
+        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
+
+    def answers(self) -> bool:
+        """Whether the directory can be reached by its path, whatever became of what we have open there."""
+        return (self._private / "ledger").exists()
+
+    def is_wiped(self) -> bool:
+        """Whether somebody deleted or replaced our lock file or the ledger. Raises OSError when the device does not say."""
+        return self._owner.lost or self.ledger.is_lost()
+
+    def is_mounted_anew(self) -> bool:
+        """Whether what we have open lies on another mount than what has the directory's path now."""
+        try:
+            return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # the mount that we have open is dead
+
+    def close(self) -> None:
+        """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
+        if hasattr(self, "ledger"):
+            self.ledger.close(self._owner.leave)
+        else:
+            self._owner.leave()
+
+    def path(self, key: ChunkKey) -> str:
+        name = key.hex()
+        return f"{self.root}/{name[:2]}/{name}"
+
+    def exists(self, keys: list[ChunkKey]) -> list[int]:
+        """Occupied bytes of `keys`, from the first on, up to the first that is not here."""
+        found = []
+        for key in keys:
+            try:
+                status = os.lstat(self.path(key))
+            except OSError:
+                break
+            if not stat.S_ISREG(status.st_mode):
+                break
+            found.append(occupied_bytes(status))
+        return found
+
+    def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
+        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
+        return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
+
+    def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
+        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
+        try:
+            return reader(self.path(key))
+        except _ABSENT:
+            if not self.identity.is_here_or_deleted():
+                raise
+            return None
+        except CorruptChunk:
+            self.quarantine(key)
+            raise
+
+    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims) -> int:
+        """Delete `victims`, then publish the chunk atomically. Returns the bytes it occupies.
+
+        Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
+        others) when the device says no; the victims are gone all the same.
+        """
+
+        def create(path: str) -> int:
+            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
+            return write_chunk_file(path, header, payload, direct=self.direct, durable=self.durable)
+
+        return self.write_by(key, payload_bytes, victims, create)
+
+    def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
+        """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
+        that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
+        discarded and theirs counts."""
+        pending = self.begin_write(key, payload_bytes, victims)
+        try:
+            occupied_bytes = self.make(pending, create)
+        except BaseException:
+            self.abandoned.remove(pending)
+            raise
+        return self.finish_write(pending, occupied_bytes)
+
+    def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
+        """`create` the file at its path, in a directory that may have to be made first."""
+        try:
+            return create(pending.path)
+        except FileNotFoundError:
+            if not self._beside:
+                raise
+            self.publisher.make_directory(os.path.dirname(pending.path))
+            return create(pending.path)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something is still counted, or lies there, that would not be had nothing failed. At once."""
+        return bool(self.abandoned) or self.ledger.is_behind
+
+    def catch_up(self) -> None:
+        """Make up for it, as far as that can be done now. Does not raise."""
+        self.abandoned.remove_all()
+        self.ledger.catch_up()
+
+    def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
+        """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandoned.remove`."""
+        self._require_ours()
+        self.abandoned.remove_some()
+        announced = self._announce(victims)
+        announced_bytes = sum(occupied for _, occupied in announced)
+        freed_bytes = 0
+        try:
+            for victim, occupied in announced:
+                freed_bytes += occupied if self._delete_file(victim) else 0
+        except BaseException:
+            self.ledger.release(freed_bytes, announced_bytes)
+            raise
+        finally:
+            victims.freed_bytes += freed_bytes
+            victims.deleted()
+        charged_bytes = file_bytes(payload_bytes)
+        if not self.ledger.charge(charged_bytes, freed_bytes, announced_bytes):
+            raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
+        directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
+        return PendingFile(key, f"{directory}/{self._owner.new_name()}", charged_bytes)
+
+    def finish_write(self, pending: PendingFile, occupied_bytes: int) -> int:
+        """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
+        try:
+            self.access.grant(pending.path)
+            # Settled before the file has its name: a crash may leave the count too high, never too low.
+            self.ledger.correct(occupied_bytes - pending.charged_bytes)
+            pending.charged_bytes = occupied_bytes
+            self._require_ours()
+            others_bytes = self.publisher.publish(pending.path, self.path(pending.key))
+        except BaseException:
+            self.abandoned.remove(pending)
+            raise
+        if others_bytes is None:
+            self.ledger.settle(occupied_bytes)
+            return occupied_bytes
+        self.abandoned.remove(pending)
+        return others_bytes
+
+    def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
+        """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
+        try:
+            self.ledger.announce(occupied_bytes)
+        except (TierUnavailable, OSError):
+            # Not announced, so not credited: it goes all the same, and the count is too high until it is reckoned anew.
+            return self._delete_file(key)
+        gone = False
+        try:
+            gone = self._delete_file(key)
+        finally:
+            self.ledger.release(occupied_bytes if gone else 0, occupied_bytes)
+        return gone
+
+    def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
+        """As `delete`, of a chunk whose size is perhaps not known (None).
+
+        Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
+        leaves an empty one, and the chunk comes back with the mount.
+        """
+        if self._remove_if_there(key, occupied_bytes):
+            return True
+        if self.is_mounted_anew() and not self.answers():
+            raise TierUnavailable(f"{self.root} is not there")
+        return self._remove_if_there(key, None)  # where it has come back only now
+
+    def _remove_if_there(self, key: ChunkKey, known_bytes: int | None) -> bool:
+        if known_bytes is None:
+            try:
+                status = os.lstat(self.path(key))
+            except _ABSENT:
+                self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
+                return False
+            if not stat.S_ISREG(status.st_mode):
+                return False
+            known_bytes = occupied_bytes(status)
+        return self.delete(key, known_bytes)
+
+    def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
+        """Unlink many chunks and credit them together, to everybody at once."""
+        done = Deleted()
+        announced = self._announce(Victims(victims))
+        announced_bytes = sum(occupied for _, occupied in announced)
+        try:
+            for victim in announced:
+                try:
+                    if self._delete_file(victim[0]):
+                        done.chunks += 1
+                        done.freed_bytes += victim[1]
+                except OSError as error:
+                    done.left.append(victim)
+                    done.error = error
+        finally:
+            self.ledger.release(done.freed_bytes, announced_bytes)
+        return done
+
+    def quarantine(self, key: ChunkKey) -> None:
+        """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
+        path = self.path(key)
+        try:
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                self.publisher.make_way(path)
+                return
+            self.quarantined.take(path)
+        except FileNotFoundError:
+            return  # another instance was quicker
+        except OSError as error:
+            logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
+            with contextlib.suppress(OSError):
+                # Publishing never replaces a file, so it would stay for ever.
+                self.delete(key, occupied_bytes(os.lstat(path)))
+            return
+        self._trim_quarantine()
+
+    def set_aside(self, key: ChunkKey) -> None:
+        """As `quarantine`, for a file that cannot be read. Another user's may be good, and stays."""
+        with contextlib.suppress(OSError):
+            if os.geteuid() in (0, os.lstat(self.path(key)).st_uid):
+                self.quarantine(key)
+
+    def _trim_quarantine(self) -> None:
+        with contextlib.suppress(OSError, TierUnavailable):
+            self.quarantined.trim(self.ledger, self.cap_bytes)
+
+    def begin_reckoning(self) -> Reckoning:
+        """Before the first directory is scanned: what is needed to correct the count afterwards."""
+        self.remove_stale_writers()
+        self.require_manifest()
+        self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
+        marked = self.ledger.mark()
+        own_bytes = self.ledger.outstanding_bytes
+        others_bytes = sum(each.outstanding_bytes for each in self._owner.others())
+        there = frozenset(os.listdir(self.root))
+        return Reckoning(marked, own_bytes, others_bytes, [top for top in TOP_LEVELS if top in there])
+
+    def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
+        """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""
+        return self.ledger.reckon(
+            reckoning.marked,
+            found_bytes,
+            reckoning.outstanding_bytes,
+            lambda: sum(each.owed_bytes for each in self._owner.others()),
+        )
+
+    def remove_stale_writers(self) -> int:
+        """Remove what writers that no longer live left half-written. How many of them there were: the count may be too
+        high for each, by what it was writing."""
+        stale = self._owner.remove_stale_writers(self.ledger)
+        self.strays_removed += stale.files
+        return stale.instances
+
+    def _require_ours(self) -> None:
+        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is
+        written when we have closed: jobs that waited for a device that hung come to it only then."""
+        if self._owner.lost:
+            raise LedgerLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
+
+    def _announce(self, victims: Victims) -> list[tuple[ChunkKey, int]]:
+        """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to
+        go before, which stays counted until the count is reckoned anew."""
+        left: list[tuple[ChunkKey, int]] = victims
+        if left:
+            try:
+                self.ledger.announce(sum(occupied for _, occupied in left))
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                (first, occupied_bytes), *left = left
+                victims.freed_bytes += occupied_bytes if self._delete_file(first) else 0
+                self.ledger.announce(sum(occupied for _, occupied in left))
+        return left
+
+    def _delete_file(self, key: ChunkKey) -> bool:
+        path = self.path(key)
+        try:
+            os.unlink(path)
+        except _ABSENT:
+            return False
+        finally:
+            self.on_delete(path)
+        return True

@@ -1,0 +1,148 @@
+"""Chunks in slots, and the leases that keep them there."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import Any, Protocol
+
+from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
+from tiercache.core.header import aligned
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Slot
+
+
+class Entry:
+    """A chunk, and who holds it."""
+
+    __slots__ = (
+        "held_for",
+        "holds",
+        "hot",
+        "key",
+        "parent",
+        "parked",
+        "payload_bytes",
+        "read_leases",
+        "slot",
+        "used_meanwhile",
+        "write_leases",
+    )
+
+    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.payload_bytes = payload_bytes
+        self.read_leases = 0
+        self.write_leases = 0
+        self.holds = 0
+        self.held_for: Purpose | None = None
+        """The purpose that the slot counts for; None: it may be evicted."""
+        self.parked = False
+        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
+        self.parent: ChunkKey | None = None
+        self.used_meanwhile = False
+        """Whether it was used while it was out of the order, which does not know it then."""
+        self.hot = True
+
+    def count(self, purpose: Purpose, change: int) -> None:
+        if purpose is READ:
+            self.read_leases += change
+        elif purpose is WRITE:
+            self.write_leases += change
+        else:
+            self.holds += change
+        self.held_for = WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
+
+
+class Keeper(Protocol):
+    """Whose slots leases are on: the CPU tier."""
+
+    on_device: bool
+    """Whether they are device memory."""
+
+    def view(self, slot: Slot, length_bytes: int) -> Any:
+        """The first bytes of a slot as its readers get them."""
+
+    def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease: ...
+
+    def end_lease(self, entry: Entry, purpose: Purpose) -> None: ...
+
+    def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
+        """In whatever thread it was collected."""
+
+
+class Lease:
+    """A counted hold on a hot chunk: its memory is not reused before `release`.
+
+    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory); one that was
+    taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
+    the lease as a context manager does.
+    """
+
+    __slots__ = ("_entry", "_keeper", "_purpose")
+
+    def __init__(self, keeper: Keeper, entry: Entry, purpose: Purpose) -> None:
+        self._keeper = keeper
+        self._entry: Entry | None = entry
+        self._purpose = purpose
+
+    @property
+    def key(self) -> ChunkKey:
+        return self._held().key
+
+    @property
+    def findable(self) -> bool:
+        """Whether others find the chunk: nobody has removed it since."""
+        return self._held().hot
+
+    @property
+    def on_device(self) -> bool:
+        return self._keeper.on_device
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._held().payload_bytes
+
+    @property
+    def view(self) -> Any:
+        entry = self._held()
+        return self._keeper.view(entry.slot, entry.payload_bytes)
+
+    @property
+    def padded(self) -> Any:
+        """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
+        entry = self._held()
+        return self._keeper.view(entry.slot, aligned(entry.payload_bytes))
+
+    def sibling(self) -> Lease | None:
+        """One more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
+        entry = self._held()
+        return self._keeper.begin_lease(entry, WRITE) if entry.hot else None
+
+    def release(self) -> None:
+        """Idempotent."""
+        entry = self._entry
+        if entry is not None:
+            self._entry = None
+            self._keeper.end_lease(entry, self._purpose)
+
+    def _held(self) -> Entry:
+        if self._entry is None:
+            raise ValueError("the lease was released; its memory may hold another chunk by now")
+        return self._entry
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        entry = self._entry
+        if entry is not None:
+            self._entry = None
+            warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
+            self._keeper.end_lease_from_anywhere(entry, self._purpose)

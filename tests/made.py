@@ -72,6 +72,8 @@ def _is_below(path: str, directory: str) -> bool:
 
 
 def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and not arguments[2] & os.O_CREAT:
+        return  # looking at another's: an arena that begins looks for those of the dead
     if (place := _NEW_NAME.get(event)) is not None:
         path = arguments[place]
         if isinstance(path, (str, bytes, os.PathLike)) and (text := os.fsdecode(path)).startswith(_HERE):

@@ -162,8 +162,12 @@ def test_a_mount_is_named_wherever_it_is(where: str, tmp_path: Path) -> None:
         clean.callback(subprocess.run, ["umount", place], check=True)
 
 
-def test_what_others_make_is_no_leak(tmp_path: Path) -> None:
-    """Another program, which was there before, makes shared memory under a name that could be ours."""
+@pytest.mark.parametrize("looked_at", [False, True], ids=["unseen", "looked-at"])
+def test_what_others_make_is_no_leak(looked_at: bool, tmp_path: Path) -> None:
+    """Another program, which was there before, makes shared memory under a name that could be ours.
+
+    Looked at: an arena of ours begins, and looks for those of dead processes.
+    """
     path = Path("/dev/shm/tiercache.of-somebody-else")
     script = f"import os, sys; sys.stdin.readline(); open({str(path)!r}, 'w'); print(flush=True)"
     with subprocess.Popen(["python3", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -172,6 +176,8 @@ def test_what_others_make_is_no_leak(tmp_path: Path) -> None:
             other.stdin.write(b"\n")
             other.stdin.flush()
             other.stdout.readline()
+            if looked_at:
+                Arena(ArenaSettings(size_bytes=1, shm_name=f"looks-{os.getpid()}")).close()
         os.unlink(path)
 
 

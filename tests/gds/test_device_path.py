@@ -76,7 +76,7 @@ class Bench:
         await self.cpu.open()
         await self.staging.open()
         await self.tier.open()
-        self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=0.2))
+        self.writer = TierWriter(self.tier, WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=10.0))
         self.fan_out = FanOut([self.writer])
         self.host_reader = Reader(self.cpu, [self.staging, self.tier])
         self.device_reader = Reader(self.staging, [self.tier])
@@ -224,7 +224,6 @@ async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> N
 @pytest.mark.parametrize("writing", [True, False], ids=["being written", "queued"])
 async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: Bench, writing: bool) -> None:
     (key, _), (_, new) = chunk(1), chunk(2)
-    bench.writer.settings = WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES)
     bench.tier.gate.clear()
     if not writing:
         places = bench.tier.traits.write_concurrency
@@ -325,7 +324,8 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
 
 
 async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> None:
-    """Its slots stay with the work that hangs; when that ends they are back."""
+    """Its slots stay with the work that hangs, also once the writer gave it up; when that ends they are back."""
+    bench.writer.settings = WriterSettings(queue_bytes=SLOTS * CHUNK_BYTES, deadline_s=0.2)
     bench.tier.gate.clear()
     stored = await bench.put(*range(1, 41), wait_s=0.3)
     assert stored >= (40 if bench.cpu.keep else 8)

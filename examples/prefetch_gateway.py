@@ -149,7 +149,7 @@ def serving_control(place: Path) -> Iterator[Control]:
     token = secrets.token_hex(16)
     with (place / "control.log").open("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tiercache.cli", "serve-control", "--port", "0", "--socket", f"{place}/control.sock"],
+            [sys.executable, "-m", "tiercache", "serve-control", "--port", "0", "--socket", f"{place}/control.sock"],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "TIERCACHE_CONTROL_TOKEN": token},

@@ -12,7 +12,7 @@ SIZES = ("2MiB", "32MiB")
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tiercache.cli", "bench", *map(str, arguments)]
+    command = [sys.executable, "-m", "tiercache", "bench", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -13,7 +13,7 @@ LAYOUT = Layout("cli", chunk_tokens=64, bytes_per_token=1024)
 
 
 def tiercache(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tiercache.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "tiercache", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 

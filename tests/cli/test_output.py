@@ -26,7 +26,7 @@ def in_terminal(*arguments: object) -> list[str]:
     ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tiercache.cli", *map(str, arguments)],
+        [sys.executable, "-m", "tiercache", *map(str, arguments)],
         stdin=theirs,
         stdout=theirs,
         stderr=subprocess.DEVNULL,

@@ -66,7 +66,7 @@ def test_words_and_no_bar_in_a_pipe(directory: Path) -> None:
 def test_progress_in_a_terminal(directory: Path) -> None:
     terminal, side = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-m", "tiercache.cli", "verify", str(directory)], stdout=subprocess.PIPE, stderr=side
+        [sys.executable, "-m", "tiercache", "verify", str(directory)], stdout=subprocess.PIPE, stderr=side
     ):
         os.close(side)
         shown = bytearray()

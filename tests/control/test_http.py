@@ -41,7 +41,7 @@ TOKEN = "correct-horse-battery-staple-42"
 async def serve(place: Path, *arguments: str, **environment: str) -> AsyncIterator[Any]:
     """A client of a server for the sockets at `place`; at the end, what the server printed is in `client.said`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-u", "-m", "tiercache.cli", "serve-control", "--socket", str(place / "c.sock"), "--port", "0"),
+        *(sys.executable, "-u", "-m", "tiercache", "serve-control", "--socket", str(place / "c.sock"), "--port", "0"),
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -1,0 +1,5 @@
+"""`python -m tiercache`, as `tiercache`."""
+
+from tiercache.cli import main
+
+main()

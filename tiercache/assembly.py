@@ -28,6 +28,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.mounts import file_system_of
 from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
@@ -129,7 +130,7 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
         directories: tuple[Path, ...] = ()
         if isinstance(tier, FsTier):
             directories = tier.engine.directories
-        elif isinstance(tier, DiskTier):
+        elif isinstance(tier, FileTier):
             directories = tier.settings.directories
         for directory in dict.fromkeys(map(os.path.normpath, directories)):
             other = users.setdefault(directory, tier)

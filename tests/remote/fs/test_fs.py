@@ -147,10 +147,16 @@ def test_a_directory_is_used_by_one_tier_and_once(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError, match=rf"fs\.b: {tmp_path} belongs to the tier fs\.a already"):
         make_tiers(Config.load(environ={}, overrides=fs), layout)
-    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.1, "remote_storage_plugins": ["fs.a"]}
     del fs["remote_storage_plugin.fs.b.base_path"]
-    with pytest.raises(ConfigError, match=rf"fs\.a: {tmp_path} belongs to the tier disk already"):
-        make_tiers(Config.load(environ={}, overrides=fs | disk), layout)
+    fs["remote_storage_plugins"] = ["fs.a"]
+    others = {
+        "disk": {"local_disk": str(tmp_path), "max_local_disk_size": 0.1},
+        "gds": {"gds_path": str(tmp_path), "gds_buffer_size": 16},
+        "hf3fs": {"hf3fs_base_path": str(tmp_path)},
+    }
+    for name, other in others.items():
+        with pytest.raises(ConfigError, match=rf": {tmp_path} belongs to the tier ({name}|fs\.a) already"):
+            make_tiers(Config.load(environ={}, overrides=fs | other), layout)
 
 
 async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:

@@ -109,12 +109,11 @@ class Governor:
         self.bytes_per_day = bytes_per_day
         self._bytes_per_s = bytes_per_day / (DAY_S + burst_s)
         self.burst_bytes = self._bytes_per_s * burst_s
-        self.refused_bytes = 0
         self._tokens_bytes = self.burst_bytes
         self._at_s: float | None = None
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
-        """Take `amount_bytes` at `now_s` (monotonic) if they are there; whether they were. What is refused is counted."""
+        """Take `amount_bytes` at `now_s` (monotonic) if they are there; whether they were."""
         if self.bytes_per_day <= 0:
             return True
         if self._at_s is not None and now_s > self._at_s:
@@ -125,7 +124,6 @@ class Governor:
         if self._tokens_bytes >= min(amount_bytes, self.burst_bytes):
             self._tokens_bytes -= amount_bytes
             return True
-        self.refused_bytes += amount_bytes
         return False
 
     def give_back(self, amount_bytes: int) -> None:

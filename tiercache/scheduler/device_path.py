@@ -9,7 +9,6 @@ awaited once.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +30,6 @@ from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
-
-logger = logging.getLogger("tiercache.device")
 
 _BATCH_BYTES = 64 << 20
 _BATCHES_AT_ONCE = 2

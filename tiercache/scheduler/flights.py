@@ -32,13 +32,8 @@ class Flights:
         return len(self._flights)
 
     @property
-    def stuck(self) -> int:
-        """Reads that outlived their deadline and still hold a slot."""
-        return sum(len(tier.lingering) for tier in self.tiers)
-
-    @property
     def lingering(self) -> Sequence[asyncio.Task[int | None]]:
-        """Those reads."""
+        """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.lingering]
 
     async def fetch(

@@ -61,11 +61,6 @@ class Reader:
         """How many chunks all tiers together take on at a time."""
         return sum(tier.tier.traits.read_concurrency + 2 for tier in self.tiers)
 
-    @property
-    def stuck(self) -> int:
-        """Reads that outlived their deadline and still hold a slot."""
-        return self.flights.stuck
-
     def breakers(self) -> dict[str, str]:
         return {tier.name: tier.breaker.state.value for tier in self.tiers}
 

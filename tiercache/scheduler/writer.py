@@ -158,15 +158,6 @@ class TierWriter:
             self._settle()
         return self._removals.want(key)
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.drained()
-        except TimeoutError:
-            return False
-        return True
-
     async def drained(self) -> None:
         """Wait until all is written or given up. Cancelling it changes nothing."""
         await self._idle.wait()
@@ -365,13 +356,8 @@ class TierWriter:
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
     @property
-    def stuck(self) -> int:
-        """Writes that outlived their deadline and still hold memory."""
-        return len(self._stuck)
-
-    @property
     def lingering(self) -> Sequence[asyncio.Task[bool]]:
-        """Those writes."""
+        """Writes that outlived their deadline and still hold memory."""
         return list(self._stuck)
 
     def _drop_queue(self) -> None:

@@ -7,7 +7,6 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +23,6 @@ from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.leases import Entry, Lease
-
-logger = logging.getLogger("tiercache.cpu")
 
 
 class CpuTier(Tier):

@@ -61,10 +61,8 @@ class Fetch:
 
     key: ChunkKey
     parent: ChunkKey | None
-    predictor: str
     rate: float
     """Expected uses per second: what it is weighed against its victim by."""
-    deadline_s: float
     priority: int
 
 
@@ -162,9 +160,7 @@ class PrefetchPlan:
             self.transfers.began(key, prediction.predictor)
             self._tokens_bytes -= self.chunk_bytes
             parent = keys[position - 1] if position else None
-            return Fetch(
-                key, parent, prediction.predictor, entry.rate(now_s), prediction.expected_s, prediction.priority
-            )
+            return Fetch(key, parent, entry.rate(now_s), prediction.priority)
         return None
 
     def wake_s(self, now_s: float) -> float | None:

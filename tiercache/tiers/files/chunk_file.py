@@ -1,7 +1,8 @@
 """One chunk in one file: a header of 4096 bytes, the payload, zero padding to 4096 bytes. Synchronous; for worker threads.
 
 One `pwritev` or `preadv` moves header and payload together, around the page cache (O_DIRECT) where the file system can.
-Measured against io_uring and mmap: `docs/architecture.md`, "Threads".
+A ring of io_uring was no better: it wrote 1.4 to 1.7 GB/s and read 2.9 to 3.0, where threads write 1.6 to 2.0 and read 2.6 to
+2.9 (2 MiB, one and four at a time, two cores). mmap writes 0.3 to 0.4 and reads 0.8 to 1.3.
 """
 
 from __future__ import annotations

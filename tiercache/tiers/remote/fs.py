@@ -31,8 +31,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.files.access import ACCESS, Access
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.manifest import NO_ROOM
 from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
 from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.threads import TwiceMover

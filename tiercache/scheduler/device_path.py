@@ -155,8 +155,8 @@ class DevicePath:
             self.cpu.touch([key])
             batch.there += 1
             return
-        wants_host = self.cpu.keep or any(not writer.stores(key) for writer in self._host_writers)
-        wants_device = any(not writer.stores(key) for writer in self._device_writers)
+        wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
+        wants_device = any(not writer.tier.offers(key) for writer in self._device_writers)
         if not wants_host and not wants_device:
             batch.there += 1
             return

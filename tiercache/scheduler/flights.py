@@ -126,11 +126,11 @@ class Flights:
         joined who came after that."""
         lacked = []
         for tier in self.tiers:
-            if not tier.contains(flight.key):
+            if not tier.tier.offers(flight.key):
                 lacked.append(tier)
             if (landed := await tier.read(flight)) is not None:
                 return landed
         for tier in lacked:
-            if tier.contains(flight.key) and (landed := await tier.read(flight)) is not None:
+            if tier.tier.offers(flight.key) and (landed := await tier.read(flight)) is not None:
                 return landed
         return None

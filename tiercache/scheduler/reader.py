@@ -103,7 +103,7 @@ class Reader:
         if position < len(keys) and self.tiers:
             left = len(keys) - position
             well = [tier for tier in self.tiers if tier.would_serve(left)]
-            tiers = [(self.cpu.name, self.cpu.contains), *((tier.name, tier.contains) for tier in well)]
+            tiers = [(self.cpu.name, self.cpu.contains), *((tier.name, tier.tier.offers) for tier in well)]
             for key in keys[position:]:
                 for name, contains in tiers:
                     if contains(key):

@@ -83,10 +83,6 @@ class TierWriter:
         """Whether the chunk will be written, or is being written: the bytes of it that were put since it was forgotten."""
         return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
 
-    def stores(self, key: ChunkKey) -> bool:
-        """Whether the tier knows that it has `key`, and not only until it is removed."""
-        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
-
     def enqueue_nowait(self, lease: Lease) -> bool:
         """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
         be it by dropping it; False when the caller may wait for room with `enqueue`."""

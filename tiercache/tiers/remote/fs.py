@@ -35,7 +35,7 @@ from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.knowledge import FollowedIndex
 from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
 from tiercache.tiers.files.room import ElectedRoom
-from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.threads import TwiceMover, places_of
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
@@ -125,9 +125,8 @@ class FsTier(Tier):
         self.settings = settings
         self.name = settings.name
         self.engine = engine
-        self.traits = Traits(
-            durable=True, shared=True, read_concurrency=engine.threads + 2, write_concurrency=engine.threads + 2
-        )
+        places = places_of(engine.threads)
+        self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
         self.mounted: FileTier | None = None
         self._coming: asyncio.Task[None] | None = None
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from tiercache.config import Config
 from tiercache.config.plan import ON, PlannedTier, plan_of
@@ -28,6 +27,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.mounts import file_system_of
 from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
@@ -114,7 +114,7 @@ def make_tier(config: Config, layout: Layout, device: Device | None, planned: Pl
     """By the registry. A class that an instance names wins over all types."""
     remote = planned.remote
     own_class = remote is not None and remote.options.get("module_path")
-    tier = (_other if own_class else BUILDERS.get(planned.kind, _other))(config, layout, device, planned)
+    tier = (_from_options if own_class else BUILDERS.get(planned.kind, _from_options))(config, layout, device, planned)
     if remote is not None:
         tier.reads, tier.writes = remote.reads, remote.writes
         tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
@@ -129,7 +129,7 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
         directories: tuple[Path, ...] = ()
         if isinstance(tier, FsTier):
             directories = tier.engine.directories
-        elif isinstance(tier, DiskTier):
+        elif isinstance(tier, FileTier):
             directories = tier.settings.directories
         for directory in dict.fromkeys(map(os.path.normpath, directories)):
             other = users.setdefault(directory, tier)
@@ -238,19 +238,11 @@ def policy_below(config: Config) -> str:
     return "LRU" if config.cache_policy == "COST" else config.cache_policy
 
 
-def _fs(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    return _from_options(layout, planned, file_access=config.file_access)
-
-
-def _other(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    return _from_options(layout, planned)
-
-
-def _from_options(layout: Layout, planned: PlannedTier, **more: Any) -> Tier:
+def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
     """Of RemoteSettings alone: a server's tier, one of an installed package, or the class that `module_path` names."""
     remote = planned.remote
     assert remote is not None
-    options = {**remote.options, **more}
+    options = {"file_access": config.file_access, **remote.options}
     module_path, class_name = options.pop("module_path") or "", options.pop("class_name") or ""
     settings = RemoteSettings(
         name=remote.name,
@@ -266,7 +258,7 @@ def _from_options(layout: Layout, planned: PlannedTier, **more: Any) -> Tier:
     return make_remote(settings, module_path=module_path, class_name=class_name)
 
 
-BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs, "fs": _fs}
+BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs}
 """By kind, where the configuration has more to say than the options of an instance."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -16,8 +15,6 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed
 from tiercache.scheduler.fan_out import FlushReport
-
-logger = logging.getLogger("tiercache.bridge")
 
 T = TypeVar("T")
 

@@ -104,7 +104,6 @@ async def make_arena(settings: ArenaSettings) -> Arena:
         Arena.close,
         Arena,
         settings,
-        None,
         unwanted.is_set,
         unwanted=unwanted,
         let_go_s=_LET_GO_OF_MEMORY_S,

@@ -35,7 +35,7 @@ def findings(point: str, **known: object) -> dict[str, Finding]:
     """What is said of a place below the mount at `point`, with a GPU and nvidia-fs unless told otherwise."""
     path = Path(point) / "kv"
     facts = {"direct": True, "alignment_bytes": 512, "gpu": True, "nvidia_fs": True} | known
-    place = Place(path, mount_of(path, parse_mountinfo(TABLE)), **facts)  # type: ignore[arg-type]
+    place = Place(mount_of(path, parse_mountinfo(TABLE)), **facts)  # type: ignore[arg-type]
     return {finding.topic: finding for finding in explain(place)}
 
 
@@ -68,7 +68,13 @@ def test_memory_and_container_layers_are_no_place_for_chunks_and_have_no_gds(poi
     assert said["tier"].status == NOTE and advice in said["tier"].advice
     assert said["GPUDirect Storage"].status == NOTE
     assert "does not support" in said["GPUDirect Storage"].found
-    assert "fall back to pinned host memory" in said["GPUDirect Storage"].advice
+    assert "falls back to pinned host memory" in said["GPUDirect Storage"].advice
+
+
+@pytest.mark.parametrize("point", ["/nfs4", "/lustre", "/beegfs", "/cifs", "/3fs"])
+def test_shared_mounts_that_are_not_weka_are_for_the_fs_tier(point: str) -> None:
+    advice = findings(point)["tier"].advice
+    assert 'remote_storage_plugins: ["fs"]' in advice and "weka_path" not in advice
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,8 @@ def test_memory_and_container_layers_are_no_place_for_chunks_and_have_no_gds(poi
     [
         ("/nfs3", "flock stays on this host (nolock)"),
         ("/nfs-flock", "flock stays on this host (local_lock=flock)"),
-        ("/lustre-local", "flock does not reach other hosts (localflock)"),
-        ("/lustre-none", "flock does not reach other hosts (noflock)"),
+        ("/lustre-local", "flock stays on this host (localflock)"),
+        ("/lustre-none", "flock stays on this host (noflock)"),
         ("/cifs", "flock stays on this host (nobrl)"),
     ],
 )
@@ -113,7 +119,7 @@ def test_nfs_that_caches_directories_shows_changes_late(point: str, late: bool) 
         ("/nvme", {"nvidia_fs": False}, "nvidia-fs is not loaded", "modprobe nvidia_fs"),
         ("/journaled", {}, "ext4 with data=journal", "data=ordered"),
         ("/nfs4", {}, "NFS without RDMA", "proto=rdma"),
-        ("/3fs", {}, "cuFile does not support fuse.hf3fs", "fall back"),
+        ("/3fs", {}, "cuFile does not support fuse.hf3fs", "falls back"),
     ],
 )
 def test_what_keeps_gds_away_is_said(point: str, known: dict[str, bool], found: str, advice: str) -> None:

@@ -156,8 +156,8 @@ def test_a_victim_that_is_expected_sooner_stays() -> None:
     plan = plan_of()
     plan.offer(expecting("soon", 1.0), 0.0)
     plan.offer(expecting("LATE", 60.0), 0.0)
-    late = Fetch(b"L", None, "hints", 0.95 / 2 / 60, 60.0, 0)
-    soon = Fetch(b"s", None, "hints", 0.95 / 2, 1.0, 0)
+    late = Fetch(b"L", None, 0.95 / 2 / 60, 0)
+    soon = Fetch(b"s", None, 0.95 / 2, 0)
     assert not plan.yields_to(b"s", late, 0.0)
     assert plan.yields_to(b"L", soon, 0.0)
     assert plan.yields_to(b"nobody's", late, 0.0)
@@ -174,7 +174,7 @@ def test_victims_that_are_expected_sooner_are_passed_over_with_all_that_comes_wi
         renewed.extend(keys)
         order[:] = [key for key in order if key not in keys]
 
-    late = Fetch(b"L", None, "hints", 0.1, 5.0, 0)
+    late = Fetch(b"L", None, 0.1, 0)
     assert plan.finds_room(lambda: order[0], renew, late, 0.0)
     assert (order, renewed) == ([b"x"], [b"s", b"o", b"o", b"n"])
     assert plan.finds_room(lambda: None, renew, late, 0.0), "nothing has to go"
@@ -185,9 +185,9 @@ def test_a_victim_goes_for_what_is_twice_as_likely_and_never_for_a_lower_priorit
     plan = plan_of()
     plan.offer(expecting("v", 10.0), 0.0)
     rate = 0.95 / 2 / 10
-    assert not plan.yields_to(b"v", Fetch(b"f", None, "hints", 1.9 * rate, 5.0, 0), 0.0), "not for a little"
-    assert plan.yields_to(b"v", Fetch(b"f", None, "hints", 2.1 * rate, 5.0, 0), 0.0)
-    assert not plan.yields_to(b"v", Fetch(b"f", None, "hints", 100 * rate, 0.1, priority=1), 0.0)
+    assert not plan.yields_to(b"v", Fetch(b"f", None, 1.9 * rate, 0), 0.0), "not for a little"
+    assert plan.yields_to(b"v", Fetch(b"f", None, 2.1 * rate, 0), 0.0)
+    assert not plan.yields_to(b"v", Fetch(b"f", None, 100 * rate, priority=1), 0.0)
 
 
 def test_without_room_it_is_tried_a_little_later() -> None:
@@ -304,7 +304,7 @@ def test_many_predictions_whose_time_is_over_are_ended_some_at_a_time() -> None:
         left.append(sum(plan.acts_on("hints", str(number)) for number in range(2000)))
     assert left[-1] == 0
     assert max(before - after for before, after in pairwise(left)) < 1000
-    assert not plan.expects(b"a") and plan.yields_to(b"a", Fetch(b"x", None, "hints", 0.0, 0.0, 0), 101.0)
+    assert not plan.expects(b"a") and plan.yields_to(b"a", Fetch(b"x", None, 0.0, 0), 101.0)
 
 
 def test_keys_of_a_dropped_prediction_are_anybodys_before_they_are_cleared_away() -> None:

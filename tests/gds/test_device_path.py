@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.gds.conftest import FINGERPRINT
+from tests.scheduler.conftest import flushed
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Event, Span, Stream
@@ -156,7 +157,7 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
     bench.device.pin(bench.cpu.pool.view(0))
     assert bench.device.copies_block is not pinned
     assert await bench.put(*range(1, 21), paged=paged) == 20
-    assert await bench.writer.flush(10.0)
+    assert await flushed(bench.writer, 10.0)
     assert bench.writer.counters.written == 20
     bench.cpu.clear()
     sinks = [bench.sink(paged=paged) for _ in range(20)]
@@ -179,7 +180,7 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     assert bench.path.skipped == 1
     hold.release()
     assert await asyncio.gather(*first) == [1, 1]
-    assert await bench.writer.flush(10.0)
+    assert await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
     hold = Hold(bench.device.scatter)
@@ -213,7 +214,7 @@ async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> N
     flat = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES), True)
     flat.content[:] = new
     assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
-    assert await bench.writer.flush(10.0)
+    assert await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     found = await got(bench, key)
     assert found is not None and np.array_equal(found, new)
@@ -240,7 +241,7 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
     assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
     bench.tier.gate.set()
     await forgetting
-    assert await bench.writer.flush(10.0)
+    assert await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     assert bench.tier.contains(key), "flush says that it is written"
     found = await got(bench, key)
@@ -270,7 +271,7 @@ async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Benc
 
 async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Bench) -> None:
     await bench.put(1, 2, 3)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
     hold = Hold(bench.device.scatter)
     keys = [chunk(number)[0] for number in (1, 2, 3)]
@@ -309,11 +310,11 @@ async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> 
 
 async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> None:
     await bench.put(1, 2)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     hold = Hold(bench.device.load)
     keys = [chunk(1)[0], chunk(2)[0]]
     get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
-    while not bench.device.bridge.pending and not bench.host_reader.stuck:
+    while not bench.device.bridge.pending and not bench.host_reader.flights.lingering:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()
@@ -337,14 +338,14 @@ async def test_hung_tier_costs_its_own_chunks_and_no_others(bench: Bench) -> Non
     for number, sink in list(enumerate(sinks, start=1))[:delivered]:
         assert np.array_equal(sink.content, chunk(number)[1])
     bench.tier.gate.set()
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
 
 
 async def test_hung_read_is_a_miss_at_the_deadline(bench: Bench) -> None:
     await bench.put(1)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     bench.tier.gate.clear()
     assert await bench.path.get([chunk(1)[0]], [bench.sink()], None, bench.soon(0.2)) == 0
@@ -356,7 +357,7 @@ async def test_hung_read_is_a_miss_at_the_deadline(bench: Bench) -> None:
 async def test_failing_write_gives_the_slot_back(bench: Bench) -> None:
     bench.tier.fail_writes = [OSError(5, "Input/output error")] * 3
     await bench.put(1)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     assert bench.writer.counters.dropped == 1
     assert not bench.tier.contains(chunk(1)[0])
     bench.cpu.clear()
@@ -372,7 +373,7 @@ async def test_paged_chunk_that_finds_no_slot_is_skipped_and_counted(bench: Benc
     for slot in slots:
         assert slot is not None
         bench.device.pool.give_back(slot)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     assert bench.whole
 
@@ -392,7 +393,7 @@ async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Ben
 
 async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: Bench) -> None:
     await bench.put(1, 2, 3)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     short = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES).part(0, 4096))
     sinks = [bench.sink(), short, bench.sink()]
     keys = [chunk(number)[0] for number in (1, 2, 3)]
@@ -412,7 +413,7 @@ async def test_many_put_and_get_the_same_chunks_at_once(bench: Bench) -> None:
                 assert np.array_equal(sink.content, chunk(number)[1])
 
     await asyncio.gather(*(one(worker) for worker in range(8)))
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
 
@@ -459,7 +460,7 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
     for hold in holds:
         hold.release()
     await asyncio.gather(put, return_exceptions=True)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
     assert not device.unfinished
@@ -470,7 +471,7 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
 
 async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_nobody(bench: Bench) -> None:
     await bench.put(1, 2)
-    await bench.writer.flush(10.0)
+    await flushed(bench.writer, 10.0)
     busy = bench.driver.make_stream()
     hold = Hold(busy)
     after = bench.driver.record(busy)

@@ -169,7 +169,7 @@ class TestBadFiles:
     async def test_bad_file_that_a_scan_meets_before_a_read(
         self, opened: Opened, slots: Slots, tmp_path: Path, harm: str, first: bool
     ) -> None:
-        """It can never be a hit, and is removed: a miss, and nothing in quarantine. See `Volume.scan`."""
+        """It can never be a hit, and is removed: a miss, and nothing in quarantine. See `Surveyor.scan`."""
         async with opened(tmp_path) as tier:
             await tier.scanned()
             key = await store(tier, slots, 1)

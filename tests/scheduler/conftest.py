@@ -14,6 +14,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.writer import TierWriter
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits
@@ -77,3 +79,8 @@ def expect(number: int) -> Callable[[np.ndarray], None]:
         assert np.array_equal(view, chunk(number)[1])
 
     return sink
+
+
+async def flushed(writer: TierWriter, timeout_s: float) -> bool:
+    """Wait until all is written or given up; False when the time ran out first."""
+    return (await FanOut([writer]).flush(timeout_s)).complete

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.scheduler.conftest import SMALL_BYTES, Bench
+from tests.scheduler.conftest import SMALL_BYTES, Bench, flushed
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import Source
 from tiercache.scheduler.fan_out import FanOut, FlushReport
@@ -54,7 +54,7 @@ def now() -> float:
 async def settled(bench: Bench, *writers: TierWriter) -> None:
     bench.tier.gate.set()
     for writer in writers:
-        assert await writer.flush(60.0)
+        assert await flushed(writer, 60.0)
     assert bench.is_whole()
 
 
@@ -76,7 +76,7 @@ async def test_put_waits_for_full_queues_once_and_not_for_each_chunk_and_tier(be
     assert await path.put(items_of(range(1, 25)), 60.0) == 24
     assert now() - began_s < 1.0
     for writer in (slow, other):
-        assert await writer.flush(60.0)
+        assert await flushed(writer, 60.0)
         counted = writer.statistics()
         assert counted.written + counted.skipped == 24
         assert counted.skipped, "that is what it did not wait for"

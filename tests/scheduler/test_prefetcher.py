@@ -207,7 +207,7 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
     await work.prefetcher.close()
     assert (await handle).cancelled == 4
     work.bench.tier.gate.set()
-    while work.reader.stuck:
+    while work.reader.flights.lingering:
         await asyncio.sleep(0)
 
 

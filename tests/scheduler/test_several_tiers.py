@@ -119,7 +119,7 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
     assert now() - began == pytest.approx(0.5, abs=0.4)
     lease.release()
     hung.gate.set()
-    while reader.stuck:
+    while reader.flights.lingering:
         await asyncio.sleep(0)
     assert bench.is_whole()
 

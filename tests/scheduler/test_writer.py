@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from tests.scheduler.conftest import Bench
+from tests.scheduler.conftest import Bench, flushed
 from tiercache.core.breaker import BreakerSettings
 from tiercache.core.patience import Patience
 from tiercache.errors import TierFull
@@ -40,7 +40,7 @@ async def test_everything_queued_is_written_and_let_go(bench: Bench) -> None:
     writer = writer_of(bench, queue_bytes=100 * CHUNK_BYTES)
     for number in range(1, 21):
         assert writer.enqueue_nowait(bench.make_hot(number))
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert set(bench.memory.chunks) == {chunk(number)[0] for number in range(1, 21)}
     assert writer.statistics().written == 20
     assert bench.is_whole()
@@ -66,7 +66,7 @@ async def test_dirty_chunk_is_never_evicted(bench: Bench) -> None:
         lease.release()
     assert all(bench.cpu.contains(chunk(number)[0]) for number in range(1, 7))
     bench.tier.gate.set()
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert bench.is_whole()
 
 
@@ -76,7 +76,7 @@ async def test_full_queue_with_skip_drops_the_new_one(bench: Bench) -> None:
     assert writer.enqueue_nowait(bench.make_hot(7))
     assert writer.statistics().skipped == 1
     bench.tier.gate.set()
-    await writer.flush(5.0)
+    await flushed(writer, 5.0)
     assert chunk(7)[0] not in bench.memory.chunks
     assert bench.is_whole()
 
@@ -86,7 +86,7 @@ async def test_full_queue_with_replace_drops_the_oldest_queued(bench: Bench) -> 
     await occupy(bench, writer)
     assert writer.enqueue_nowait(bench.make_hot(7))
     bench.tier.gate.set()
-    await writer.flush(5.0)
+    await flushed(writer, 5.0)
     assert writer.statistics().replaced == 1
     assert chunk(3)[0] not in bench.memory.chunks
     assert chunk(7)[0] in bench.memory.chunks
@@ -104,7 +104,7 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await waiting
-    await writer.flush(5.0)
+    await flushed(writer, 5.0)
     assert chunk(8)[0] in bench.memory.chunks
     assert bench.is_whole()
 
@@ -117,7 +117,7 @@ async def test_cancelled_wait_for_room_leaks_nothing(bench: Bench) -> None:
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     bench.tier.gate.set()
-    await writer.flush(5.0)
+    await flushed(writer, 5.0)
     assert bench.is_whole()
 
 
@@ -125,7 +125,7 @@ async def test_passing_failure_is_retried(bench: Bench) -> None:
     writer = writer_of(bench)
     bench.tier.fail_writes = [OSError("hiccup"), OSError("hiccup")]
     writer.enqueue_nowait(bench.make_hot(1))
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert chunk(1)[0] in bench.memory.chunks
     assert writer.statistics().retried == 2
     assert bench.is_whole()
@@ -136,7 +136,7 @@ async def test_lasting_failure_opens_the_breaker_drops_the_queue_and_heals(bench
     bench.tier.fail_writes = [OSError("device lost")] * 6
     for number in range(1, 11):
         writer.enqueue_nowait(bench.make_hot(number))
-    assert await writer.flush(20.0)
+    assert await flushed(writer, 20.0)
     assert writer.breaker.opened_count == 1
     assert bench.is_whole(), "a tier that is down holds no memory"
     writer.enqueue_nowait(bench.make_hot(50))
@@ -144,7 +144,7 @@ async def test_lasting_failure_opens_the_breaker_drops_the_queue_and_heals(bench
     await asyncio.sleep(130.0)
     bench.tier.fail_writes = []
     writer.enqueue_nowait(bench.make_hot(51))
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert chunk(51)[0] in bench.memory.chunks
 
 
@@ -153,7 +153,7 @@ async def test_full_tier_is_paused_at_once(bench: Bench) -> None:
     bench.tier.fail_writes = [TierFull("no room"), TierFull("no room")]
     for number in range(1, 11):
         writer.enqueue_nowait(bench.make_hot(number))
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert writer.breaker.state.value == "open"
     assert bench.is_whole()
 
@@ -161,11 +161,11 @@ async def test_full_tier_is_paused_at_once(bench: Bench) -> None:
 async def test_hung_write_is_given_up_and_its_memory_kept_until_it_ends(bench: Bench) -> None:
     writer = writer_of(bench)
     await occupy(bench, writer)
-    assert await writer.flush(60.0), "a hung tier does not hang a flush"
-    assert writer.stuck == 2
+    assert await flushed(writer, 60.0), "a hung tier does not hang a flush"
+    assert len(writer.lingering) == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
-    while writer.stuck:
+    while writer.lingering:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -200,10 +200,10 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     assert await writer.close(began_s + 0.5) == 6
     assert writer.statistics().dropped == 6, "those whose writes were called off, too"
     assert loop.time() - began_s == pytest.approx(0.5, abs=0.1)
-    assert writer.stuck == 2
+    assert len(writer.lingering) == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
-    while writer.stuck:
+    while writer.lingering:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -213,11 +213,11 @@ async def test_writes_that_hang_together_are_one_bad_sign(bench: Bench) -> None:
     settings = WriterSettings(queue_bytes=4 * CHUNK_BYTES, deadline_s=5.0)
     writer = TierWriter(bench.tier, settings, BreakerSettings(failures_to_open=1))
     await occupy(bench, writer)
-    assert await writer.flush(60.0)
+    assert await flushed(writer, 60.0)
     now_s = asyncio.get_running_loop().time()
-    assert writer.stuck == 2 and writer.breaker.would_allow(now_s + 1.01)
+    assert len(writer.lingering) == 2 and writer.breaker.would_allow(now_s + 1.01)
     bench.tier.gate.set()
-    while writer.stuck:
+    while writer.lingering:
         await asyncio.sleep(0)
 
 
@@ -229,7 +229,7 @@ async def test_writes_that_hang_at_close_fail_later_without_a_word(
     bench.tier.fail_writes = [OSError("device lost")] * 2
     await writer.close(0.0)
     bench.tier.gate.set()
-    while writer.stuck:
+    while writer.lingering:
         await asyncio.sleep(0)
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
@@ -256,10 +256,10 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
 
     for number in range(1, 15):
         await fan_out.offer([bench.make_hot(number)], patience())
-    assert await good.flush(5.0)
+    assert await flushed(good, 5.0)
     assert good.statistics().written == 14
     bench.tier.gate.set()
-    await bad.flush(5.0)
+    await flushed(bad, 5.0)
     assert bench.is_whole()
 
 
@@ -276,7 +276,7 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     )
     assert writer.statistics().skipped == 1
     bench.tier.gate.set()
-    assert await writer.flush(5.0)
+    assert await flushed(writer, 5.0)
     assert bench.is_whole()
 
 
@@ -284,7 +284,7 @@ async def open_and_wait_out(bench: Bench, writer: TierWriter) -> None:
     """Three failures open the breaker; its pause is over when this returns, and the tier is well again."""
     bench.tier.fail_writes = [OSError("device lost")] * 3
     writer.enqueue_nowait(bench.make_hot(90))
-    await writer.flush(20.0)
+    await flushed(writer, 20.0)
     assert writer.breaker.state.value == "open"
     await asyncio.sleep(1.5)
 
@@ -294,7 +294,7 @@ async def test_tier_that_is_well_again_gets_all_that_was_queued_while_one_write_
     await open_and_wait_out(bench, writer)
     for number in range(1, 13):
         assert writer.enqueue_nowait(bench.make_hot(number))
-    assert await writer.flush(20.0)
+    assert await flushed(writer, 20.0)
     assert {chunk(number)[0] for number in range(1, 13)} <= set(bench.memory.chunks)
     assert writer.statistics().dropped == 1, "the one that had found the tier ill"
     assert bench.is_whole()
@@ -312,7 +312,7 @@ async def test_chunk_that_comes_while_a_probe_is_under_way_waits_for_its_end(ben
     await asyncio.sleep(1.0)
     assert bench.tier.entered == entered + 1, "one finds out, nobody else goes there"
     bench.tier.gate.set()
-    assert await writer.flush(20.0)
+    assert await flushed(writer, 20.0)
     assert {chunk(number)[0] for number in range(1, 7)} <= set(bench.memory.chunks)
     assert bench.is_whole()
 
@@ -324,7 +324,7 @@ async def test_queue_is_dropped_when_the_probe_has_failed(bench: Bench) -> None:
     entered = bench.tier.entered
     for number in range(1, 13):
         writer.enqueue_nowait(bench.make_hot(number))
-    assert await writer.flush(20.0)
+    assert await flushed(writer, 20.0)
     assert bench.tier.entered == entered + 1
     assert writer.statistics().dropped == 13
     assert bench.is_whole(), "a tier that is down holds no memory"
@@ -347,5 +347,5 @@ async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) ->
     assert writer.statistics().skipped == 1
     assert loop.time() - began_s < 0.5, "it may be as ill as before"
     bench.tier.gate.set()
-    assert await writer.flush(20.0)
+    assert await flushed(writer, 20.0)
     assert bench.is_whole()

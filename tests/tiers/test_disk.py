@@ -195,6 +195,22 @@ async def test_cap_is_physical_and_holds_while_everything_is_replaced(tmp_path: 
         assert not await is_hit(tier, 1)
 
 
+async def test_cap_holds_where_a_file_system_says_only_later_what_a_file_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fstat = os.fstat
+
+    def fstat_late(descriptor: int) -> os.stat_result:
+        _, fields = fstat(descriptor).__reduce__()[1]
+        return os.stat_result(fstat(descriptor), fields | {"st_blocks": 0})
+
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", fstat_late)
+            await fill(tier, range(1, 21))
+        assert allocated_bytes(tmp_path) <= tier.statistics().occupied_bytes <= tier.settings.cap_bytes
+
+
 async def test_concurrent_writers_keep_the_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=8) as tier:
 

@@ -153,7 +153,7 @@ def _disk(path: Path) -> list[Finding]:
     except OSError as error:
         advice = "give this user write access"
         return [*findings, Finding("O_DIRECT", PROBLEM, f"cannot write there: {error.strerror}", advice)]
-    return [*findings, *explain(Place(path, mount, direct, alignment_bytes, bool(_gpu_nodes()), has_nvidia_fs()))]
+    return [*findings, *explain(Place(mount, direct, alignment_bytes, bool(_gpu_nodes()), has_nvidia_fs()))]
 
 
 def _gpu_nodes() -> list[str]:

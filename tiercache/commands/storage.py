@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.core.header import HEADER_BYTES
-from tiercache.tiers.files.mounts import Mount
+from tiercache.tiers.files.mounts import NFS, Mount, local_locks
 
 CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
 """File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""
@@ -22,7 +22,7 @@ SHARED_KINDS = frozenset(
     | {"fuse.ceph-fuse", "fuse.glusterfs"}
 )
 _MEMORY_KINDS = ("tmpfs", "ramfs", "devtmpfs")
-_NFS = ("nfs", "nfs4")
+_FS_TIER = 'remote_storage_plugins: ["fs"], and its base_path'
 _LATE_S = 5
 _NFS_DIRECTORY_S = 60
 _AT_EMPTY_PATH = 0x1000
@@ -35,7 +35,6 @@ _DIOALIGN_AT = 152
 class Place:
     """A directory, as far as its storage matters."""
 
-    path: Path
     mount: Mount
     direct: bool
     """O_DIRECT works there."""
@@ -103,10 +102,10 @@ def _tier(kind: str) -> Finding:
         )
         return Finding("tier", OK, "WekaFS, shared by many hosts", advice)
     if kind == "fuse.hf3fs":
-        advice = "name it in base_path of a hf3fs tier (needs hf3fs_py_usrbio); weka_path works there, too"
+        advice = f"name it in base_path of a hf3fs tier (needs hf3fs_py_usrbio); an fs tier works there, too ({_FS_TIER})"
         return Finding("tier", NOTE, "3FS, shared by many hosts", advice)
     if kind in SHARED_KINDS:
-        advice = "weka_path is made for directories that several hosts share; local_disk works as well"
+        advice = f"the fs tier is made for directories that several hosts share: {_FS_TIER}; local_disk works as well"
         return Finding("tier", OK, "shared by many hosts", advice)
     if kind in _MEMORY_KINDS:
         advice = "give that memory to max_local_cpu_size, or name a directory on ext4 or XFS"
@@ -133,7 +132,7 @@ def _direct(place: Place) -> Finding:
 
 def _gds(place: Place) -> Finding:
     mount, topic = place.mount, "GPUDirect Storage"
-    advice = "gds_path and weka_path fall back to pinned host memory there"
+    advice = "gds_path falls back to pinned host memory there, as weka_path does with use_gds: false"
     if not place.gpu:
         return Finding(topic, NOTE, "no GPU", "gds_path and weka_path serve host memory on this machine")
     if mount.kind not in CUFILE_KINDS:
@@ -143,7 +142,7 @@ def _gds(place: Place) -> Finding:
         return Finding(topic, NOTE, "nvidia-fs is not loaded", f"{advice}; modprobe nvidia_fs, and see gdscheck -p")
     if mount.kind == "ext4" and mount.option("data") not in (None, "ordered"):
         return Finding(topic, NOTE, f"ext4 with data={mount.option('data')}", f"{advice}; mount it with data=ordered")
-    if mount.kind in _NFS and mount.option("proto") not in ("rdma", "rdma6"):
+    if mount.kind in NFS and mount.option("proto") not in ("rdma", "rdma6"):
         return Finding(topic, NOTE, "NFS without RDMA", f"{advice}; mount it with proto=rdma,port=20049")
     more = ""
     if mount.kind == "wekafs":
@@ -155,43 +154,31 @@ def _sharing(mount: Mount) -> Iterator[Finding]:
     """Instances on several hosts keep one cap, and elect who evicts, through locks that all of them must see."""
     if mount.kind not in SHARED_KINDS:
         return
-    local, remedy = _local_locks(mount)
-    if local:
+    option, remedy = local_locks(mount)
+    if option:
         advice = f"instances on several hosts must not share it: they would exceed the cap. {remedy}"
-        yield Finding("locks between hosts", PROBLEM, local, advice)
-    elif remedy:
+        yield Finding("locks between hosts", PROBLEM, f"flock stays on this host ({option})", advice)
+    elif remedy := _what_to_look_at(mount.kind):
         yield Finding("locks between hosts", NOTE, "the mount table does not say", remedy)
     else:
         yield Finding("locks between hosts", OK, "flock is seen by other hosts")
     late_s = _late_s(mount)
     if late_s > _LATE_S:
-        remedy = "actimeo=1" if mount.kind in _NFS else "dentry_max_age_positive=1000"
+        remedy = "actimeo=1" if mount.kind in NFS else "dentry_max_age_positive=1000"
         advice = f"chunks of other hosts are found that late: mount it with {remedy}"
         yield Finding("changes by other hosts", NOTE, f"seen after up to {late_s:.0f} s", advice)
 
 
-def _local_locks(mount: Mount) -> tuple[str, str]:
-    """What keeps locks on this host, if anything does, and what to do about it or look at."""
-    if mount.kind in _NFS:
-        if mount.option("nolock") is not None:
-            return "flock stays on this host (nolock)", "Mount it without nolock"
-        if (value := mount.option("local_lock")) in ("all", "flock"):
-            return f"flock stays on this host (local_lock={value})", "Mount it with local_lock=none"
-    elif mount.kind == "lustre" and mount.option("flock") is None:
-        found = "localflock" if mount.option("localflock") is not None else "noflock"
-        return f"flock does not reach other hosts ({found})", "Mount it with -o flock"
-    elif mount.kind in ("cifs", "smb3") and mount.option("nobrl") is not None:
-        return "flock stays on this host (nobrl)", "Mount it without nobrl"
-    elif mount.kind == "beegfs":
-        return "", "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
-    elif mount.kind.startswith("fuse."):
-        return "", "make sure that its flock is seen by other hosts"
-    return "", ""
+def _what_to_look_at(kind: str) -> str:
+    """Where the mount table does not say whether flock reaches other hosts."""
+    if kind == "beegfs":
+        return "set tuneUseGlobalFileLocks = true in beegfs-client.conf"
+    return "make sure that its flock is seen by other hosts" if kind.startswith("fuse.") else ""
 
 
 def _late_s(mount: Mount) -> float:
     """For how long this host may not see what others do in a directory."""
-    if mount.kind in _NFS:
+    if mount.kind in NFS:
         if mount.option("noac") is not None:
             return 0.0
         return _number(mount.option("acdirmax"), _NFS_DIRECTORY_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -27,8 +26,6 @@ from tiercache.control.fleet import Fleet
 from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
 from tiercache.control.metrics import exposition
 from tiercache.control.pace import Room, due_s
-
-logger = logging.getLogger("tiercache.control")
 
 _BODY_S = 10.0
 _SMALL_BYTES = 64 << 10

@@ -14,13 +14,14 @@ from tiercache.errors import TierCacheError
 
 LARGEST_MESSAGE_BYTES = 8 << 20
 """Room for a prompt of a million token ids."""
-_LONGEST_S = 7 * 86400.0
+LONGEST_S = 7 * 86400.0
+LONGEST_NAME = 256
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 HexKey = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-Word = Annotated[str, msgspec.Meta(max_length=256)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=_LONGEST_S)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
+Word = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 Wait = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 

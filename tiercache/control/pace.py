@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_ARRIVES_S = 10.0
+ARRIVES_S = 10.0
 """For a message to arrive, once its length has."""
 _STALLS_S = 1.0
 
@@ -18,7 +18,7 @@ _STALLS_S = 1.0
 def due_s(arrived_bytes: int, size_bytes: int) -> float:
     """How long after its first byte so much of a large message should have arrived: at an even pace, with a second to spare.
     So a client that announces much and sends little does not keep others' room for long."""
-    return _STALLS_S + _ARRIVES_S * arrived_bytes / size_bytes
+    return _STALLS_S + ARRIVES_S * arrived_bytes / size_bytes
 
 
 class Turns:

@@ -17,7 +17,7 @@ from tiercache.control.handler import Handler
 from tiercache.control.large import FROM_BYTES, decode_large
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES, ControlError, decode
 from tiercache.control.naming import Naming
-from tiercache.control.pace import Room, Turns, due_s
+from tiercache.control.pace import ARRIVES_S, Room, Turns, due_s
 from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound
 from tiercache.errors import ConfigError, TierCacheError
@@ -31,8 +31,6 @@ _IDLE_S = 60.0
 """A connection that asks nothing for so long, or takes so long to ask, is closed."""
 _SPARED_S = 1.0
 """When all places are taken, a connection that has asked nothing for so long gives its place to a new one."""
-_ARRIVES_S = 10.0
-"""For a message to arrive, once its length has."""
 _TAKEN_S = 10.0
 """For an answer to be taken."""
 _ROOM_S = 30.0
@@ -139,7 +137,7 @@ class ControlServer:
         connection.idle_since_s = loop.time()
         async with asyncio.timeout(_IDLE_S) as silence, contextlib.AsyncExitStack() as stack:
             length = await receive_length(reader)
-            silence.reschedule(min(silence.when() or 0.0, loop.time() + _ARRIVES_S))
+            silence.reschedule(min(silence.when() or 0.0, loop.time() + ARRIVES_S))
             packed = bytearray()
             while len(packed) < min(length, FROM_BYTES):
                 await receive_part(reader, packed, min(length, FROM_BYTES))

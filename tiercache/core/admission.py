@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 
+from tiercache.core.bucket import TokenBucket
 from tiercache.core.keys import ChunkKey
 
 DAY_S = 86400.0
@@ -98,36 +99,26 @@ def make_admission(name: str, limit: int) -> Admission:
 
 
 class Governor:
-    """A token bucket in bytes a day.
+    """So many bytes a day.
 
-    Time passed earns bytes; unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left,
-    and no span of a day ever sees more than `bytes_per_day`, its burst included: in the long run 4 % less is written.
-    `bytes_per_day` 0 lets everything through.
+    Unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left, and no span of a day ever
+    sees more than `bytes_per_day`, its burst included: in the long run 4 % less is written. 0 lets everything through.
     """
 
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:
         self.bytes_per_day = bytes_per_day
-        self._bytes_per_s = bytes_per_day / (DAY_S + burst_s)
-        self.burst_bytes = self._bytes_per_s * burst_s
-        self.refused_bytes = 0
-        self._tokens_bytes = self.burst_bytes
-        self._at_s: float | None = None
+        bytes_per_s = bytes_per_day / (DAY_S + burst_s)
+        self._bucket = TokenBucket(bytes_per_s, bytes_per_s * burst_s, bytes_per_s * burst_s)
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
-        """Take `amount_bytes` at `now_s` (monotonic) if they are there; whether they were. What is refused is counted."""
+        """Take `amount_bytes` at `now_s` (monotonic) if they are there; whether they were."""
         if self.bytes_per_day <= 0:
             return True
-        if self._at_s is not None and now_s > self._at_s:
-            earned_bytes = (now_s - self._at_s) * self._bytes_per_s
-            self._tokens_bytes = min(self.burst_bytes, self._tokens_bytes + earned_bytes)
-        self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
-        # A chunk larger than the burst may go when the bucket is full, and is paid for afterwards.
-        if self._tokens_bytes >= min(amount_bytes, self.burst_bytes):
-            self._tokens_bytes -= amount_bytes
-            return True
-        self.refused_bytes += amount_bytes
-        return False
+        if not self._bucket.has(amount_bytes, now_s):
+            return False
+        self._bucket.take(amount_bytes)
+        return True
 
     def give_back(self, amount_bytes: int) -> None:
         """What was taken was not written after all."""
-        self._tokens_bytes = min(self.burst_bytes, self._tokens_bytes + amount_bytes)
+        self._bucket.give_back(amount_bytes)

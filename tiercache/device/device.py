@@ -45,7 +45,6 @@ class Device:
         self._waiting: list[Stream] = []
         self.unfinished = 0
         """Ends that could not be found out: what was enqueued then may still run."""
-        self.has_kernels = driver.has_kernels
         self._pinned: list[np.ndarray] = []
         self.copies_block = False
         """Whether enqueuing a copy of host memory waits for it: so it is where the memory could not be pinned."""
@@ -138,11 +137,11 @@ class Device:
         else:
             self.copies_block = True
 
-    def close(self, *, memory_in_use: bool = False) -> None:
+    def close(self) -> None:
         """Give everything back; memory that hung operations still use stays. Idempotent."""
         if hasattr(self, "bridge"):
             self.bridge.close()
-        if memory_in_use or self.unfinished:
+        if self.unfinished:
             return
         try:
             for stream in (self.gather, self.offload, self.load, self.scatter, *self._waiting):

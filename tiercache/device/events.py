@@ -16,15 +16,12 @@ import asyncio
 import contextlib
 import ctypes
 import itertools
-import logging
 import os
 import select
 from collections import deque
 from dataclasses import dataclass, field
 
 from tiercache.device.driver import DeviceError, Driver, Event, Stream
-
-logger = logging.getLogger("tiercache.device")
 
 _WATCH_S = 0.05
 _MOST_READY = 256

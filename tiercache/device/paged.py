@@ -64,7 +64,6 @@ class PagedKv:
         self, driver: Driver, tensors: Sequence[Any], layout: str, *, planes_first: bool | None = None
     ) -> None:
         self.driver = driver
-        self.layout = layout
         self.tensors = list(tensors)  # keeps the memory alive
         views = [_plane_views(tensor, layout, planes_first) for tensor in self.tensors]
         if not views:

@@ -49,18 +49,12 @@ class ArenaSettings:
 class Arena:
     """A page-aligned, pre-faulted run of memory. `kind` says what it became: "thp", "hugetlb" or "shm"."""
 
-    def __init__(
-        self,
-        settings: ArenaSettings,
-        on_progress: Callable[[int, int], None] | None = None,
-        unwanted: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, settings: ArenaSettings, unwanted: Callable[[], bool] = lambda: False) -> None:
         """`unwanted` is asked while pages are touched: once it says so the rest is not, and nobody may use the arena."""
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
         self._not_closed: weakref.finalize[..., Arena] | None = None
-        self.pinned = False
         self.memory = np.empty(0, dtype=np.uint8)
         if settings.hugepages and settings.shm_name:
             raise ConfigError("local_cpu_use_hugepages: cannot be combined with shm_name; choose one of the two")
@@ -72,7 +66,7 @@ class Arena:
             self.memory = np.frombuffer(self._mapping, dtype=np.uint8)
             if settings.numa_node is not None:
                 self._prefer_node(settings.numa_node)
-            self._prefault(settings.threads, on_progress, unwanted)
+            self._prefault(settings.threads, unwanted)
         except (OSError, MemoryError, OverflowError) as error:
             self.close()
             raise ConfigError(self._refused(error)) from error
@@ -205,9 +199,7 @@ class Arena:
         if failed:
             logger.warning("numa_mode: node %d could not be preferred: %s", node, os.strerror(ctypes.get_errno()))
 
-    def _prefault(
-        self, threads: int, on_progress: Callable[[int, int], None] | None, unwanted: Callable[[], bool]
-    ) -> None:
+    def _prefault(self, threads: int, unwanted: Callable[[], bool]) -> None:
         offset = -self.address % HUGE_PAGE_BYTES if self.kind == "thp" else 0
         self.memory = self.memory[offset : offset + self.size_bytes]
         starts = list(range(0, self.size_bytes, _PREFAULT_STEP_BYTES))
@@ -235,9 +227,7 @@ class Arena:
                     return
                 with lock:
                     touched += part.nbytes
-                    if on_progress is not None:
-                        on_progress(touched, self.size_bytes)
-                    elif self.size_bytes >= _PROGRESS_FROM_BYTES and time.monotonic() - last_report_s > 2:
+                    if self.size_bytes >= _PROGRESS_FROM_BYTES and time.monotonic() - last_report_s > 2:
                         last_report_s = time.monotonic()
                         logger.info("arena: %.1f of %.1f GB touched", touched / 2**30, self.size_bytes / 2**30)
 
@@ -306,13 +296,11 @@ def _populate_call() -> Callable[[np.ndarray], bool]:
     return populate
 
 
-def numa_node_for(mode: str | None, device_node: int | None = None) -> int | None:
-    """The node that `numa_mode` means: none, "auto" (the accelerator's node, else the one we run on) or a number."""
+def numa_node_for(mode: str | None) -> int | None:
+    """The node that `numa_mode` means: none, "auto" (the one that we run on) or a number."""
     if mode is None or mode in ("", "none"):
         return None
     if mode == "auto":
-        if device_node is not None:
-            return device_node
         cpu = min(os.sched_getaffinity(0))
         nodes = list(Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*"))
         return int(nodes[0].name.removeprefix("node")) if nodes else None

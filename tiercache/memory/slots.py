@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,3 +74,9 @@ class SlotPool:
         """Let go of the arena's memory. No slot may be used after."""
         self._free.clear()
         self._memory = np.empty((0, self.slot_bytes), dtype=np.uint8)
+
+
+def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray], object]) -> None:
+    """Have `source` write a payload, and zero the padding behind it, so that no tier ever stores another chunk's bytes."""
+    source(slot[:length_bytes])
+    slot[length_bytes : aligned(length_bytes)] = 0

@@ -9,7 +9,6 @@ awaited once.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +30,6 @@ from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
-
-logger = logging.getLogger("tiercache.device")
 
 _BATCH_BYTES = 64 << 20
 _BATCHES_AT_ONCE = 2
@@ -158,8 +155,8 @@ class DevicePath:
             self.cpu.touch([key])
             batch.there += 1
             return
-        wants_host = self.cpu.keep or any(not writer.stores(key) for writer in self._host_writers)
-        wants_device = any(not writer.stores(key) for writer in self._device_writers)
+        wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
+        wants_device = any(not writer.tier.offers(key) for writer in self._device_writers)
         if not wants_host and not wants_device:
             batch.there += 1
             return

@@ -71,7 +71,7 @@ class FanOut:
             nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
             for writer in self.writers:
                 for lease in nearest if writer.tier.serves_device else leases:
-                    if writer.stores(lease.key):
+                    if writer.tier.offers(lease.key):
                         writer.tier.used([lease.key])
                         continue
                     own = lease.sibling()

@@ -32,13 +32,8 @@ class Flights:
         return len(self._flights)
 
     @property
-    def stuck(self) -> int:
-        """Reads that outlived their deadline and still hold a slot."""
-        return sum(len(tier.lingering) for tier in self.tiers)
-
-    @property
     def lingering(self) -> Sequence[asyncio.Task[int | None]]:
-        """Those reads."""
+        """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.lingering]
 
     async def fetch(
@@ -131,11 +126,11 @@ class Flights:
         joined who came after that."""
         lacked = []
         for tier in self.tiers:
-            if not tier.contains(flight.key):
+            if not tier.tier.offers(flight.key):
                 lacked.append(tier)
             if (landed := await tier.read(flight)) is not None:
                 return landed
         for tier in lacked:
-            if tier.contains(flight.key) and (landed := await tier.read(flight)) is not None:
+            if tier.tier.offers(flight.key) and (landed := await tier.read(flight)) is not None:
                 return landed
         return None

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiercache.core.budget import WRITE
-from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
-from tiercache.memory.slots import Slot
+from tiercache.memory.slots import Slot, fill_slot
 from tiercache.memory.workers import to_the_end
 from tiercache.payloads import Source
 from tiercache.scheduler.fan_out import FanOut
@@ -184,9 +183,5 @@ class HostPath:
 
 
 def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
-    """Fill slots and zero the padding behind each payload, so that no tier ever stores another chunk's bytes."""
     for slot, length, source in work:
-        source(slot[:length])
-        end = aligned(length)
-        if end != length:
-            slot[length:end] = 0
+        fill_slot(slot, length, source)

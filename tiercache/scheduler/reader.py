@@ -61,11 +61,6 @@ class Reader:
         """How many chunks all tiers together take on at a time."""
         return sum(tier.tier.traits.read_concurrency + 2 for tier in self.tiers)
 
-    @property
-    def stuck(self) -> int:
-        """Reads that outlived their deadline and still hold a slot."""
-        return self.flights.stuck
-
     def breakers(self) -> dict[str, str]:
         return {tier.name: tier.breaker.state.value for tier in self.tiers}
 
@@ -108,7 +103,7 @@ class Reader:
         if position < len(keys) and self.tiers:
             left = len(keys) - position
             well = [tier for tier in self.tiers if tier.would_serve(left)]
-            tiers = [(self.cpu.name, self.cpu.contains), *((tier.name, tier.contains) for tier in well)]
+            tiers = [(self.cpu.name, self.cpu.contains), *((tier.name, tier.tier.offers) for tier in well)]
             for key in keys[position:]:
                 for name, contains in tiers:
                     if contains(key):

@@ -114,10 +114,6 @@ class TierReader:
         """Not while a chunk is being removed from it."""
         return not self.tier.traffic.refuses(key) and (self.tier.traits.shared or self.tier.contains(key))
 
-    def contains(self, key: ChunkKey) -> bool:
-        """As `Tier.contains`, without what is being removed."""
-        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
-
     def would_serve(self, chunks: int) -> bool:
         """Whether the tier is well, and quicker than the engine for so many chunks."""
         now_s = asyncio.get_running_loop().time()

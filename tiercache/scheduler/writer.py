@@ -83,10 +83,6 @@ class TierWriter:
         """Whether the chunk will be written, or is being written: the bytes of it that were put since it was forgotten."""
         return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
 
-    def stores(self, key: ChunkKey) -> bool:
-        """Whether the tier knows that it has `key`, and not only until it is removed."""
-        return self.tier.contains(key) and not self.tier.traffic.refuses(key)
-
     def enqueue_nowait(self, lease: Lease) -> bool:
         """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
         be it by dropping it; False when the caller may wait for room with `enqueue`."""
@@ -157,15 +153,6 @@ class TierWriter:
             self._room.set()
             self._settle()
         return self._removals.want(key)
-
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written or given up; False when the time ran out first. Cancelling it changes nothing."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.drained()
-        except TimeoutError:
-            return False
-        return True
 
     async def drained(self) -> None:
         """Wait until all is written or given up. Cancelling it changes nothing."""
@@ -365,13 +352,8 @@ class TierWriter:
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
     @property
-    def stuck(self) -> int:
-        """Writes that outlived their deadline and still hold memory."""
-        return len(self._stuck)
-
-    @property
     def lingering(self) -> Sequence[asyncio.Task[bool]]:
-        """Those writes."""
+        """Writes that outlived their deadline and still hold memory."""
         return list(self._stuck)
 
     def _drop_queue(self) -> None:

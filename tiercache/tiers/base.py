@@ -97,6 +97,10 @@ class Tier(ABC):
     def contains(self, key: ChunkKey) -> bool:
         """Whether the tier knows that it has `key`. From memory, at once; may err in both directions on shared tiers."""
 
+    def offers(self, key: ChunkKey) -> bool:
+        """As `contains`, without what is being removed."""
+        return self.contains(key) and not self.traffic.refuses(key)
+
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, the tier knows that it has."""
         for position, key in enumerate(keys):

@@ -7,7 +7,6 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,17 +14,15 @@ import numpy as np
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
 from tiercache.core.eviction import EvictionOrder, make_order
-from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
-from tiercache.memory.slots import Pool, Slot
+from tiercache.memory.slots import Pool, Slot, fill_slot
 from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, to_the_end
+from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.leases import Entry, Lease
-
-logger = logging.getLogger("tiercache.cpu")
 
 
 class CpuTier(Tier):
@@ -267,7 +264,8 @@ class CpuTier(Tier):
             return False
         passage = self.under_way.begin([key])
         try:
-            await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload[:payload_bytes]))
+            _, source = source_of(payload[:payload_bytes])
+            await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source))
         except BaseException:
             self.abandon(slot, WRITE)
             raise
@@ -381,10 +379,3 @@ class CpuTier(Tier):
         if tier is not None and purpose is READ:
             self._readers[slot] = tier
         return slot
-
-
-def fill_slot(slot: np.ndarray, payload: np.ndarray) -> None:
-    """Copy a payload into a slot and zero the padding behind it, so that no tier ever stores another chunk's bytes."""
-    length = payload.nbytes
-    np.copyto(slot[:length], payload)
-    slot[length : aligned(length)] = 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, until
+from tests.scheduler.conftest import flushed
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
@@ -100,7 +101,7 @@ async def bench(request: pytest.FixtureRequest, mortal: Hf3fsEmulator) -> AsyncI
 async def store(bench: Bench, *numbers: int) -> None:
     for number in numbers:
         await bench.put(number)
-    assert await bench.writer.flush(10.0)
+    assert await flushed(bench.writer, 10.0)
     assert bench.writer.counters.written == len(numbers)
 
 
@@ -127,14 +128,14 @@ async def test_hanging_daemon_opens_the_writers_breaker(bench: Bench, mortal: Hf
     mortal.control.hang()
     for number in range(1, 7):
         await bench.put(number)
-    assert await bench.writer.flush(20.0)
+    assert await flushed(bench.writer, 20.0)
     assert bench.writer.breaker.state.value != "closed", "open, or a probe hangs"
     assert bench.writer.counters.written == 0
     mortal.control.resume()
 
     async def written() -> bool:
         await bench.put(50)
-        await bench.writer.flush(1.0)
+        await flushed(bench.writer, 1.0)
         return bench.tier.contains(chunk(50)[0])
 
     await bench.keep_trying(bench.writer.breaker, written)

@@ -186,6 +186,7 @@ async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
         with pytest.raises(ConfigError, match="did not answer for 1 s"):
             await asyncio.wait_for(tier3.open(), PATIENCE_S)
     mortal.resume()
+    monkeypatch.setattr(tier, "_OPEN_S", PATIENCE_S)  # of a busy machine
     again = Hf3fsTier(settings, FINGERPRINT)
     await again.open()
     await again.close()

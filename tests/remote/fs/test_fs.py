@@ -26,6 +26,7 @@ from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.mounts import Mount
 from tiercache.tiers.files.owners import Owner, StaleWriters
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
@@ -147,10 +148,25 @@ def test_a_directory_is_used_by_one_tier_and_once(tmp_path: Path) -> None:
     }
     with pytest.raises(ConfigError, match=rf"fs\.b: {tmp_path} belongs to the tier fs\.a already"):
         make_tiers(Config.load(environ={}, overrides=fs), layout)
-    disk = {"local_disk": str(tmp_path), "max_local_disk_size": 0.1, "remote_storage_plugins": ["fs.a"]}
     del fs["remote_storage_plugin.fs.b.base_path"]
-    with pytest.raises(ConfigError, match=rf"fs\.a: {tmp_path} belongs to the tier disk already"):
-        make_tiers(Config.load(environ={}, overrides=fs | disk), layout)
+    fs["remote_storage_plugins"] = ["fs.a"]
+    others = {
+        "disk": {"local_disk": str(tmp_path), "max_local_disk_size": 0.1},
+        "gds": {"gds_path": str(tmp_path), "gds_buffer_size": 16},
+        "hf3fs": {"hf3fs_base_path": str(tmp_path)},
+    }
+    for name, other in others.items():
+        with pytest.raises(ConfigError, match=rf": {tmp_path} belongs to the tier ({name}|fs\.a) already"):
+            make_tiers(Config.load(environ={}, overrides=fs | other), layout)
+
+
+async def test_a_mount_whose_locks_stay_on_this_host_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounted = Mount(str(tmp_path), "nfs", "server:/kv", ("rw", "nolock"))
+    monkeypatch.setattr("tiercache.tiers.remote.fs.mount_of", lambda directory: mounted)
+    async with opened(tmp_path):
+        assert f"fs.a: {tmp_path} is mounted with nolock: the cap holds among the instances of one host" in caplog.text
 
 
 async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:

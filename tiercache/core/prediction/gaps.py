@@ -11,9 +11,10 @@ _BUCKETS = 96
 
 
 class Gaps:
-    """A histogram of gaps in seconds, in quarter octaves, with those that never ended ("lost"). Old ones fade.
+    """A histogram of gaps in seconds, in quarter octaves, with those that never ended ("lost"). Old ones fade: when `limit`
+    were counted, each counts half from then on.
 
-    Adding is O(1), asking O(buckets). With `fade`, what was seen `limit` gaps ago counts half of what is seen now.
+    Adding is O(1), asking O(buckets).
     """
 
     def __init__(self, limit: int = 4096) -> None:
@@ -22,16 +23,16 @@ class Gaps:
         self._ended = [0.0] * _BUCKETS
         self._lost = 0.0
 
-    def add(self, gap_s: float, weight: float = 1.0) -> None:
+    def add(self, gap_s: float) -> None:
         """A gap that ended after `gap_s`."""
-        self._ended[_bucket(gap_s)] += weight
-        self.count += weight
+        self._ended[_bucket(gap_s)] += 1.0
+        self.count += 1.0
         self._fade()
 
-    def add_lost(self, weight: float = 1.0) -> None:
+    def add_lost(self) -> None:
         """One that will never end: the session is over."""
-        self._lost += weight
-        self.count += weight
+        self._lost += 1.0
+        self.count += 1.0
         self._fade()
 
     def forget_lost(self) -> None:

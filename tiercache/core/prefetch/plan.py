@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import exp
 
 from tiercache.core.alarms import Alarms
+from tiercache.core.bucket import TokenBucket
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch.expected import Entry, Expected
@@ -61,10 +62,8 @@ class Fetch:
 
     key: ChunkKey
     parent: ChunkKey | None
-    predictor: str
     rate: float
     """Expected uses per second: what it is weighed against its victim by."""
-    deadline_s: float
     priority: int
 
 
@@ -95,8 +94,8 @@ class PrefetchPlan:
         self._clearing_s = float("-inf")
         self._current: Entry | None = None
         self._current_left = 0
-        self._tokens_bytes = settings.bytes_per_s * settings.burst_s
-        self._tokens_at_s: float | None = None
+        burst_bytes = settings.bytes_per_s * settings.burst_s
+        self._bucket = TokenBucket(settings.bytes_per_s, max(chunk_bytes, burst_bytes), burst_bytes)
         self._turnover_bytes = 0.0
         self._turnover_at_s = 0.0
 
@@ -160,17 +159,15 @@ class PrefetchPlan:
             entry.cursor = position + 1
             key, prediction = keys[position], entry.prediction
             self.transfers.began(key, prediction.predictor)
-            self._tokens_bytes -= self.chunk_bytes
+            self._bucket.take(self.chunk_bytes)
             parent = keys[position - 1] if position else None
-            return Fetch(
-                key, parent, prediction.predictor, entry.rate(now_s), prediction.expected_s, prediction.priority
-            )
+            return Fetch(key, parent, entry.rate(now_s), prediction.priority)
         return None
 
     def wake_s(self, now_s: float) -> float | None:
         """When to ask `next` again, if nothing is reported before; None: only then."""
         if not self._has_tokens(now_s):
-            return now_s + max(1e-6, (self.chunk_bytes - self._tokens_bytes) / self.settings.bytes_per_s)
+            return now_s + max(1e-6, self._bucket.wait_s(self.chunk_bytes))
         if self._due:
             return now_s + _SWEEP_S
         at_s = self._alarms.next_s
@@ -351,11 +348,4 @@ class PrefetchPlan:
         return self.transfers.waiting_bytes + self.kept_bytes + self.chunk_bytes <= self.settings.share_bytes
 
     def _has_tokens(self, now_s: float) -> bool:
-        rate = self.settings.bytes_per_s
-        if not rate:
-            return True
-        if self._tokens_at_s is not None and now_s > self._tokens_at_s:
-            most = max(self.chunk_bytes, rate * self.settings.burst_s)
-            self._tokens_bytes = min(most, self._tokens_bytes + (now_s - self._tokens_at_s) * rate)
-        self._tokens_at_s = now_s if self._tokens_at_s is None else max(now_s, self._tokens_at_s)
-        return self._tokens_bytes >= self.chunk_bytes
+        return not self.settings.bytes_per_s or self._bucket.has(self.chunk_bytes, now_s)

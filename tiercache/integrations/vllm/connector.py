@@ -91,7 +91,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not names.from_engine:
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
-        client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
+        client = LookupClient(self._engine, workers, self._config.lookup_timeout_ms / 1000)
         return SchedulerSide(self._config, self._geometry, names, client, workers)
 
     def _names(self) -> BlockNames:

@@ -55,10 +55,8 @@ class DeviceKvBlocks:
             raise LayoutError("the engine registered no KV tensors")
         first_name, first = next(iter(tensors.items()))
         self.driver = driver
-        self.shape = tuple(first.shape)
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
-        self.blocks = blocks
         _check_shape(first_name, first, blocks, heads, block_tokens, content_bytes)
         for name, tensor in tensors.items():
             if not driver.owns(tensor):

@@ -155,10 +155,9 @@ class LookupServer:
 class LookupClient:
     """Begins look-ups for the scheduler; each answer is a future that the caller polls."""
 
-    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
+    def __init__(self, engine: str, ranks: int, timeout_s: float) -> None:
         self._engine = engine
         self._ranks = ranks
-        self._geometry = geometry
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

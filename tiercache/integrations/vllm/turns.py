@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tiercache.control.messages import LONGEST_NAME, LONGEST_S
+
 logger = logging.getLogger("tiercache.vllm")
 
 PREFIX = "tiercache."
-_LONGEST_NAME = 256
-_LONGEST_S = 7 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ def _shown(value: Any) -> str:
 
 
 def _name(value: Any) -> str | None:
-    return value if isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME else None
+    return value if isinstance(value, str) and 0 < len(value) <= LONGEST_NAME else None
 
 
 def _seconds(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if 0 <= value <= _LONGEST_S else None
+    return float(value) if 0 <= value <= LONGEST_S else None
 
 
 def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-_A_NAME = (f"a text of 1 .. {_LONGEST_NAME} characters", _name)
-_SOME_SECONDS = (f"a number of seconds in 0 .. {_LONGEST_S:.0f}", _seconds)
+_A_NAME = (f"a text of 1 .. {LONGEST_NAME} characters", _name)
+_SOME_SECONDS = (f"a number of seconds in 0 .. {LONGEST_S:.0f}", _seconds)
 _A_FLAG = ("true or false", _flag)
 _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "session": _A_NAME,

@@ -54,4 +54,4 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     engine = tier.mounted if isinstance(tier, FsTier) else tier
     shelves = engine.shelves.all if isinstance(engine, FileTier) else ()
     looks = any(shelf.scanning or shelf._looking_around or name in shelf._looking for shelf in shelves)
-    return looks or writer.stores(name) or writer.holds(name)
+    return looks or writer.tier.offers(name) or writer.holds(name)

@@ -43,7 +43,7 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
             writer: writer.counters.dropped
             for writer in cache.parts.fan_out.writers
             if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
-            if not (writer.stuck or len(writer._removals))
+            if not (writer.lingering or len(writer._removals))
         }
         await node.calls.put_many(several)
         if node.calls.device is not None:

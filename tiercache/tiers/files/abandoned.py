@@ -7,10 +7,10 @@ import os
 from collections import deque
 from collections.abc import Callable
 
+from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.changes import PendingFile
 from tiercache.tiers.files.ledger import Ledger
 
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 _MOST = 1024
 _AT_A_TIME = 4
 """What a write tries to remove, of what earlier ones have left."""
@@ -29,14 +29,14 @@ class Abandoned:
     def remove(self, pending: PendingFile) -> None:
         """Remove a file that will not be published, if it is there, and only then give back what it was charged."""
         try:
-            with contextlib.suppress(*_ABSENT):
+            with contextlib.suppress(*ABSENT):
                 os.unlink(pending.path)
         except OSError:
             try:
                 os.lstat(pending.path)
                 self._left.append(pending)  # it stays, and stays counted
                 return
-            except _ABSENT:
+            except ABSENT:
                 pass
             except OSError:
                 self._left.append(pending)  # nobody knows: the mount is dead

@@ -9,6 +9,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+ABSENT = (FileNotFoundError, NotADirectoryError)
+"""There is no such path: the file is missing, or a directory above it."""
 FILE_MODE = 0o600
 """Of every file when it is made. A chunk is a prompt in another form."""
 

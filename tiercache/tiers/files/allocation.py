@@ -7,6 +7,7 @@ import errno
 import os
 
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 

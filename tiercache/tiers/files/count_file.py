@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.tiers.files.access import Access, open_regular
+from tiercache.tiers.files.access import ABSENT, Access, open_regular
 from tiercache.tiers.files.locking import lock_within
 
 _FILE = struct.Struct("<8sQQQ")
@@ -74,7 +74,7 @@ class CountFile:
         """Whether somebody else's file, or none, is at our path. Asks the file system; raises OSError when it fails."""
         try:
             there = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             return True
         return not os.path.samestat(os.fstat(self.descriptor), there)
 

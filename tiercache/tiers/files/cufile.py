@@ -19,11 +19,10 @@ from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, f
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.files.access import open_regular
-from tiercache.tiers.files.allocation import reserve
+from tiercache.tiers.files.access import occupied_bytes, open_regular
+from tiercache.tiers.files.allocation import NO_ROOM, reserve
 from tiercache.tiers.files.chunk_file import verify_chunk
 from tiercache.tiers.files.device_files import DeviceFiles, ThreadStreams
-from tiercache.tiers.files.manifest import NO_ROOM
 
 _OPEN_FILES = 128
 _TASK_BYTES = 16 << 20
@@ -111,7 +110,7 @@ class CuFileFiles(DeviceFiles):
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", path)
             if durable:
                 os.fdatasync(descriptor)
-            return os.fstat(descriptor).st_blocks * 512
+            return occupied_bytes(os.fstat(descriptor))
         except BaseException:
             os.unlink(path)
             raise

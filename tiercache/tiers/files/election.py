@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import threading
@@ -11,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from tiercache.tiers.files.access import OWNER, Access, open_regular
+from tiercache.tiers.files.allocation import NO_ROOM
 
 _BEAT_BYTES = 16
 
@@ -73,7 +73,7 @@ class Election:
         try:
             os.pwrite(descriptor, os.urandom(_BEAT_BYTES), 0)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_ROOM:
                 raise
 
     def heartbeat(self) -> bytes:

@@ -8,13 +8,12 @@ import os
 from pathlib import Path
 
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.files.access import Access
+from tiercache.tiers.files.access import ABSENT, Access
 from tiercache.tiers.files.manifest import MANIFEST
 from tiercache.tiers.files.survey import TOP_LEVELS
 
 logger = logging.getLogger("tiercache.disk")
 
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_WORTH_A_WORD = frozenset({"lost+found", ".tiercache", "quarantine", *TOP_LEVELS})
 """In a directory that has no manifest: what is ours all the same, and what file systems put there."""
 
@@ -45,11 +44,11 @@ class Identity:
         try:
             os.stat(place)
             return False
-        except _ABSENT:
+        except ABSENT:
             pass
         try:
             return os.stat(os.path.dirname(place)).st_dev == self._device
-        except _ABSENT:
+        except ABSENT:
             return False
 
     def is_here_or_deleted(self) -> bool:

@@ -102,8 +102,8 @@ def _existing(unknown: list[tuple[list[Shelf], ChunkKey]]) -> list[tuple[Shelf, 
     found: list[tuple[Shelf, int]] = []
     for shelves, key in unknown:
         for shelf in shelves:
-            if occupied := shelf.volume.exists([key]):
-                found.append((shelf, occupied[0]))
+            if occupied_bytes := shelf.volume.occupied_by(key):
+                found.append((shelf, occupied_bytes))
                 break
         else:
             break

@@ -15,6 +15,7 @@ from tiercache.core.pauses import pause_s
 from tiercache.core.sharing import Freshness, SharedIndex
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, look_away
+from tiercache.tiers.files.access import ABSENT, occupied_bytes
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 from tiercache.tiers.files.volume import Volume
@@ -135,9 +136,9 @@ class Refresher:
             self._on_gone(dropped)
         unknown = [key for key in index.unknown(directory, listed) if key not in self._ignored]
         for found in _steps(unknown):
-            for key, occupied_bytes in await self._ask(volume, sizes, volume, found):
+            for key, size_bytes in await self._ask(volume, sizes, volume, found):
                 if key not in index and key not in gone:
-                    index.add(key, occupied_bytes)
+                    index.add(key, size_bytes)
 
     async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:
         loop = asyncio.get_running_loop()
@@ -169,7 +170,7 @@ def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
     """The chunks in a subdirectory, by their names alone. For a worker thread."""
     try:
         names = os.listdir(volume.root / TOP_LEVELS[directory])
-    except (FileNotFoundError, NotADirectoryError):
+    except ABSENT:
         return set()
     return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
 
@@ -180,10 +181,10 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     for key in keys:
         try:
             status = os.stat(volume.path(key))
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             continue
         if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0:
-            found.append((key, status.st_blocks * 512))
+            found.append((key, occupied_bytes(status)))
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiercache.tiers.files.access import Access, open_regular
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.publishing import UNSUPPORTED, Publish
 
 FORMAT = 1
@@ -20,7 +21,6 @@ MANIFEST = "tiercache.json"
 _CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
 _LARGEST_BYTES = 4096
 _ATTEMPTS = 8
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class WrongFormat(ValueError):

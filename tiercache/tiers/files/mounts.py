@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+NFS = ("nfs", "nfs4")
+
 
 @dataclass(frozen=True)
 class Mount:
@@ -59,6 +61,21 @@ def mount_of(path: Path, mounted: list[Mount] | None = None) -> Mount:
 def file_system_of(path: Path, mounted: list[Mount] | None = None) -> str:
     """The type of the file system that holds `path`."""
     return mount_of(path, mounted).kind
+
+
+def local_locks(mount: Mount) -> tuple[str, str]:
+    """The mount option that keeps file locks on this host, and what to do about it. Both empty where locks reach the other
+    hosts, as far as the mount table says: the cap of a directory holds among those that see one another's locks."""
+    if mount.kind in NFS:
+        if mount.option("nolock") is not None:
+            return "nolock", "Mount it without nolock"
+        if (value := mount.option("local_lock")) in ("all", "flock"):
+            return f"local_lock={value}", "Mount it with local_lock=none"
+    elif mount.kind == "lustre" and mount.option("flock") is None:
+        return "localflock" if mount.option("localflock") is not None else "noflock", "Mount it with -o flock"
+    elif mount.kind in ("cifs", "smb3") and mount.option("nobrl") is not None:
+        return "nobrl", "Mount it without nobrl"
+    return "", ""
 
 
 def _plain(escaped: str) -> str:

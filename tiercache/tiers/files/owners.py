@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiercache.tiers.files.access import Access, NotAFile, open_regular
+from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.ledger import Ledger
-from tiercache.tiers.files.manifest import NO_ROOM
 from tiercache.tiers.files.record import Standing, read_record
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
@@ -125,7 +125,7 @@ class Owner:
         for place in (self.temporary, *self.places):
             try:
                 names = os.listdir(place)
-            except (FileNotFoundError, NotADirectoryError):
+            except ABSENT:
                 continue
             for name in names:
                 stem, _, number = name.rpartition(".")

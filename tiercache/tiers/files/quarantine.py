@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from tiercache.tiers.files.access import Access, occupied_bytes
+from tiercache.tiers.files.access import ABSENT, Access, occupied_bytes
 from tiercache.tiers.files.ledger import Ledger
 
 _KEEPS = 8
@@ -63,5 +63,5 @@ class Quarantine:
     def _paths(self) -> list[Path]:
         try:
             return [self.directory / name for name in os.listdir(self.directory)]
-        except (FileNotFoundError, NotADirectoryError):
+        except ABSENT:
             return []

@@ -31,8 +31,7 @@ class ThreadMover(Mover):
 
     def __init__(self, shelves: Shelves) -> None:
         threads = shelves.settings.threads
-        # Two more than there are threads: a thread that is done finds its next job waiting, without a round by the loop.
-        self.places = threads + 2 if threads > 1 else 1
+        self.places = places_of(threads)
         self._shelves = shelves
         self._readers = Workers(f"{shelves.name}-read", threads)
         self._writers = Workers(f"{shelves.name}-write", threads)
@@ -174,6 +173,12 @@ class DeviceMover(ThreadMover):
             self._shelves.metadata.later(files.close)
             raise
         self.files = files
+
+
+def places_of(threads: int) -> int:
+    """How much so many threads take on: two more, so that one that is done finds its next job waiting, without a round by
+    the loop. A single one does one after the other."""
+    return threads + 2 if threads > 1 else 1
 
 
 def _forget_cached(path: str) -> None:

@@ -23,9 +23,10 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
 from tiercache.tiers.files.access import NotAFile
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.knowledge import OwnIndex
-from tiercache.tiers.files.manifest import NO_ROOM, reads_back
+from tiercache.tiers.files.manifest import reads_back
 from tiercache.tiers.files.parts import Knowledge, Mover, Room
 from tiercache.tiers.files.publishing import NameTaken
 from tiercache.tiers.files.room import OwnRoom

@@ -30,13 +30,14 @@ from tiercache.core.header import Header, file_bytes, payload_checksum
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.files.abandoned import Abandoned
-from tiercache.tiers.files.access import OWNER, Access, occupied_bytes
+from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.files.count_file import LedgerLost
 from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
-from tiercache.tiers.files.manifest import NO_ROOM, require_manifest
+from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import Owner
 from tiercache.tiers.files.publishing import Publisher
 from tiercache.tiers.files.quarantine import Quarantine
@@ -45,8 +46,6 @@ from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
 logger = logging.getLogger("tiercache.disk")
 
 T = TypeVar("T")
-
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 class Volume:
@@ -140,18 +139,13 @@ class Volume:
         name = key.hex()
         return f"{self.root}/{name[:2]}/{name}"
 
-    def exists(self, keys: list[ChunkKey]) -> list[int]:
-        """Occupied bytes of `keys`, from the first on, up to the first that is not here."""
-        found = []
-        for key in keys:
-            try:
-                status = os.lstat(self.path(key))
-            except OSError:
-                break
-            if not stat.S_ISREG(status.st_mode):
-                break
-            found.append(occupied_bytes(status))
-        return found
+    def occupied_by(self, key: ChunkKey) -> int:
+        """Bytes that a chunk occupies; 0 where it is not here."""
+        try:
+            status = os.lstat(self.path(key))
+        except OSError:
+            return 0
+        return occupied_bytes(status) if stat.S_ISREG(status.st_mode) else 0
 
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
@@ -162,7 +156,7 @@ class Volume:
         """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
         try:
             return reader(self.path(key))
-        except _ABSENT:
+        except ABSENT:
             if not self.identity.is_here_or_deleted():
                 raise
             return None
@@ -285,7 +279,7 @@ class Volume:
         if known_bytes is None:
             try:
                 status = os.lstat(self.path(key))
-            except _ABSENT:
+            except ABSENT:
                 self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
                 return False
             if not stat.S_ISREG(status.st_mode):
@@ -391,7 +385,7 @@ class Volume:
         path = self.path(key)
         try:
             os.unlink(path)
-        except _ABSENT:
+        except ABSENT:
             return False
         finally:
             self.on_delete(path)

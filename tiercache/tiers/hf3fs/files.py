@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from tiercache.tiers.files.access import open_regular
+from tiercache.tiers.files.access import occupied_bytes, open_regular
 
 _OPEN_FILES = 128
 _LEFT_BEHIND = 2 * _OPEN_FILES
@@ -151,7 +151,7 @@ class RegisteredFiles:
             os.fsync(file.descriptor)
         else:
             self._library.force_fsync(file.descriptor)
-        return os.fstat(file.descriptor).st_blocks * 512
+        return occupied_bytes(os.fstat(file.descriptor))
 
     def forget_all(self) -> None:
         with self._lock:

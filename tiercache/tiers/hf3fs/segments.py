@@ -84,10 +84,6 @@ class Buffers:
         for place in range(self.count - 1, -1, -1):
             self._free.put_nowait(place)
 
-    @property
-    def size_bytes(self) -> int:
-        return self._arena.size_bytes
-
     async def take(self, patience_s: float) -> int:
         """A free place. Raises TierUnavailable when there is none for so long: transfers that hang have them all."""
         if not self._free.empty():

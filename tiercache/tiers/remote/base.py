@@ -50,7 +50,7 @@ class RemoteSettings:
     url: str = field(default="", repr=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The instance's settings by name, of the types that `tiercache.config.remote_options` declares; plain text for types
-    that it does not know."""
+    that it does not know. And the configuration's `file_access`, for tiers on files."""
     timeout_s: float = 5.0
     """The longest wait for the answer to one request."""
     concurrency: int = 4

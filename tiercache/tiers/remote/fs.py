@@ -31,11 +31,11 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.files.access import ACCESS, Access
+from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.manifest import NO_ROOM
-from tiercache.tiers.files.mounts import Mount, mount_of
+from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
 from tiercache.tiers.files.room import ElectedRoom
-from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.threads import TwiceMover, places_of
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
@@ -125,9 +125,8 @@ class FsTier(Tier):
         self.settings = settings
         self.name = settings.name
         self.engine = engine
-        self.traits = Traits(
-            durable=True, shared=True, read_concurrency=engine.threads + 2, write_concurrency=engine.threads + 2
-        )
+        places = places_of(engine.threads)
+        self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
         self.mounted: FileTier | None = None
         self._coming: asyncio.Task[None] | None = None
 
@@ -220,10 +219,11 @@ class FsTier(Tier):
             access = ACCESS[self.engine.file_access]
             mounts = await engine.shelves.metadata.submit(_mounts_of, self.engine.directories, access)
             for mount in mounts:
-                if where := _local_locks(mount):
+                option, _ = local_locks(mount)
+                if option:
                     logger.warning(
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
-                        self.name, mount.point, where,
+                        self.name, mount.point, option,
                     )  # fmt: skip
             await engine.open()
         except (OSError, ConfigError) as error:
@@ -255,13 +255,3 @@ def _mounts_of(directories: Sequence[Path], access: Access) -> list[Mount]:
         with os.scandir(directory) as entries:
             next(entries, None)
     return list(dict.fromkeys(mount_of(directory) for directory in directories))
-
-
-def _local_locks(mount: Mount) -> str:
-    """The mount option by which locks are not seen by other hosts; empty where they are, as far as one can tell."""
-    if mount.kind in ("nfs", "nfs4"):
-        if mount.option("nolock") is not None:
-            return "nolock"
-        if (value := mount.option("local_lock")) in ("all", "flock"):
-            return f"local_lock={value}"
-    return "localflock" if mount.kind == "lustre" and mount.option("localflock") is not None else ""

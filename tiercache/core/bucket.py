@@ -1,0 +1,32 @@
+"""A token bucket: so many bytes a second, and at once what was left over for a while."""
+
+from __future__ import annotations
+
+
+class TokenBucket:
+    """Earns `bytes_per_s`, and keeps up to `burst_bytes` of it. Time is passed in (seconds of one monotonic clock)."""
+
+    def __init__(self, bytes_per_s: float, burst_bytes: float, left_bytes: float) -> None:
+        """`left_bytes`: with which it begins."""
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._left_bytes = left_bytes
+        self._at_s: float | None = None
+
+    def has(self, amount_bytes: int, now_s: float) -> bool:
+        """Whether so much may be taken now. More than the burst may when the bucket is full, and is paid for afterwards."""
+        if self._at_s is not None and now_s > self._at_s:
+            earned_bytes = (now_s - self._at_s) * self._bytes_per_s
+            self._left_bytes = min(self._burst_bytes, self._left_bytes + earned_bytes)
+        self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
+        return self._left_bytes >= min(amount_bytes, self._burst_bytes)
+
+    def take(self, amount_bytes: int) -> None:
+        self._left_bytes -= amount_bytes
+
+    def give_back(self, amount_bytes: int) -> None:
+        self._left_bytes = min(self._burst_bytes, self._left_bytes + amount_bytes)
+
+    def wait_s(self, amount_bytes: int) -> float:
+        """How long, from the last `has` on, until there is so much."""
+        return (amount_bytes - self._left_bytes) / self._bytes_per_s

@@ -263,6 +263,15 @@ async def test_gds_path_on_a_weka_mount_gets_the_weka_tier(
         assert [tier.name for tier in cache.tiers] == ["weka"]
 
 
+async def test_gds_path_on_a_weka_mount_makes_no_second_weka_tier(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.assembly.file_system_of", lambda directory: "wekafs")
+    with pytest.raises(ConfigError, match="gds_path: .* is a Weka mount, and weka_path makes the Weka tier already"):
+        async with opened(gds_path=(str(tmp_path / "gds"),), weka_path=(str(tmp_path / "weka"),)):
+            pass
+
+
 async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"):
         async with opened(weka_path=(str(tmp_path),)):

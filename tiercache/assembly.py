@@ -162,6 +162,10 @@ def _gds(config: Config, layout: Layout, device: Device | None, planned: Planned
     planned = _of_rank(layout, planned)
     directory = Path(planned.directories[0])
     if file_system_of(directory) == WEKAFS:
+        if config.weka_path:
+            raise ConfigError(
+                f"gds_path: {directory} is a Weka mount, and weka_path makes the Weka tier already; name it in weka_path"
+            )
         logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
         return _weka(config, layout, device, planned)
     settings = GdsSettings(

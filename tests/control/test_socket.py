@@ -205,6 +205,20 @@ async def test_second_cache_at_the_path_is_refused_and_the_first_one_answers_on(
     assert (await ask(place, Statistics()))["rank"] == 0
 
 
+async def test_start_that_is_cancelled_at_its_last_step_leaves_the_path_to_the_next(tmp_path: Path, place: Path) -> None:
+    cache = TierCache(config_of(tmp_path), LAYOUT)
+    starting = asyncio.create_task(cache.start())
+    while not place.is_socket():
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not place.exists()
+    await cache.start()
+    assert (await ask(place, Statistics()))["rank"] == 0
+    await cache.close()
+
+
 async def test_what_a_dead_process_left_is_taken_over(tmp_path: Path, place: Path) -> None:
     sockets.bound(place).close()
     assert place.is_socket()

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tiercache.config.remotes import (
+    OWN_NAMES,
     PLUGIN_PREFIX,
     SCHEMES,
     Problem,
@@ -117,6 +118,12 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
             )
     if len(set(listed)) < len(listed):
         yield ("remote_storage_plugins",), "remote_storage_plugins: every instance needs a name of its own"
+    for plugin in sorted(OWN_NAMES.intersection(listed)):
+        yield (
+            ("remote_storage_plugins",),
+            f"remote_storage_plugins: {plugin!r} is the name of a tier of ours; give the instance one of its own, such as "
+            f"{plugin}.a",
+        )
     scheme = (values.get("remote_url") or "").partition("://")[0]
     for name in plugins:
         plugin = name.rpartition(".")[0]

@@ -18,6 +18,9 @@ PLUGIN_PREFIX = "remote_storage_plugin."
 ENTRY_POINTS = "tiercache.tiers"
 """The group of entry points by which installed packages bring types of their own."""
 
+OWN_NAMES = frozenset({"cpu", "device", "disk", "gds", "weka"})
+"""Of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
+
 _ELSEWHERE = (
     "aerospike",
     "azure",

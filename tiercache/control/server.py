@@ -74,7 +74,12 @@ class ControlServer:
             if self.path.exists() and not self.path.is_socket():
                 raise FileExistsError(errno.EEXIST, "there is something there that is no socket")
             self.path.unlink(missing_ok=True)
-            self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path))
+            # In two steps: one that is cancelled while it begins to listen has told nobody what to close.
+            self._server = await asyncio.start_unix_server(self._serve, sock=bound(self.path), start_serving=False)
+            await self._server.start_serving()
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         except BlockingIOError:
             self._give_back_lock()
             raise ConfigError(f"control_socket: {self.path} is in use by another cache; give each engine its own") from None

@@ -47,7 +47,7 @@ def byte_format(
             if kind not in formats:
                 formats[kind] = _written(layer, tensors[name], block_tokens, computed_in)
     except Exception as error:
-        logger.debug("the back end cannot be asked for its byte format: %r", error)
+        logger.info("a back end does not show its byte format, so KV is shared within this version of vLLM only: %r", error)
         return None
     return digest(sorted(formats.values())) if formats else None
 
@@ -66,11 +66,11 @@ def _written(layer: Any, tensor: Any, block_tokens: int, computed_in: Any) -> st
     try:
         slots = torch.arange(block_tokens, dtype=torch.int64, device=tensor.device)
         layer.impl.do_kv_cache_update(layer, key, value, tensor, slots)
-        written = block.contiguous().cpu()
+        written = block.clone(memory_format=torch.contiguous_format).cpu()
     finally:
         block.copy_(before)
     if torch.equal(written.view(torch.uint8), before.contiguous().cpu().view(torch.uint8)):
-        raise ValueError(f"{type(layer.impl).__qualname__} wrote nothing")
+        raise ValueError(f"{type(layer.impl).__qualname__} wrote nothing into the block")
     return hashlib.sha256(written.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

@@ -42,21 +42,19 @@ class FileChanged(OSError):
     """A file was written to while it was read, so there is no digest of it."""
 
 
-def digests_of(files: Mapping[str, Path], directory: Path, *, grain_ns: int = _GRAIN_NS) -> dict[str, str]:
+def digests_of(files: Mapping[str, Path], directory: Path) -> dict[str, str]:
     """SHA-256 of each of `files`, as hex. Reads what is not known already, once, in threads.
 
-    `files` lie below `directory` and are known there by their names in the mapping. `grain_ns`: how much older than its
-    reading a file's change has to be for its digest to be kept. Raises OSError: a file cannot be read, changes while it is
-    (FileChanged), or does not come for 30 s (TimeoutError).
+    `files` lie below `directory` and are known there by their names in the mapping. Raises OSError: a file cannot be read,
+    changes while it is (FileChanged), or does not come for 30 s (TimeoutError).
     """
-    return _Digests(files, directory, grain_ns).all()
+    return _Digests(files, directory).all()
 
 
 class _Digests:
-    def __init__(self, files: Mapping[str, Path], directory: Path, grain_ns: int) -> None:
+    def __init__(self, files: Mapping[str, Path], directory: Path) -> None:
         self._files = files
         self._places = list(_places(directory))
-        self._grain_ns = grain_ns
         self._found: dict[str, str] = {}
         self._stamps: dict[str, Stamp] = {}
         """Of the digests that may be kept."""
@@ -131,7 +129,7 @@ class _Digests:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             before = _stamp(os.fstat(file.fileno()))
-            settled = time.time_ns() - max(before[1:3]) >= self._grain_ns
+            settled = time.time_ns() - max(before[1:3]) >= _GRAIN_NS
             while read := file.readinto(part):
                 digest.update(part[:read])
                 self._parts_read += 1
@@ -186,7 +184,7 @@ def _read_kept(place: Path) -> dict[str, tuple[Stamp, str]]:
 
 
 def _write_kept(place: Path, kept: Mapping[str, tuple[Stamp, str]]) -> None:
-    files = {name: [list(stamp), digest] for name, (stamp, digest) in kept.items()}
+    files = {name: [list(stamp), digest] for name, (stamp, digest) in sorted(kept.items())}
     place.parent.mkdir(parents=True, exist_ok=True)
     making = place.with_name(f"{place.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:

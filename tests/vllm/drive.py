@@ -8,6 +8,7 @@ line of its output.
 
 import asyncio
 import ctypes
+import dataclasses
 import gc
 import importlib
 import json
@@ -203,6 +204,11 @@ class Driver:
             return len(cpu._entries)
 
         return int(thread.submit(corrupt()).result(30))
+
+    def layout(self) -> dict[str, Any]:
+        """What the bytes of a chunk mean, by field, and the fingerprint of that."""
+        layout = cache_thread().cache.layout
+        return dataclasses.asdict(layout) | {"fingerprint": layout.fingerprint.hex()}
 
     def statistics(self) -> dict[str, Any]:
         thread = cache_thread()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.vllm.engines import REPOSITORY, ImportedVllm, drive, same_answer, tiercache_settings
+from tests.vllm.engines import REPOSITORY, ImportedVllm, close_answer, drive, same_answer, tiercache_settings
 from tiercache.integrations.vllm.versions import TESTED, check_version
 
 OTHERS = sorted((REPOSITORY / ".venv").glob("vllm-*"))
@@ -41,6 +42,20 @@ def test_another_version_answers_as_its_own_prefix_cache_does(
         assert same_answer(ours, expected[0])
     assert not same_answer(wrong[-1][0], expected[0]), "with wrong KV this has to fail, or it proves nothing"
     assert "was not tested with this connector" not in log
+
+
+def test_what_one_version_stored_is_a_hit_of_the_other(
+    other: ImportedVllm, model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Nothing that makes the KV of this model has changed between them, and back ends write the same bytes."""
+    settings = {"model": model, "enable_prefix_caching": False, "tiercache": tiercache_settings(tmp_path)}
+    drive(settings, [["generate", prompts[:1]], ["flush"]])
+    (_, (hit,), _, (wrong,)), _ = drive(
+        settings, [["scanned"], ["generate", prompts[:1]], ["corrupt_hot"], ["generate", prompts[:1]]], vllm=other
+    )
+    assert hit["cached"] == wrong["cached"] == oracle[0]["cached"]
+    assert close_answer(hit, oracle[0])
+    assert not close_answer(wrong, oracle[0]), "with wrong KV this has to fail, or it proves nothing"
 
 
 @pytest.mark.parametrize(("version", "known"), [(f"{TESTED[0]}.1+cpu", True), ("0.99.0", False), ("1.0", False)])

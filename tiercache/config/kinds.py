@@ -109,6 +109,22 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Name:
+    """Text on one line that is not empty."""
+
+    meaning: str = "a name"
+
+    @property
+    def expected(self) -> str:
+        return f"{self.meaning}, not empty"
+
+    def parse(self, raw: Any) -> str:
+        if isinstance(raw, bool) or not isinstance(raw, (str, int, float)) or not (name := str(raw).strip()):
+            raise ValueError(f"expected {self.expected}")
+        return name
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of a few words, in any case."""
 

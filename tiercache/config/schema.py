@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
+from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
 from tiercache.core.admission import ADMISSIONS
 from tiercache.core.eviction import ORDERS
@@ -93,6 +93,14 @@ class ConfigFields:
     )
     tenant_salt: str = _key(
         Text("a secret text"), "", "part of every chunk key: tenants share nothing", secret=True, ours=True
+    )
+
+    model_id: str | None = _key(
+        Name("a name for the model"),
+        None,
+        "in vLLM: stands for the content of the model's files, which is not looked at then. Unset: their digest, taken once "
+        "and kept beside them or in ~/.cache/tiercache. Engines of one model_id share KV: it has to change with the weights",
+        ours=True,
     )
 
     control_socket: str | None = _key(

@@ -107,7 +107,9 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._spec)
         try:
-            layout = make_layout(self._vllm_config, self._spec, mover.kv, self._geometry, list(kv_caches))
+            layout = make_layout(
+                self._vllm_config, self._spec, mover.kv, self._geometry, kv_caches, self._config.model_id
+            )
             self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine, self._names())
         except BaseException:
             mover.close()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
-import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
+from tiercache.integrations.vllm.engine_identity import byte_format, code_of_model, digest
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
+from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
 from tiercache.integrations.vllm.planning import BlockGeometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
+_IMAGE_OPTIONS = (
+    "language_model_only", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path", "mm_device_do_normalize",
+)  # fmt: skip
 
 
 def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
@@ -58,19 +61,26 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
 
 
 def make_layout(
-    config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: BlockGeometry, layer_names: list[str]
+    config: VllmConfig,
+    spec: Any,
+    kv: KvBlocks | DeviceKvBlocks,
+    geometry: BlockGeometry,
+    tensors: Mapping[str, Any],
+    model_id: str | None = None,
 ) -> Layout:
-    """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks."""
-    import vllm
+    """Everything that changes the bytes, and nothing else. LoRA, multimodal inputs and cache salts are in the names of the
+    blocks, which say by which algorithm they were made and cannot mean two things.
 
+    `tensors` are the layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
+    """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    weights = f"dummy, seed {model.seed}" if config.load_config.load_format == "dummy" else _weights(str(model.model))
+    layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
-    layers = [config.compilation_config.static_forward_context.get(name) for name in layer_names]
-    backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers})
+    backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
+    written = byte_format(layers, tensors, geometry.block_tokens, model.dtype)
+    scales = [(getattr(layer, "_k_scale_float", 1), getattr(layer, "_v_scale_float", 1)) for layer in layers.values()]
     return Layout(
-        model=str(model.model),
-        revision=f"{model.revision or ''} {getattr(model.hf_config, '_commit_hash', None) or ''} {weights}",
+        model=f"id {model_id}" if model_id else model_of(config, model, config.load_config),
         chunk_tokens=geometry.chunk_tokens,
         bytes_per_token=kv.bytes_per_block // geometry.block_tokens,
         kv_dtype=kv.dtype,
@@ -79,26 +89,31 @@ def make_layout(
         head_size=spec.head_size,
         block_tokens=geometry.block_tokens,
         byte_format=kv.describe(),
-        engine=f"vllm {vllm.__version__}",
+        engine=f"vllm {written or _version()}",
         rank=parallel.rank,
         world_size=parallel.world_size,
         extra=(
             ("attention", ", ".join(backends)),
             ("cache_dtype", str(cache.cache_dtype)),
+            ("code", code_of_model(model)),
             ("compute_dtype", str(model.dtype)),
-            (
-                "kv_scales",
-                _digest([(getattr(x, "_k_scale_float", 1), getattr(x, "_v_scale_float", 1)) for x in layers]),
-            ),
-            ("layers", _digest(layer_names)),
-            ("machine", platform.machine()),
-            # Names come from pickled objects (vLLM's sha256), whose bytes belong to a version of Python.
-            ("hash", f"{cache.prefix_caching_hash_algo} python {sys.version_info[0]}.{sys.version_info[1]}"),
-            ("model_config", _model_config(model.hf_config)),
+            ("draft", _draft(config)),
+            ("hash", str(cache.prefix_caching_hash_algo)),
+            ("images", _images(model)),
+            ("kv_scales", digest(scales)),
+            ("layers", digest(list(tensors))),
+            ("model_config", effective_config(model)),
             ("parallel", f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}"),
-            ("quantization", str(model.quantization)),
+            ("quantization", f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}"),
         ),
     )
+
+
+def _version() -> str:
+    """For a back end whose byte format nobody can tell."""
+    import vllm
+
+    return f"{vllm.__version__} {platform.machine()}"
 
 
 def _backend(layer: Any) -> str:
@@ -106,21 +121,16 @@ def _backend(layer: Any) -> str:
     return str(backend.get_name()) if backend is not None else "unknown"
 
 
-def _model_config(hf_config: Any) -> str:
-    """The model's own configuration with overrides (RoPE scaling and the like), less what is about files and versions."""
-    values = hf_config.to_dict()
-    volatile = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-    return _digest(sorted((key, repr(value)) for key, value in values.items() if key not in volatile))
-
-
-def _weights(model: str) -> str:
-    """For a local directory: names, sizes and times of the weights, since other weights may come to lie under one path."""
-    directory = Path(model)
-    if not directory.is_dir():
+def _draft(config: VllmConfig) -> str:
+    """A speculative decoder's own model: its layers' KV lies in the same blocks."""
+    speculative = config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft.model == config.model_config.model:
         return ""
-    files = sorted(path for path in directory.iterdir() if path.suffix in _WEIGHTS or path.name == "config.json")
-    return _digest([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    return model_of(config, draft, speculative.draft_load_config or config.load_config)
 
 
-def _digest(values: Any) -> str:
-    return hashlib.blake2b(repr(values).encode(), digest_size=12).hexdigest()
+def _images(model: Any) -> str:
+    """What the engine makes of images besides what is in the names of blocks."""
+    multimodal = model.multimodal_config
+    return digest([getattr(multimodal, option, None) for option in _IMAGE_OPTIONS]) if multimodal is not None else ""

@@ -1,0 +1,294 @@
+"""What makes two engines' KV the same: the layout's fingerprint, made from vLLM's own configuration and layers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+import vllm
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+
+from tests.vllm.tiny_llama import TinyEngine, safetensors, save_tiny
+from tiercache import TierCache
+from tiercache.config import Config
+from tiercache.core.keys import keys_from_hashes
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.engine_identity import _modules_of, code_of_model
+from tiercache.integrations.vllm.model_in_vllm import effective_config, place_of
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digests and no rotary embeddings of other tests."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", vllm.envs.VLLM_CACHE_ROOT)  # which knows what models are like
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "model")
+
+
+def copy_of(model: Path, directory: Path) -> Path:
+    shutil.copytree(model, directory)
+    for path in directory.iterdir():
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+    return directory
+
+
+def test_same_weights_at_two_paths_with_other_times_are_one_layout(model: Path, tmp_path: Path) -> None:
+    copy = copy_of(model, tmp_path / "elsewhere")
+    one, other = TinyEngine(str(model)).layout(), TinyEngine(str(copy)).layout()
+    assert one == other and one.fingerprint == other.fingerprint
+    assert str(tmp_path) not in repr(one)
+
+
+def test_one_changed_byte_in_a_tensor_is_another_layout(model: Path) -> None:
+    before, engine = TinyEngine(str(model)).layout(), TinyEngine(str(model))
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\x00")
+    assert engine.layout().fingerprint != before.fingerprint
+
+
+def test_a_name_stands_for_the_content(model: Path, tmp_path: Path) -> None:
+    other = save_tiny(tmp_path / "other")
+    (other / "model.safetensors").write_bytes(safetensors(b"unlike"))
+    one = TinyEngine(str(model)).layout("llama, tuned in May")
+    assert one.fingerprint == TinyEngine(str(other)).layout("llama, tuned in May").fingerprint
+    assert one.fingerprint != TinyEngine(str(model)).layout("llama, tuned in June").fingerprint
+    engine = TinyEngine(str(model))
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")  # whoever wants to read it hangs
+    assert engine.layout("llama, tuned in May") == one
+
+
+def test_a_version_of_vllm_alone_is_no_other_layout(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = TinyEngine(str(model)).layout()
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    assert TinyEngine(str(model)).layout() == before
+    assert before.engine.startswith("vllm ") and "." not in before.engine
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"dtype": "bfloat16"},
+        {"hf_overrides": {"rope_theta": 5000.0}},
+        {"hf_overrides": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+        {"prefix_caching_hash_algo": "sha256_cbor"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "seed": 3},
+    ],
+    ids=str,
+)
+def test_settings_that_change_the_kv_are_another_layout(model: Path, engine: dict[str, Any]) -> None:
+    others = [{}, {"load_format": "dummy", "seed": 4}]
+    found = {TinyEngine(str(model), **settings).layout().fingerprint for settings in [*others, engine]}
+    assert len(found) == 3
+
+
+def test_settings_that_do_not_change_the_kv_are_the_same_layout(model: Path) -> None:
+    one = TinyEngine(str(model))
+    other = TinyEngine(str(model), max_model_len=256, seed=7, max_num_seqs=3, served_model_name="other")
+    assert one.layout() == other.layout()
+
+
+# What an engine writes
+
+
+def test_another_order_of_bytes_in_a_block_is_another_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V before K, in a block of the same shape."""
+    engine = TinyEngine(str(model))
+    before, implementation = engine.layout(), type(engine.layers[0].impl)
+    write = implementation.do_kv_cache_update
+
+    def exchanged(self: Any, layer: Any, key: Any, value: Any, kv: Any, slots: Any) -> None:
+        write(self, layer, value, key, kv, slots)
+
+    monkeypatch.setattr(implementation, "do_kv_cache_update", exchanged)
+    after = engine.layout()
+    assert after.engine != before.engine
+    assert after.byte_format == before.byte_format
+
+
+def test_what_a_back_end_writes_for_this_is_not_left_in_its_memory(model: Path) -> None:
+    engine = TinyEngine(str(model))
+    engine.kv[:] = 7.0
+    engine.layout()
+    assert bool((engine.kv == 7.0).all())
+
+
+def test_a_back_end_that_does_not_show_its_bytes_is_known_by_its_version(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = TinyEngine(str(model))
+    monkeypatch.delattr(type(engine.layers[0].impl), "do_kv_cache_update")
+    assert engine.layout().engine == f"vllm {vllm.__version__} {platform.machine()}"
+
+
+def test_a_back_end_that_writes_elsewhere_is_known_by_its_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TinyEngine(str(model))
+    monkeypatch.setattr(type(engine.layers[0].impl), "do_kv_cache_update", lambda *arguments: None)
+    assert vllm.__version__ in engine.layout().engine
+
+
+# What an engine computes
+
+
+def rope(engine: TinyEngine, **parameters: Any) -> None:
+    """As the model's layers do while the model is made."""
+    with set_current_vllm_config(engine.config):
+        rotary_embedding.get_rope(32, 512, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"} | parameters)
+
+
+def test_rotary_embeddings_are_known_by_the_parameters_that_they_got(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is a mended bug that gives them other ones from the same configuration."""
+    engine, found = TinyEngine(str(model)), set()
+    for parameters in ({}, {"rope_theta": 500000.0}, {"rope_type": "linear", "factor": 2.0}):
+        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+        rope(engine, **parameters)
+        found.add(code_of_model(engine.config.model_config))
+    assert len(found) == 3
+
+
+def test_the_longest_prompt_counts_for_an_embedding_that_scales_by_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = [1.0] * 16
+    long = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+    long |= {"original_max_position_embeddings": 256}
+    found = []
+    for parameters in ({}, long):
+        for longest in (256, 512):
+            monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+            engine = TinyEngine(str(model), max_model_len=longest)
+            rope(engine, **parameters)
+            found.append(code_of_model(engine.config.model_config))
+    assert found[0] == found[1]
+    assert found[2] != found[3]
+
+
+def test_the_models_own_code_counts(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TinyEngine(str(model))
+    before = code_of_model(engine.config.model_config)
+    llama = sys.modules["vllm.model_executor.models.llama"]
+    changed = tmp_path / "llama.py"
+    assert llama.__file__ is not None
+    changed.write_text(Path(llama.__file__).read_text() + "\nscale = 2\n")
+    monkeypatch.setattr(llama, "__file__", str(changed))
+    assert code_of_model(engine.config.model_config) != before
+
+
+def test_a_model_that_is_derived_from_another_has_the_others_code_too() -> None:
+    mistral = importlib.import_module("vllm.model_executor.models.mistral")
+    found = {name.rpartition(".")[2] for name in _modules_of(mistral)}
+    assert found == {"mistral", "llama"}
+
+
+def test_a_configuration_is_what_it_says_not_what_wrote_it(tmp_path: Path) -> None:
+    plain = TinyEngine(str(save_tiny(tmp_path / "one"))).config.model_config
+    written = save_tiny(
+        tmp_path / "other", transformers_version="4.1.0", torch_dtype="float16", use_cache=False, attention_something=None
+    )
+    assert effective_config(plain) == effective_config(TinyEngine(str(written)).config.model_config)
+    other = save_tiny(tmp_path / "third", rms_norm_eps=1e-6)
+    assert effective_config(plain) != effective_config(TinyEngine(str(other)).config.model_config)
+
+
+# Which model it is
+
+
+def test_a_name_of_the_hub_is_the_snapshot_that_was_loaded(model: Path, tmp_path: Path) -> None:
+    commit, cache = "a" * 40, tmp_path / "hub"
+    repository = cache / "models--org--tiny"
+    snapshot = repository / "snapshots" / commit
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copytree(model, snapshot)
+    assert place_of("org/tiny", None, str(cache)) == snapshot
+    assert place_of("org/tiny", commit, str(cache)) == snapshot
+    assert place_of("org/other", None, str(cache)) is None
+    assert place_of("s3://bucket/model", None, str(cache)) is None
+    assert place_of(str(model), None, str(cache)) == model
+
+
+def test_a_model_that_cannot_be_identified_shares_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [TinyEngine(str(model)) for _ in range(2)]
+    monkeypatch.setattr("tiercache.integrations.vllm.kept_digests._STALL_S", 0.1)
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+    one, other = (engine.layout() for engine in engines)
+    for _ in range(2):
+        os.close(os.open(model / "model.safetensors", os.O_WRONLY))
+    assert one.fingerprint != other.fingerprint
+    assert "cannot be identified, and nothing is shared" in caplog.text
+
+
+# A cache directory of before
+
+
+def layout_as_it_was(engine: TinyEngine, model: Path) -> Layout:
+    """What the connector made of path, times and versions."""
+
+    def digest(values: Any) -> str:
+        return hashlib.blake2b(repr(values).encode(), digest_size=12).hexdigest()
+
+    now, volatile = engine.layout(), ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+    config = engine.config.model_config.hf_config.to_dict()
+    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(model.iterdir())]
+    changed = {
+        "hash": f"sha256 python {sys.version_info[0]}.{sys.version_info[1]}",
+        "machine": platform.machine(),
+        "model_config": digest(sorted((key, repr(value)) for key, value in config.items() if key not in volatile)),
+    }
+    kept = {name: value for name, value in now.extra if name not in ("code", "draft", "images")}
+    return Layout(
+        **{
+            **{name: getattr(now, name) for name in now.__dataclass_fields__},
+            "model": str(model),
+            "revision": f"  {digest(files)}",
+            "engine": f"vllm {vllm.__version__}",
+            "extra": tuple((kept | changed).items()),
+        }
+    )
+
+
+async def test_an_old_cache_directory_is_not_misread(model: Path, tmp_path: Path) -> None:
+    """Neither by the names of now nor, were somebody to ask for them, by those of then."""
+    engine = TinyEngine(str(model))
+    old, new = layout_as_it_was(engine, model), engine.layout()
+    assert old.fingerprint != new.fingerprint
+    names = [bytes([number]) * 32 for number in range(4)]
+    config = Config(max_local_cpu_size=0.01, local_disk=(str(tmp_path / "kv"),), max_local_disk_size=0.1)
+    old_keys, new_keys = (keys_from_hashes(layout.namespace(), names) for layout in (old, new))
+    async with TierCache.open(config, old) as cache:
+        for key in old_keys:
+            assert await cache.put(key, b"o" * old.chunk_bytes)
+    async with TierCache.open(config, old) as cache, cache.get(old_keys[0]) as lease:
+        assert lease is not None
+    async with TierCache.open(config, new) as cache:
+        for key in (*new_keys, *old_keys):
+            async with cache.get(key) as lease:
+                assert lease is None
+        assert await cache.put(new_keys[0], b"n" * new.chunk_bytes)
+    async with TierCache.open(config, new) as cache, cache.get(new_keys[0]) as lease:
+        assert lease is not None and bytes(lease.view) == b"n" * new.chunk_bytes

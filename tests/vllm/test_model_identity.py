@@ -1,0 +1,440 @@
+"""A model is what its files hold: not where they lie, when they were written, nor from which commit they come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.tiny_llama import safetensors
+from tiercache.integrations.vllm import kept_digests
+from tiercache.integrations.vllm.kept_digests import KEPT, FileChanged
+from tiercache.integrations.vllm.model_identity import NothingToRead, identity_of_adapter, identity_of_model
+
+LONG_AGO_NS = 1_600_000_000 * 10**9
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where digests are kept when they cannot be kept beside the files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "tiercache" / "digests"
+
+
+@pytest.fixture
+def any_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests of files that were written a moment ago are kept as well: a test has no older ones."""
+    monkeypatch.setattr(kept_digests, "_GRAIN_NS", 0)
+
+
+def shard(number: int) -> bytes:
+    return safetensors(bytes((number + byte) % 256 for byte in range(5000)))
+
+
+def save(directory: Path, shards: int = 2) -> Path:
+    directory.mkdir(parents=True)
+    names = [f"model-{number:05}-of-{shards:05}.safetensors" for number in range(1, shards + 1)]
+    for number, name in enumerate(names):
+        (directory / name).write_bytes(shard(number))
+    index = {"weight_map": {f"layer.{number}": name for number, name in enumerate(names)}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / "config.json").write_text("{}")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(tmp_path / "model")
+
+
+def first_shard(model: Path) -> Path:
+    return model / "model-00001-of-00002.safetensors"
+
+
+def change_byte(path: Path, position: int) -> None:
+    """Size and modification time stay what they are."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(position, os.SEEK_END if position < 0 else os.SEEK_SET)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of the file system has not moved on
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns and path.stat().st_size == before.st_size
+
+
+def test_same_weights_at_two_paths_with_other_times_are_one_model(model: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "elsewhere" / "copy")
+    for path in copy.iterdir():
+        os.utime(path, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert identity_of_model(copy) == identity_of_model(model)
+
+
+@pytest.mark.usefixtures("any_age")
+@pytest.mark.parametrize("position", [8, 300, 2500, -1])
+def test_one_changed_byte_is_another_model(model: Path, position: int) -> None:
+    """In the header or in the tensor, though a digest is kept and nothing else of the file seems to have changed."""
+    before = identity_of_model(model)
+    assert (model / KEPT).exists()
+    change_byte(first_shard(model), position)
+    assert identity_of_model(model) != before
+    change_byte(first_shard(model), position)
+    assert identity_of_model(model) == before
+
+
+def add(name: str, content: bytes = b"{}") -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_bytes(content)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add("README.md"),
+        add("LICENSE"),
+        add("tokenizer.json", b'{"other": 1}'),
+        add("generation_config.json"),
+        add("pytorch_model.bin"),
+        add("pytorch_model.bin.index.json"),
+        add("original/consolidated.00.pth"),
+        add("adapter_model.safetensors"),
+        add("french/adapter_model.safetensors"),
+        add("training_args.bin"),
+        add("checkpoint-500/model.safetensors"),
+        add(".cache/model.safetensors"),
+        add("modeling_own.py"),
+        add("config.json", b'{"layers": 7}'),
+    ],
+)
+def test_what_does_not_make_the_kv_is_no_part_of_a_model(model: Path, change: Callable[[Path], None]) -> None:
+    before = identity_of_model(model)
+    change(model)
+    assert identity_of_model(model) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add("more.safetensors"),
+        add("speech_tokenizer/model.safetensors"),
+        add("model.safetensors.index.json"),
+        add("preprocessor_config.json"),
+        add("hf_quant_config.json"),
+        lambda model: first_shard(model).unlink(),
+        lambda model: first_shard(model).rename(model / "renamed.safetensors"),
+    ],
+    ids=["weights", "weights of a part", "index", "images", "quantisation", "gone", "renamed"],
+)
+def test_what_makes_the_kv_is_a_part_of_a_model(model: Path, change: Callable[[Path], None]) -> None:
+    before = identity_of_model(model)
+    change(model)
+    assert identity_of_model(model) != before
+
+
+def test_code_counts_where_it_is_run(model: Path) -> None:
+    before = identity_of_model(model, with_code=True)
+    (model / "modeling_own.py").write_text("scale = 2")
+    assert identity_of_model(model, with_code=True) != before
+
+
+def test_a_load_format_that_may_read_anything_makes_all_weights_count(model: Path) -> None:
+    before = identity_of_model(model, "sharded_state")
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+    assert identity_of_model(model, "sharded_state") != before
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
+def test_other_formats_are_models_as_well(tmp_path: Path, name: str) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for place in (one, other):
+        (place / "1_Dense").mkdir(parents=True)
+        (place / "1_Dense" / "model.safetensors").write_bytes(shard(0))
+        (place / name).write_bytes(b"weights" * 1000)
+    assert identity_of_model(one) == identity_of_model(other)
+    change_byte(other / name, 3000)
+    assert identity_of_model(one) != identity_of_model(other)
+
+
+def test_a_file_is_a_model_whatever_its_name(tmp_path: Path) -> None:
+    one, other = tmp_path / "a" / "one-Q4.gguf", tmp_path / "b" / "other.gguf"
+    for path in (one, other):
+        path.parent.mkdir()
+        path.write_bytes(b"weights" * 1000)
+    assert identity_of_model(one) == identity_of_model(other)
+    (one.parent / "another-model.gguf").write_bytes(b"what lies beside")
+    assert identity_of_model(one) == identity_of_model(other)
+    (one.parent / "mmproj-F16.gguf").write_bytes(b"for images")
+    assert identity_of_model(one) != identity_of_model(other)
+    change_byte(other, -1)
+    (one.parent / "mmproj-F16.gguf").unlink()
+    assert identity_of_model(one) != identity_of_model(other)
+
+
+def test_all_parts_of_a_split_file_count(tmp_path: Path) -> None:
+    def split(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        for number in (1, 2):
+            (tmp_path / name / f"{name}-0000{number}-of-00002.gguf").write_bytes(bytes([number]) * 1000)
+        return tmp_path / name / f"{name}-00001-of-00002.gguf"
+
+    one, other = split("one"), split("other")
+    assert identity_of_model(one) == identity_of_model(other)
+    change_byte(other.with_name("other-00002-of-00002.gguf"), 5)
+    assert identity_of_model(one) != identity_of_model(other)
+
+
+def test_a_directory_without_weights_has_no_identity(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NothingToRead, match="no weights in"):
+        identity_of_model(tmp_path)
+
+
+# The cache of the Hugging Face hub
+
+
+def snapshot(cache: Path, model: Path, commit: str) -> Path:
+    """`model` as the hub's cache has it: large files under the names of their SHA-256, small ones under shorter names."""
+    place = cache / "models--org--name" / "snapshots" / commit
+    blobs = cache / "models--org--name" / "blobs"
+    place.mkdir(parents=True)
+    blobs.mkdir(exist_ok=True)
+    for path in model.iterdir():
+        content = path.read_bytes()
+        name = hashlib.sha256(content).hexdigest() if path.suffix == ".safetensors" else hashlib.sha1(content).hexdigest()
+        if not (blobs / name).exists():
+            (blobs / name).write_bytes(content)
+        (place / path.name).symlink_to(f"../../blobs/{name}")
+    return place
+
+
+def test_commits_with_the_same_weights_are_one_model_and_so_is_a_copy(model: Path, tmp_path: Path) -> None:
+    one, other = (snapshot(tmp_path / "hub", model, commit) for commit in ("a" * 40, "b" * 40))
+    (other / "README.md").write_text("new")
+    assert identity_of_model(one) == identity_of_model(other) == identity_of_model(model)
+
+
+def test_a_blob_is_not_read_for_its_name_says_it(model: Path, tmp_path: Path) -> None:
+    place = snapshot(tmp_path / "hub", model, "a" * 40)
+    before = identity_of_model(place)
+    blob = first_shard(place).resolve()
+    blob.unlink()
+    blob.touch()
+    os.truncate(blob, 1 << 43)  # holes: to read it would take hours
+    os.utime(blob, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    assert identity_of_model(place) == before
+
+
+def test_a_blob_that_was_written_to_since_is_read(model: Path, tmp_path: Path) -> None:
+    place = snapshot(tmp_path / "hub", model, "a" * 40)
+    before = identity_of_model(place)
+    blob = first_shard(place).resolve()
+    change_byte(blob, 2000)
+    later = time.time_ns() + 3 * 10**9
+    os.utime(blob, ns=(later, later))
+    assert identity_of_model(place) != before
+
+
+def test_the_hash_that_names_a_shared_blob_is_another_one(model: Path, tmp_path: Path) -> None:
+    """The cache of newer versions of the hub's client: a blob links to a file that several repositories have."""
+    place = snapshot(tmp_path / "hub", model, "a" * 40)
+    blob = first_shard(place).resolve()
+    shared = tmp_path / "hub" / "shared" / "blobs" / ("c" * 64)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(shared)
+    assert identity_of_model(place) == identity_of_model(model)
+
+
+# Kept digests
+
+
+def kept(place: Path) -> dict[str, list[object]]:
+    files: dict[str, list[object]] = json.loads(place.read_text())["files"]
+    return files
+
+
+@pytest.mark.usefixtures("any_age")
+def test_a_kept_digest_spares_reading(tmp_path: Path) -> None:
+    """16 GB, of which nobody could say anything within a second who had to read it."""
+    model = save(tmp_path / "large")
+    os.truncate(first_shard(model), 16 * 10**9)
+    stamps = {path.name: kept_digests._stamp(path.stat()) for path in model.glob("*.safetensors")}
+    identities = []
+    for digit in "ab":
+        kept_digests._write_kept(model / KEPT, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
+        began_s = time.perf_counter()
+        identities.append(identity_of_model(model))
+        assert time.perf_counter() - began_s < 1.0
+    assert identities[0] != identities[1], "what is kept is what counts"
+
+
+@pytest.mark.usefixtures("any_age")
+def test_the_first_start_keeps_digests_beside_the_files(model: Path, home: Path) -> None:
+    identity_of_model(model)
+    found = {name: digest for name, (_, digest) in kept(model / KEPT).items()}
+    assert found == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in model.glob("*.safetensors")}
+    assert not home.exists()
+    assert [path.name for path in model.iterdir() if path.name.startswith(".")] == [KEPT]
+
+
+def test_digests_of_files_that_were_just_written_are_not_kept(model: Path) -> None:
+    """The next write may leave the same times, where a file system's clock is coarse."""
+    assert identity_of_model(model)
+    assert not (model / KEPT).exists()
+
+
+@pytest.mark.usefixtures("any_age")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: b"\x00\xff garbage",
+        lambda content: b"[" * 100_000,
+        lambda content: b"[1, 2]",
+        lambda content: b'{"format": 1, "files": {"a": 1}, "check": 0}',
+        lambda content: content.replace(b'"format": 1', b'"format": 2'),
+        lambda content: re.sub(rb'"[0-9a-f]{63}[0-9a-f]"', b'"' + 64 * b"d" + b'"', content, count=1),
+    ],
+    ids=["half", "empty", "garbage", "deep", "list", "other shape", "other format", "other digits"],
+)
+def test_a_damaged_record_is_ignored_and_mended(model: Path, damage: Callable[[bytes], bytes]) -> None:
+    before = identity_of_model(model)
+    whole = (model / KEPT).read_bytes()
+    damaged = damage(whole)
+    assert damaged != whole
+    (model / KEPT).write_bytes(damaged)
+    assert identity_of_model(model) == before
+    assert (model / KEPT).read_bytes() == whole
+
+
+@pytest.mark.usefixtures("any_age")
+def test_a_record_that_came_with_a_copy_is_of_other_files(model: Path, tmp_path: Path) -> None:
+    before = identity_of_model(model)
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)  # with its times
+    change_byte(first_shard(copy), 1000)
+    assert kept(copy / KEPT) == kept(model / KEPT)
+    assert identity_of_model(copy) != before
+
+
+@pytest.mark.usefixtures("any_age")
+def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none(model: Path, home: Path) -> None:
+    (model / KEPT / "in the way").mkdir(parents=True)
+    before = identity_of_model(model)
+    (place,) = home.iterdir()
+    assert kept(place).keys() == {path.name for path in model.glob("*.safetensors")}
+    stamps = {name: kept_digests._stamp((model / name).stat()) for name in kept(place)}
+    kept_digests._write_kept(place, {name: (stamp, "c" * 64) for name, stamp in stamps.items()})
+    assert identity_of_model(model) != before, "it was found there"
+
+
+@pytest.mark.usefixtures("any_age")
+def test_where_nothing_can_be_kept_it_is_read_each_time(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/cache")
+    (model / KEPT / "in the way").mkdir(parents=True)
+    with caplog.at_level("INFO", "tiercache.vllm"):
+        assert identity_of_model(model) == identity_of_model(model)
+    assert "can be kept nowhere: each start reads them; model_id spares that" in caplog.text
+
+
+RANK = """
+import sys
+from pathlib import Path
+from tiercache.integrations.vllm import kept_digests, model_identity
+kept_digests._GRAIN_NS = 0
+print("ready", flush=True)
+sys.stdin.readline()
+print(model_identity.identity_of_model(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.usefixtures("any_age")
+def test_processes_that_begin_together_agree_and_leave_a_whole_record(tmp_path: Path) -> None:
+    model = save(tmp_path / "raced", shards=12)
+    expected = identity_of_model(shutil.copytree(model, tmp_path / "copy"))
+    for _ in range(2):
+        (model / KEPT).unlink(missing_ok=True)
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            for _ in range(4)
+        ]
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        for rank in ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        assert [rank.communicate(timeout=60)[0].strip() for rank in ranks] == [expected] * 4
+        assert len(kept_digests._read_kept(model / KEPT)) == 12
+        assert [path.name for path in model.iterdir() if path.name.startswith(".")] == [KEPT]
+
+
+def test_a_file_that_is_written_to_meanwhile_has_no_digest(model: Path) -> None:
+    path, over = first_shard(model), threading.Event()
+    os.truncate(path, 50_000_000)
+
+    def write() -> None:
+        with path.open("ab", buffering=0) as file:
+            while not over.is_set():
+                file.write(b"x")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        with pytest.raises(FileChanged, match="was written to while it was read"):
+            identity_of_model(model)
+    finally:
+        over.set()
+        writer.join()
+
+
+def test_a_mount_that_hangs_is_not_waited_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe into which nobody writes takes its place."""
+    monkeypatch.setattr(kept_digests, "_STALL_S", 0.1)
+    first_shard(model).unlink()
+    os.mkfifo(first_shard(model))
+    with pytest.raises(TimeoutError, match="not a byte of model-00001-of-00002.safetensors"):
+        identity_of_model(model)
+    os.close(os.open(first_shard(model), os.O_WRONLY))  # the thread that waits ends
+
+
+# Adapters
+
+
+def save_adapter(directory: Path, content: bytes = b"weights") -> Path:
+    directory.mkdir(parents=True)
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    return directory
+
+
+def test_an_adapter_is_its_weights_and_its_configuration(tmp_path: Path) -> None:
+    one, other = save_adapter(tmp_path / "one"), save_adapter(tmp_path / "other")
+    (other / "README.md").write_text("about it")
+    assert identity_of_adapter(one) == identity_of_adapter(other)
+    (other / "adapter_config.json").write_text('{"r": 16}')
+    assert identity_of_adapter(one) != identity_of_adapter(other)
+    assert identity_of_adapter(one) != identity_of_adapter(save_adapter(tmp_path / "third", b"Weights"))
+    with pytest.raises(NothingToRead):
+        identity_of_adapter(tmp_path)

@@ -9,8 +9,10 @@ line of its output.
 import asyncio
 import ctypes
 import gc
+import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -52,6 +54,30 @@ def cache_thread() -> Any:
 
     (server,) = lookup._local.values()
     return server.thread
+
+
+def in_worker(worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Called in the process of a worker: what a step of that name does with the cache and the KV that are there."""
+    if name == "kv_digests":
+        return kv_digests(worker.model_runner.kv_caches)
+    step: Callable[..., Any] = getattr(Driver, name)
+    return step(None, *arguments)
+
+
+def kv_digests(tensors: list[Any]) -> list[str]:
+    """Of each layer's part of each block that has anything in it, sorted."""
+    found = []
+    for tensor in tensors:
+        for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
+            found.append(hashlib.blake2b(tensor[block].numpy().tobytes(), digest_size=8).hexdigest())
+    return sorted(found)
+
+
+def fork_workers() -> None:
+    """vLLM's CPU platform has its workers spawned, each of which imports all of it again, for 18 s of a core."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 class Driver:
@@ -165,6 +191,10 @@ class Driver:
             "preempted": len(preempted),
         }
 
+    def on_workers(self, name: str, *arguments: Any) -> list[Any]:
+        """The step `name` in the process of each worker; what it returns, by rank."""
+        return list(self.llm.collective_rpc(in_worker, args=(name, arguments)))
+
     def reset_everything(self) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
@@ -243,6 +273,7 @@ class Driver:
 
 
 def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
+    fork_workers()
     driver = Driver(engine)
     answers = []
     for name, *arguments in steps:

@@ -77,9 +77,18 @@ def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
         assert ask(engine, 1).blocks == blocks
 
 
-def test_over_sockets_the_answer_is_what_all_workers_have(engine: str) -> None:
-    with Worker(engine, 0, 11), Worker(engine, 1, 6):
-        assert ask(engine, 2) == Match(6, {"cpu": 96})
+@pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 0, 0)])
+def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: int, second: int, both: int) -> None:
+    with Worker(engine, 0, first), Worker(engine, 1, second):
+        assert ask(engine, 2) == Match(both, {"cpu": 16 * both} if both else {})
+
+
+def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
+    """The first has blocks 4 to 8 as one chunk and could not give the two that the second has as a tail."""
+    with Worker(engine, 0, 11) as first, Worker(engine, 1, 6):
+        (tail,) = keys_from_hashes(first.thread.cache.namespace, [NAMES[5]])
+        assert not first.thread.submit(first.thread.cache.lookup_keys([tail])).result(10).chunks
+        assert ask(engine, 2) == Match(4, {"cpu": 64})
 
 
 def test_one_connection_answers_many_questions(engine: str) -> None:

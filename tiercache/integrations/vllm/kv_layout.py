@@ -13,6 +13,7 @@ from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import BlockGeometry
+from tiercache.integrations.vllm.replicas import replicas_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,14 +25,14 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """The specification that all layers share. Raises LayoutError for models whose layers do not all keep the KV of every
     token in blocks of one kind."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         raise LayoutError(
-            f"expected one group of full-attention layers, found {len(groups)} ({kinds}); models with sliding windows "
-            "alone, Mamba layers or MLA were not verified with this connector"
+            f"expected one group of full-attention or MLA layers, found {len(groups)} ({kinds}); models with sliding "
+            "windows alone or Mamba layers were not verified with this connector"
         )
     context = config.parallel_config.decode_context_parallel_size
     if context > 1:
@@ -60,7 +61,12 @@ def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
 def make_layout(
     config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: BlockGeometry, layer_names: list[str]
 ) -> Layout:
-    """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks."""
+    """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks.
+
+    The number of tensor-parallel ranks is there as the number of shards: ranks that hold the same bytes share them, and
+    with one rank that holds them alone (which computed them in another order: they differ in the last digits, as they do
+    when a prefill is split in another way).
+    """
     import vllm
 
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -95,9 +101,10 @@ def make_layout(
             # Names come from pickled objects (vLLM's sha256), whose bytes belong to a version of Python.
             ("hash", f"{cache.prefix_caching_hash_algo} python {sys.version_info[0]}.{sys.version_info[1]}"),
             ("model_config", _model_config(model.hf_config)),
-            ("parallel", f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}"),
+            ("parallel", f"pp {parallel.pipeline_parallel_size}"),
             ("quantization", str(model.quantization)),
         ),
+        replicas=replicas_of(config, [spec]),
     )
 
 

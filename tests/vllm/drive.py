@@ -23,6 +23,7 @@ from typing import Any
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -74,10 +75,31 @@ def kv_digests(tensors: list[Any]) -> list[str]:
 
 
 def fork_workers() -> None:
-    """vLLM's CPU platform has its workers spawned, each of which imports all of it again, for 18 s of a core."""
+    """vLLM's CPU platform has processes spawned, each of which imports all of it again, for 18 s of a core."""
+    from vllm.v1.engine import coordinator
+    from vllm.v1.engine import utils as engine_utils
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (coordinator, engine_utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def described(answer: Any) -> dict[str, Any]:
+    return {
+        "tokens": list(answer.outputs[0].token_ids),
+        "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+        "cached": answer.num_cached_tokens,
+        "prompt_tokens": len(answer.prompt_token_ids),
+    }
+
+
+def settings_of(engine: dict[str, Any]) -> dict[str, Any]:
+    settings = dict(engine)
+    extra = settings.pop("tiercache", None)
+    if extra is not None:
+        settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+    ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
+    return ours | {"seed": 0} | settings
 
 
 class Driver:
@@ -86,12 +108,7 @@ class Driver:
     def __init__(self, engine: dict[str, Any]) -> None:
         from vllm import LLM
 
-        settings = dict(engine)
-        extra = settings.pop("tiercache", None)
-        if extra is not None:
-            settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-        ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
-        self.llm = LLM(**(ours | {"seed": 0} | settings))
+        self.llm = LLM(**settings_of(engine))
 
     def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -99,16 +116,7 @@ class Driver:
         wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
         # One after the other: how requests share a step changes their results in the fifth digit.
         answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
-        return [
-            {
-                "text": answer.outputs[0].text,
-                "tokens": list(answer.outputs[0].token_ids),
-                "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
-                "cached": answer.num_cached_tokens,
-                "prompt_tokens": len(answer.prompt_token_ids),
-            }
-            for answer in answers
-        ]
+        return [{"text": answer.outputs[0].text, **described(answer)} for answer in answers]
 
     def generate_saying(
         self, prompt: str, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
@@ -121,12 +129,7 @@ class Driver:
         )
         given: Any = {"prompt": prompt, **({"cache_salt": cache_salt} if cache_salt else {})}
         (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
-        return {
-            "tokens": list(answer.outputs[0].token_ids),
-            "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
-            "cached": answer.num_cached_tokens,
-            "prompt_tokens": len(answer.prompt_token_ids),
-        }
+        return described(answer)
 
     def control(self, path: str, command: str, fields: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
         """Tell the cache something through its control socket, as another program would; `prompt` becomes token ids."""
@@ -143,6 +146,14 @@ class Driver:
         while True:
             found = self.control(path, "statistics", {})
             if expected.items() <= found.items() or time.monotonic() > until_s:
+                return found
+
+    def control_until_written(self, path: str, tier: str, chunks: int) -> dict[str, Any]:
+        """As `control_until`, for the chunks that a tier has written."""
+        until_s = time.monotonic() + 30.0
+        while True:
+            found = self.control(path, "statistics", {})
+            if found["statistics"]["writers"][tier]["written"] >= chunks or time.monotonic() > until_s:
                 return found
 
     def first_token_s(self, prompt: str) -> float:
@@ -194,6 +205,24 @@ class Driver:
     def on_workers(self, name: str, *arguments: Any) -> list[Any]:
         """The step `name` in the process of each worker; what it returns, by rank."""
         return list(self.llm.collective_rpc(in_worker, args=(name, arguments)))
+
+    def lose_tail(self, rank: int) -> list[int]:
+        """One worker's cache forgets the shortest chunk that it has; how many each then has."""
+        return self.on_workers("lose_tail_here", rank)
+
+    def lose_tail_here(self, rank: int) -> int:
+        from tiercache.integrations.vllm import lookup
+
+        ((_, here),) = lookup._local
+        thread = cache_thread()
+
+        async def lose() -> int:
+            entries = thread.cache.cpu._entries
+            if here == rank:
+                await thread.cache.forget([min(entries, key=lambda key: entries[key].payload_bytes)])
+            return len(entries)
+
+        return int(thread.submit(lose()).result(30))
 
     def reset_everything(self) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
@@ -272,9 +301,43 @@ class Driver:
         return True
 
 
+class SideBySide(Driver):
+    """Several engines, each with a process of its own, behind one front end (data parallelism). Caches are not in here:
+    only steps that ask an engine or a control socket work."""
+
+    def __init__(self, engine: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._start(settings_of(engine)))
+
+    async def _start(self, settings: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+
+    def generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """By the engine of that number."""
+        return self._loop.run_until_complete(self._generate_on(rank, prompt, tokens))
+
+    async def _generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted = SamplingParams(
+            max_tokens=tokens, temperature=0, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name = f"request-{time.monotonic_ns()}"
+        answers = [one async for one in self.llm.generate(prompt, wanted, name, data_parallel_rank=rank)]
+        return described(answers[-1])
+
+    def close(self) -> bool:
+        self.llm.shutdown()
+        return True
+
+
 def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
     fork_workers()
-    driver = Driver(engine)
+    driver = SideBySide(engine) if "data_parallel_size" in engine else Driver(engine)
     answers = []
     for name, *arguments in steps:
         step: Callable[..., Any] = getattr(driver, name)

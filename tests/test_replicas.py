@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
+from tiercache.core.keys import keys_from_hashes
 
 CHUNK_BYTES = 16384
-KEYS = [number.to_bytes(24, "big") for number in range(32)]
+HASHES = [bytes([number]) * 32 for number in range(32)]
 
 
 def layout_of(rank: int, world_size: int, replicas: int) -> Layout:
@@ -30,21 +31,25 @@ async def ranks(directory: Path, world_size: int, replicas: int) -> AsyncIterato
         ]
 
 
+def keys_of(cache: TierCache) -> list[bytes]:
+    return keys_from_hashes(cache.namespace, HASHES)
+
+
 async def put_everywhere(caches: Sequence[TierCache]) -> None:
     for cache in caches:
-        assert await cache.put_many(KEYS, payloads()) == len(KEYS)
+        assert await cache.put_many(keys_of(cache), payloads()) == len(HASHES)
     for cache in caches:
         assert (await cache.flush(30)).complete
         cache.clear_hot()
 
 
 async def gets_everything(cache: TierCache) -> bool:
-    found = [np.zeros(CHUNK_BYTES, np.uint8) for _ in KEYS]
-    return await cache.get_into(KEYS, found) == len(KEYS) and all(map(np.array_equal, found, payloads()))
+    found = [np.zeros(CHUNK_BYTES, np.uint8) for _ in HASHES]
+    return await cache.get_into(keys_of(cache), found) == len(HASHES) and all(map(np.array_equal, found, payloads()))
 
 
 def payloads() -> list[np.ndarray]:
-    return [np.full(CHUNK_BYTES, number + 1, np.uint8) for number in range(len(KEYS))]
+    return [np.full(CHUNK_BYTES, number + 1, np.uint8) for number in range(len(HASHES))]
 
 
 def written(cache: TierCache) -> int:
@@ -59,17 +64,17 @@ async def test_each_chunk_of_a_shard_is_written_once_and_every_rank_has_a_part(
         await put_everywhere(caches)
         for shard in range(world_size // replicas):
             parts = [written(cache) for cache in caches[shard * replicas : (shard + 1) * replicas]]
-            assert sum(parts) == len(KEYS)
+            assert sum(parts) == len(HASHES)
             assert all(parts)
         for cache in caches:
-            assert (await cache.lookup_keys(KEYS)).by_tier == {"cpu": 0, "disk": len(KEYS)}
+            assert (await cache.lookup_keys(keys_of(cache))).by_tier == {"cpu": 0, "disk": len(HASHES)}
             assert await gets_everything(cache)
 
 
 async def test_ranks_that_hold_different_bytes_write_all_of_theirs(tmp_path: Path) -> None:
     async with ranks(tmp_path, 2, 1) as caches:
         await put_everywhere(caches)
-        assert [written(cache) for cache in caches] == [len(KEYS)] * 2
+        assert [written(cache) for cache in caches] == [len(HASHES)] * 2
 
 
 async def test_a_rank_alone_finds_what_several_wrote_and_the_other_way_round(tmp_path: Path) -> None:
@@ -87,7 +92,7 @@ async def test_what_every_rank_forgets_is_gone_and_can_be_stored_again(tmp_path:
     async with ranks(tmp_path, 2, 2) as caches:
         await put_everywhere(caches)
         for cache in caches:
-            await cache.forget(KEYS)
-        assert [(await cache.lookup_keys(KEYS)).chunks for cache in caches] == [0, 0]
+            await cache.forget(keys_of(cache))
+        assert [(await cache.lookup_keys(keys_of(cache))).chunks for cache in caches] == [0, 0]
         await put_everywhere(caches)
         assert [await gets_everything(cache) for cache in caches] == [True, True]

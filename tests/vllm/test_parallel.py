@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("imported")
 
 PROMPT_TOKENS = 300
 HIT_TOKENS = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+ARENA_GB = 0.02
 CHUNKS = -(-HIT_TOKENS // CHUNK_TOKENS)
 
 
@@ -36,7 +37,7 @@ def prompt_of(tokens: int) -> dict[str, list[int]]:
 
 
 PROMPT = prompt_of(PROMPT_TOKENS)
-GENERATE: list[Any] = ["generate", [PROMPT], 8]
+GENERATE: list[Any] = ["generate", [PROMPT], 4]
 EMPTIED: list[list[Any]] = [["idle"], ["reset_prefix_cache"]]
 """The engine's own cache; what it has of finished requests is free only after one more step."""
 
@@ -47,12 +48,17 @@ def engine_of(model: Path, settings: dict[str, Any], ranks: int = 2, **engine: A
         "skip_tokenizer_init": True,
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 16 << 20,
+        "max_num_batched_tokens": 1024,
         "enable_prefix_caching": True,
         "tensor_parallel_size": ranks,
         "tiercache": settings,
         **({"distributed_executor_backend": "mp"} if ranks > 1 else {}),
         **engine,
     }
+
+
+def settings_of(directory: Path, **settings: Any) -> dict[str, Any]:
+    return tiercache_settings(directory / "kv", max_local_cpu_size=ARENA_GB, **settings)
 
 
 def answers_of(engine: dict[str, Any], steps: list[tuple[str, list[Any]]]) -> tuple[dict[str, Any], str]:
@@ -68,7 +74,7 @@ def emptied() -> list[tuple[str, list[Any]]]:
 
 def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model", kv_heads=2)
-    settings = tiercache_settings(tmp_path / "kv", shm_name=f"ranks-{tmp_path.name}")
+    settings = settings_of(tmp_path, shm_name=f"ranks-{tmp_path.name}")
     found, log = answers_of(
         engine_of(model, settings),
         [
@@ -136,7 +142,7 @@ def test_two_ranks_with_one_head_store_it_once_in_redis_and_a_rank_alone_reads_i
         settings: dict[str, Any] = {
             "chunk_size": CHUNK_TOKENS,
             "save_unfull_chunk": True,
-            "max_local_cpu_size": 0.25,
+            "max_local_cpu_size": ARENA_GB,
             "remote_storage_plugins": ["redis.shared"],
             "extra_config": {"remote_storage_plugin.redis.shared.url": f"redis://127.0.0.1:{server.port}"},
         }
@@ -172,8 +178,8 @@ def test_mlas_latents_are_stored_once_by_two_ranks_and_read_bit_for_bit_by_one(t
     """Answers do not say whether MLA's KV is right: vLLM's CPU kernels give other ones for a token that was decoded than
     for one of the prompt (log-probabilities differ by 0.3), and switch the engine's own prefix cache off."""
     block_tokens, hit_tokens = 16, 288
-    mla: dict[str, Any] = {"enable_prefix_caching": False, "block_size": block_tokens, "max_num_batched_tokens": 1024}
-    model, settings = tiny_mla(tmp_path / "model"), tiercache_settings(tmp_path / "kv")
+    mla: dict[str, Any] = {"enable_prefix_caching": False, "block_size": block_tokens}
+    model, settings = tiny_mla(tmp_path / "model"), settings_of(tmp_path)
     found, _ = answers_of(
         engine_of(model, settings, **mla),
         [
@@ -209,15 +215,15 @@ def test_engines_side_by_side_share_a_configuration_and_a_disk(tmp_path: Path, s
     """Data parallelism: what one engine stored, the other one finds; names of sockets and shared memory do not collide."""
     model = tiny_llama(tmp_path / "model", kv_heads=2)
     socket = str(short_path / "control")
-    settings = tiercache_settings(tmp_path / "kv", shm_name=f"engines-{tmp_path.name}", control_socket=socket)
+    settings = settings_of(tmp_path, shm_name=f"engines-{tmp_path.name}", control_socket=socket)
     engines = engine_of(model, settings, ranks=1, data_parallel_size=2)
     (cold, reference, written, other, seen), log = drive(
         engines,
         [
-            ["generate_on", 0, PROMPT, 8],
-            ["generate_on", 0, PROMPT, 8],
+            ["generate_on", 0, PROMPT, 4],
+            ["generate_on", 0, PROMPT, 4],
             ["control_until_written", socket, "disk", CHUNKS],
-            ["generate_on", 1, PROMPT, 8],
+            ["generate_on", 1, PROMPT, 4],
             ["control", f"{socket}.1", "statistics", {}],
         ],
     )

@@ -20,10 +20,14 @@ STEP_TOKENS = 128
 
 
 class ImportedVllm:
-    """A process that has imported vLLM and forks for each engine. One for the session: the fixture `imported`."""
+    """A process that has imported vLLM and forks for each engine. One for the session: the fixture `imported`.
 
-    def __init__(self, directory: Path) -> None:
+    `found_first`: where another version of vLLM is installed.
+    """
+
+    def __init__(self, directory: Path, found_first: Path | None = None) -> None:
         self._directory = directory
+        paths = [str(found_first or ""), os.environ.get("PYTHONPATH", "")]
         self._runs = 0
         with (directory / "imported.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -32,6 +36,7 @@ class ImportedVllm:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
 
     def run(self, task: dict[str, Any], limit_s: float) -> tuple[int, str, str]:
@@ -67,13 +72,20 @@ imported: ImportedVllm | None = None
 
 
 def drive(
-    engine: dict[str, Any], steps: list[list[Any]], environment: dict[str, str] | None = None
+    engine: dict[str, Any],
+    steps: list[list[Any]],
+    environment: dict[str, str] | None = None,
+    vllm: ImportedVllm | None = None,
 ) -> tuple[list[Any], str]:
-    """The answers of each step, and everything that the engine logged. Needs the fixture `imported`, which `model` uses."""
-    assert imported is not None
+    """The answers of each step, and everything that the engine logged.
+
+    By `vllm`, or by that of the fixture `imported`, which `model` uses.
+    """
+    vllm = vllm or imported
+    assert vllm is not None
     engine = {"block_size": BLOCK_TOKENS, "max_num_batched_tokens": STEP_TOKENS} | engine
     task = {"engine": engine, "steps": steps, "environment": {**os.environ, **(environment or {})}}
-    status, stdout, stderr = imported.run(task, limit_s=400)
+    status, stdout, stderr = vllm.run(task, limit_s=400)
     assert status == 0, stdout[-3000:] + stderr[-6000:]
     answers: list[Any] = json.loads(stdout.strip().splitlines()[-1])
     return answers, stdout + stderr

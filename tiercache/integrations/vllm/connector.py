@@ -1,4 +1,4 @@
-"""TierCacheConnector: vLLM's KV connector interface (0.32), passed on to the two halves.
+"""TierCacheConnector: vLLM's KV connector interface (0.30 to 0.32), passed on to the two halves.
 
 Whatever goes wrong in here is a miss or a chunk that is not stored, never an engine that stops: each method that vLLM calls
 in service catches what it can survive, and says so once per kind.
@@ -10,13 +10,13 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.config import Config
 from tiercache.control.server import socket_path
@@ -28,6 +28,7 @@ from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
+from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -37,15 +38,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("tiercache.vllm")
-
-_SOURCES = {
-    "cpu": CacheHitSource.HOST,
-    **dict.fromkeys(("disk", "gds", "weka"), CacheHitSource.DISK),
-}
 
 
 class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -58,6 +55,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         show_our_log()
+        check_version(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}))
         parallel = vllm_config.parallel_config
@@ -212,7 +210,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         for tier, tokens in self._scheduler.tokens_by_tier(request).items():
             part = min(left, tokens)
             if part:
-                source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+                source = source_of(tier)
                 sources[source] = sources.get(source, 0) + part
                 left -= part
         return sources

@@ -1,0 +1,33 @@
+"""What differs between the versions of vLLM, and which of them the connector was tested with. Nothing else asks for one.
+
+0.32 asks which tier a hit came from; 0.30 and 0.31 do not, and have no names for the answer. Otherwise the three have the
+same interface for what this connector does.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+logger = logging.getLogger("tiercache.vllm")
+
+TESTED = ("0.30", "0.31", "0.32")
+"""Minor versions whose CPU build ran tests/vllm/test_end_to_end.py."""
+
+
+def check_version(version: str) -> None:
+    """Say so where nobody knows whether the connector works: it may, and a layout that it does not know it refuses."""
+    if ".".join(version.split(".")[:2]) not in TESTED:
+        logger.warning("vLLM %s was not tested with this connector; tested were %s", version, ", ".join(TESTED))
+
+
+def source_of(tier: str) -> CacheHitSource:
+    """vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    if tier == "cpu":
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -2,8 +2,8 @@
 
 This process imports vLLM and forks for every line that it reads, {"engine": {...}, "steps": [[name, ...], ...],
 "environment": {...}, "stdout": path, "stderr": path}: the import is two thirds of what it takes to start an engine. It
-writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list of answers as the last
-line of its output.
+writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list, in a line that
+begins with "answers: ".
 """
 
 import asyncio
@@ -348,7 +348,7 @@ def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
         step: Callable[..., Any] = getattr(driver, name)
         answers.append(step(*arguments))
     driver.close()
-    print("\n" + json.dumps(answers), flush=True)
+    print("\nanswers: " + json.dumps(answers), flush=True)
 
 
 def become(environment: dict[str, str], stdout: str, stderr: str) -> None:

@@ -207,7 +207,8 @@ def _weka(config: Config, layout: Layout, device: Device | None, planned: Planne
 
 
 def _of_rank(layout: Layout, planned: PlannedTier) -> PlannedTier:
-    return replace(planned, directories=(planned.directories[layout.rank % len(planned.directories)],))
+    """Ranks that hold the same bytes have one directory."""
+    return replace(planned, directories=(planned.directories[layout.shard % len(planned.directories)],))
 
 
 def _hf3fs(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
@@ -267,9 +268,9 @@ BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3f
 
 
 def make_fan_out(
-    config: Config, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
+    config: Config, layout: Layout, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
 ) -> FanOut:
-    """A write queue for each tier that is written to."""
+    """A write queue for each tier that is written to. Of ranks that hold the same bytes, one writes each chunk."""
     queue_bytes = config.write_queue_bytes or arena_bytes // 2
     settings = WriterSettings(
         queue_bytes=max(queue_bytes, slot_bytes),
@@ -277,7 +278,7 @@ def make_fan_out(
         wait_s=config.queue_wait_s,
         most_at_once=budget.writes_at_once(len(tiers)),
     )
-    return FanOut([TierWriter(tier, settings) for tier in tiers if tier.writes])
+    return FanOut([TierWriter(tier, settings) for tier in tiers if tier.writes], layout.keeps)
 
 
 def reader_settings(config: Config, layout: Layout) -> ReaderSettings:

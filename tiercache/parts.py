@@ -240,7 +240,7 @@ async def _connected(
     """With readers, writers and the prefetcher, on tiers that are open."""
     loop, device = asyncio.get_running_loop(), closing.device
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
-    fan_out = make_fan_out(config, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
+    fan_out = make_fan_out(config, layout, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
     # Half of the time: the other half is for the tiers.
     closing.push([("writing", lambda: fan_out.close((loop.time() + closing.deadline.until_s) / 2))])
     on_device = None

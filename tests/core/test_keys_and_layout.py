@@ -81,7 +81,7 @@ def test_engine_hashes_of_two_tenants_never_meet() -> None:
 CHANGES = {
     "model": "other", "chunk_tokens": 8, "bytes_per_token": 9, "kv_dtype": "fp8", "revision": "r", "layers": 1,
     "kv_heads": 1, "head_size": 1, "block_tokens": 2, "byte_format": "b", "engine": "e", "rank": 1, "world_size": 3,
-    "extra": (("lora", "x"),),
+    "extra": (("lora", "x"),), "replicas": 2,
 }  # fmt: skip
 
 
@@ -95,8 +95,22 @@ def test_every_field_of_a_layout_changes_its_fingerprint(field: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [({"chunk_tokens": 0}, "chunk_tokens"), ({"rank": 2}, "rank"), ({"block_tokens": 3}, "multiple of block_tokens")],
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"rank": 2}, "rank"),
+        ({"block_tokens": 3}, "multiple of block_tokens"),
+        ({"world_size": 3, "replicas": 2}, "multiple of replicas"),
+    ],
 )
 def test_impossible_layout_is_refused(wrong: dict[str, int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Layout(**{"model": "m", "chunk_tokens": 4, "bytes_per_token": 8, **wrong})
+
+
+def test_ranks_that_hold_the_same_bytes_have_one_fingerprint_whatever_their_number() -> None:
+    def fingerprint(rank: int, world_size: int, replicas: int) -> bytes:
+        return Layout("m", 4, 8, rank=rank, world_size=world_size, replicas=replicas).fingerprint
+
+    assert fingerprint(0, 2, 2) == fingerprint(1, 2, 2) == fingerprint(3, 4, 4) == fingerprint(0, 1, 1)
+    assert fingerprint(2, 4, 2) == fingerprint(3, 4, 2) == fingerprint(1, 2, 1)
+    assert fingerprint(1, 4, 2) == fingerprint(0, 2, 1) != fingerprint(1, 2, 1)

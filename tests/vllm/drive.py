@@ -2,16 +2,18 @@
 
 This process imports vLLM and forks for every line that it reads, {"engine": {...}, "steps": [[name, ...], ...],
 "environment": {...}, "stdout": path, "stderr": path}: the import is two thirds of what it takes to start an engine. It
-writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list of answers as the last
-line of its output.
+writes the fork's number, and at its end a line with its exit status. The fork writes one JSON list, in a line that
+begins with "answers: ".
 """
 
 import asyncio
 import ctypes
 import dataclasses
 import gc
+import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = {
+    # The sampler compiles a line of its own for log-probabilities, in each process anew: 3 s on an idle machine.
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -55,18 +60,61 @@ def cache_thread() -> Any:
     return server.thread
 
 
+def in_worker(worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
+    """Called in the process of a worker: what a step of that name does with the cache and the KV that are there."""
+    if name == "kv_digests":
+        return kv_digests(worker.model_runner.kv_caches)
+    step: Callable[..., Any] = getattr(Driver, name)
+    return step(None, *arguments)
+
+
+def kv_digests(tensors: list[Any]) -> list[str]:
+    """Of each layer's part of each block that has anything in it, sorted."""
+    import torch
+
+    found = []
+    for tensor in tensors:
+        for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
+            content = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+            found.append(hashlib.blake2b(content, digest_size=8).hexdigest())
+    return sorted(found)
+
+
+def fork_workers() -> None:
+    """vLLM's CPU platform has processes spawned, each of which imports all of it again, for 18 s of a core."""
+    from vllm.v1.engine import coordinator
+    from vllm.v1.engine import utils as engine_utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (coordinator, engine_utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def described(answer: Any) -> dict[str, Any]:
+    return {
+        "tokens": list(answer.outputs[0].token_ids),
+        "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+        "cached": answer.num_cached_tokens,
+        "prompt_tokens": len(answer.prompt_token_ids),
+    }
+
+
+def settings_of(engine: dict[str, Any]) -> dict[str, Any]:
+    settings = dict(engine)
+    extra = settings.pop("tiercache", None)
+    if extra is not None:
+        settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+    ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
+    return ours | {"seed": 0} | settings
+
+
 class Driver:
     """In float32: without a CPU that multiplies bfloat16, an answer in it takes four times as long."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
         from vllm import LLM
 
-        settings = dict(engine)
-        extra = settings.pop("tiercache", None)
-        if extra is not None:
-            settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
-        ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
-        self.llm = LLM(**(ours | {"seed": 0} | settings))
+        self.llm = LLM(**settings_of(engine))
 
     def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
         from vllm import SamplingParams
@@ -74,16 +122,7 @@ class Driver:
         wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
         # One after the other: how requests share a step changes their results in the fifth digit.
         answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
-        return [
-            {
-                "text": answer.outputs[0].text,
-                "tokens": list(answer.outputs[0].token_ids),
-                "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
-                "cached": answer.num_cached_tokens,
-                "prompt_tokens": len(answer.prompt_token_ids),
-            }
-            for answer in answers
-        ]
+        return [{"text": answer.outputs[0].text, **described(answer)} for answer in answers]
 
     def generate_saying(
         self, prompt: str, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
@@ -96,12 +135,7 @@ class Driver:
         )
         given: Any = {"prompt": prompt, **({"cache_salt": cache_salt} if cache_salt else {})}
         (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
-        return {
-            "tokens": list(answer.outputs[0].token_ids),
-            "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
-            "cached": answer.num_cached_tokens,
-            "prompt_tokens": len(answer.prompt_token_ids),
-        }
+        return described(answer)
 
     def control(self, path: str, command: str, fields: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
         """Tell the cache something through its control socket, as another program would; `prompt` becomes token ids."""
@@ -118,6 +152,14 @@ class Driver:
         while True:
             found = self.control(path, "statistics", {})
             if expected.items() <= found.items() or time.monotonic() > until_s:
+                return found
+
+    def control_until_written(self, path: str, tier: str, chunks: int) -> dict[str, Any]:
+        """As `control_until`, for the chunks that a tier has written."""
+        until_s = time.monotonic() + 30.0
+        while True:
+            found = self.control(path, "statistics", {})
+            if found["statistics"]["writers"][tier]["written"] >= chunks or time.monotonic() > until_s:
                 return found
 
     def first_token_s(self, prompt: str) -> float:
@@ -165,6 +207,28 @@ class Driver:
             "cached": [answer.num_cached_tokens for answer in answers],
             "preempted": len(preempted),
         }
+
+    def on_workers(self, name: str, *arguments: Any) -> list[Any]:
+        """The step `name` in the process of each worker; what it returns, by rank."""
+        return list(self.llm.collective_rpc(in_worker, args=(name, arguments)))
+
+    def lose_tail(self, rank: int) -> list[int]:
+        """One worker's cache forgets the shortest chunk that it has; how many each then has."""
+        return self.on_workers("lose_tail_here", rank)
+
+    def lose_tail_here(self, rank: int) -> int:
+        from tiercache.integrations.vllm import lookup
+
+        ((_, here),) = lookup._local
+        thread = cache_thread()
+
+        async def lose() -> int:
+            entries = thread.cache.cpu._entries
+            if here == rank:
+                await thread.cache.forget([min(entries, key=lambda key: entries[key].payload_bytes)])
+            return len(entries)
+
+        return int(thread.submit(lose()).result(30))
 
     def reset_everything(self) -> bool:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
@@ -248,14 +312,49 @@ class Driver:
         return True
 
 
+class SideBySide(Driver):
+    """Several engines, each with a process of its own, behind one front end (data parallelism). Caches are not in here:
+    only steps that ask an engine or a control socket work."""
+
+    def __init__(self, engine: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._start(settings_of(engine)))
+
+    async def _start(self, settings: dict[str, Any]) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
+
+    def generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
+        """By the engine of that number."""
+        return self._loop.run_until_complete(self._generate_on(rank, prompt, tokens))
+
+    async def _generate_on(self, rank: int, prompt: dict[str, Any], tokens: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted = SamplingParams(
+            max_tokens=tokens, temperature=0, logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        name = f"request-{time.monotonic_ns()}"
+        answers = [one async for one in self.llm.generate(prompt, wanted, name, data_parallel_rank=rank)]
+        return described(answers[-1])
+
+    def close(self) -> bool:
+        self.llm.shutdown()
+        return True
+
+
 def drive(engine: dict[str, Any], steps: list[list[Any]]) -> None:
-    driver = Driver(engine)
+    fork_workers()
+    driver = SideBySide(engine) if "data_parallel_size" in engine else Driver(engine)
     answers = []
     for name, *arguments in steps:
         step: Callable[..., Any] = getattr(driver, name)
         answers.append(step(*arguments))
     driver.close()
-    print("\n" + json.dumps(answers), flush=True)
+    print("\nanswers: " + json.dumps(answers), flush=True)
 
 
 def become(environment: dict[str, str], stdout: str, stderr: str) -> None:

@@ -17,6 +17,8 @@ BLOCK_TOKENS = 32
 CHUNK_TOKENS = 64
 STEP_TOKENS = 128
 """Tokens a step, the same for all engines: how a prefill is split changes its result in the fifth digit."""
+ANSWERS = "answers: "
+"""What a line of `drive.py` begins with."""
 
 
 class ImportedVllm:
@@ -87,7 +89,9 @@ def drive(
     task = {"engine": engine, "steps": steps, "environment": {**os.environ, **(environment or {})}}
     status, stdout, stderr = vllm.run(task, limit_s=400)
     assert status == 0, stdout[-3000:] + stderr[-6000:]
-    answers: list[Any] = json.loads(stdout.strip().splitlines()[-1])
+    # Other processes of the engine may say something after it.
+    (said,) = [line for line in stdout.splitlines() if line.startswith(ANSWERS)]
+    answers: list[Any] = json.loads(said.removeprefix(ANSWERS))
     return answers, stdout + stderr
 
 

@@ -58,6 +58,22 @@ def test_part_of_a_chunk_is_scattered(tensors: dict[str, Any]) -> None:
     assert np.array_equal(reference(tensors, [10, 20]), reference(tensors, [2, 3]))
 
 
+def test_mlas_latents_are_blocks_of_one_head() -> None:
+    """As vLLM 0.32 has them: tokens before heads in memory, which is all the same with one head."""
+    latent = {
+        f"layer.{number}": torch.randn(BLOCKS, TOKENS, 1, 36).transpose(1, 2).as_strided(
+            (BLOCKS, 1, TOKENS, 36), (TOKENS * 36, 36, 36, 1)
+        )
+        for number in range(LAYERS)
+    }
+    kv = KvBlocks(latent, blocks=BLOCKS, heads=1, block_tokens=TOKENS, head_size=36, head_size_v=0)
+    payload = np.zeros(3 * kv.bytes_per_block, np.uint8)
+    kv.gather([7, 2, 3], payload)
+    assert np.array_equal(payload, reference(latent, [7, 2, 3]))
+    kv.scatter(payload, 3, 1, [20, 21])
+    assert np.array_equal(reference(latent, [20, 21]), reference(latent, [2, 3]))
+
+
 def test_a_payload_of_another_length_is_refused(tensors: dict[str, Any]) -> None:
     kv = kv_of(tensors)
     with pytest.raises(LayoutError, match=r"expected .* bytes, found 7"):

@@ -57,7 +57,7 @@ class Worker:
 
 
 def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
-    client = LookupClient(engine, ranks, timeout_s)
+    client = LookupClient(engine, ranks, GEOMETRY, timeout_s)
     try:
         return client.begin(NAMES).result(30)
     finally:
@@ -66,7 +66,7 @@ def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
 
 def test_in_one_process_no_socket_is_used(engine: str) -> None:
     with Worker(engine, 0, 11):
-        client = LookupClient(engine, 1, 5.0)
+        client = LookupClient(engine, 1, GEOMETRY, 5.0)
         assert client.begin(NAMES).result(10) == Match(11, {"cpu": 176})
         assert client._loop is None
 
@@ -77,14 +77,23 @@ def test_full_chunks_then_the_longest_tail(engine: str, blocks: int) -> None:
         assert ask(engine, 1).blocks == blocks
 
 
-def test_over_sockets_the_answer_is_what_all_workers_have(engine: str) -> None:
-    with Worker(engine, 0, 11), Worker(engine, 1, 6):
-        assert ask(engine, 2) == Match(6, {"cpu": 96})
+@pytest.mark.parametrize(("first", "second", "both"), [(11, 8, 8), (11, 4, 4), (6, 6, 6), (11, 0, 0)])
+def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: int, second: int, both: int) -> None:
+    with Worker(engine, 0, first), Worker(engine, 1, second):
+        assert ask(engine, 2) == Match(both, {"cpu": 16 * both} if both else {})
+
+
+def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
+    """The first has blocks 4 to 8 as one chunk and could not give the two that the second has as a tail."""
+    with Worker(engine, 0, 11) as first, Worker(engine, 1, 6):
+        (tail,) = keys_from_hashes(first.thread.cache.namespace, [NAMES[5]])
+        assert not first.thread.submit(first.thread.cache.lookup_keys([tail])).result(10).chunks
+        assert ask(engine, 2) == Match(4, {"cpu": 64})
 
 
 def test_one_connection_answers_many_questions(engine: str) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
-        client = LookupClient(engine, 2, 5.0)
+        client = LookupClient(engine, 2, GEOMETRY, 5.0)
         futures = [client.begin(NAMES[:count]) for count in (4, 8, 11) * 20]
         assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
         assert len(client._connections) == 2
@@ -101,7 +110,7 @@ def test_without_workers_it_is_a_miss(engine: str) -> None:
 
 
 def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
-    client = LookupClient(engine, 2, 5.0)
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
             assert client.begin(NAMES).result(10) == Match()
@@ -110,7 +119,7 @@ def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_n
 
 
 def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
-    client = LookupClient(engine, 2, 5.0)
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with ExitStack() as first:
         first.enter_context(Worker(engine, 0, 8))
         first.enter_context(Worker(engine, 1, 8))
@@ -167,7 +176,7 @@ def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
 
 
 def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:
-    client = LookupClient(engine, 2, 5.0)
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
         assert client.begin(NAMES).result(10).blocks == 4
     client.close()

@@ -37,7 +37,7 @@ class Engine:
         self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
         self.server = LookupServer(name, 0, self.thread, GEOMETRY)
         config = Config(**settings)
-        self.client = LookupClient(name, 1, 5.0)
+        self.client = LookupClient(name, 1, GEOMETRY, 5.0)
         self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", 16), self.client, 1)
 
     def close(self) -> None:

@@ -17,6 +17,9 @@ class Layout:
     `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
     the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names who wrote them, with
     its version. `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
+
+    `replicas` consecutive ranks hold the same bytes (MLA's latents; KV heads that are fewer than the ranks). The
+    fingerprint has the `shard`, which they share, and not the rank: each finds what any of them stored.
     """
 
     model: str
@@ -33,13 +36,16 @@ class Layout:
     rank: int = 0
     world_size: int = 1
     extra: tuple[tuple[str, str], ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "bytes_per_token", "world_size"):
+        for name in ("chunk_tokens", "bytes_per_token", "world_size", "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"layout: {name} must be at least 1, found {getattr(self, name)}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"layout: rank must be within 0..{self.world_size - 1}, found {self.rank}")
+        if self.world_size % self.replicas:
+            raise ValueError(f"layout: world_size ({self.world_size}) must be a multiple of replicas ({self.replicas})")
         if self.block_tokens and self.chunk_tokens % self.block_tokens:
             raise ValueError(
                 f"layout: chunk_tokens ({self.chunk_tokens}) must be a multiple of block_tokens ({self.block_tokens})"
@@ -50,10 +56,28 @@ class Layout:
         """Payload of a full chunk, in bytes."""
         return self.chunk_tokens * self.bytes_per_token
 
+    @property
+    def shard(self) -> int:
+        """Which part of the KV this rank holds."""
+        return self.rank // self.replicas
+
+    @property
+    def shards(self) -> int:
+        """How many different parts the ranks hold."""
+        return self.world_size // self.replicas
+
+    def keeps(self, key: bytes) -> bool:
+        """Whether it is for this rank, among those that hold the same bytes, to write the chunk `key` to tiers that they
+        share. Each of them has an equal part of all keys."""
+        return int.from_bytes(key[-4:]) % self.replicas == self.rank % self.replicas
+
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field differs; the same in every process and on every machine."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        """16 bytes that differ whenever any field differs, but for ranks that hold the same bytes; the same in every
+        process and on every machine."""
+        fields = asdict(self) | {"rank": self.shard, "world_size": self.shards}
+        del fields["replicas"]
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
 
     def namespace(self, salt: str = "") -> bytes:

@@ -37,10 +37,12 @@ class FlushReport:
 
 
 class FanOut:
-    """All writers of a cache."""
+    """All writers of a cache. `keeps` says of a key whether it is for this cache to write it: where several hold the same
+    bytes above the same tiers, one does."""
 
-    def __init__(self, writers: list[TierWriter]) -> None:
+    def __init__(self, writers: list[TierWriter], keeps: Callable[[ChunkKey], bool] = lambda key: True) -> None:
         self.writers = writers
+        self._keeps = keeps
 
     async def offer(self, leases: Sequence[Lease], patience: Patience, staged: Sequence[Lease] = ()) -> None:
         """Queue chunks for every tier that lacks them. Uses up the leases, also when cancelled.
@@ -71,6 +73,8 @@ class FanOut:
             nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
             for writer in self.writers:
                 for lease in nearest if writer.tier.serves_device else leases:
+                    if not self._keeps(lease.key):
+                        continue
                     if writer.tier.offers(lease.key):
                         writer.tier.used([lease.key])
                         continue
@@ -85,7 +89,7 @@ class FanOut:
         """A request was served with `keys`: queue those that a tier wants by now and did not take when they were put, as far
         as they are hot."""
         for writer in self.writers:
-            for key in writer.tier.used(keys):
+            for key in filter(self._keeps, writer.tier.used(keys)):
                 own = cpu.lease(key, writes=True)
                 if own is not None and not writer.enqueue_nowait(own):
                     writer.skip(deque([own]))

@@ -59,8 +59,10 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}))
         parallel = vllm_config.parallel_config
-        # Engines that serve the same model side by side have the same configuration.
-        engine = (parallel.data_parallel_rank, parallel.data_parallel_size)
+        # Engines that serve the same model side by side have the same configuration. Of a dense model each is told that it
+        # is the only one (rank 0 of 1), but for its index.
+        index = parallel.data_parallel_index
+        engine = (index, max(parallel.data_parallel_size, index + 1))
         if (path := self._config.control_socket) is not None:
             self._config = replace(self._config, control_socket=str(socket_path(path, engine)))
         if (name := self._config.shm_name) is not None:
@@ -91,7 +93,7 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if not names.from_engine:
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
-        client = LookupClient(self._engine, workers, self._config.lookup_timeout_ms / 1000)
+        client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
         return SchedulerSide(self._config, self._geometry, names, client, workers)
 
     def _names(self) -> BlockNames:

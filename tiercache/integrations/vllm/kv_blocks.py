@@ -22,11 +22,19 @@ from tiercache.errors import LayoutError
 class KvBlocks:
     """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified.
 
-    Expected of each tensor: shape (blocks, heads, block_tokens, 2 * head_size), dense, in host memory.
+    Expected of each tensor: shape (blocks, heads, block_tokens, head_size + head_size_v), dense, in host memory. By
+    default V is as wide as K; MLA's latents are no two of them.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Any], *, blocks: int, heads: int, block_tokens: int, head_size: int
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        blocks: int,
+        heads: int,
+        block_tokens: int,
+        head_size: int,
+        head_size_v: int | None = None,
     ) -> None:
         if not tensors:
             raise LayoutError("the engine registered no KV tensors")
@@ -35,7 +43,8 @@ class KvBlocks:
         self.strides = tuple(first.stride())
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
-        self._check(first_name, first, (blocks, heads, block_tokens, 2 * head_size))
+        width = head_size + (head_size if head_size_v is None else head_size_v)
+        self._check(first_name, first, (blocks, heads, block_tokens, width))
         for name, tensor in tensors.items():
             found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
             if found != (self.shape, self.strides, self.dtype):
@@ -92,7 +101,8 @@ class KvBlocks:
                 f"it on CPU, found {shape}; this layout was not verified, so its bytes are not touched"
             )
         dense = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-        if strides != dense:
+        # How far the next one would be does not matter where there is only one, as with MLA's heads.
+        if any(size > 1 and found != stride for size, found, stride in zip(shape, strides, dense, strict=True)):
             raise LayoutError(f"KV of layer {name}: expected dense blocks with strides {dense}, found {strides}")
 
 

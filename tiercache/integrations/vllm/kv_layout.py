@@ -13,6 +13,7 @@ from tiercache.integrations.vllm.engine_identity import byte_format, code_of_mod
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
 from tiercache.integrations.vllm.planning import BlockGeometry
+from tiercache.integrations.vllm.replicas import replicas_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,14 +28,14 @@ _IMAGE_OPTIONS = (
 def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
     """The specification that all layers share. Raises LayoutError for models whose layers do not all keep the KV of every
     token in blocks of one kind."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
+    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
         raise LayoutError(
-            f"expected one group of full-attention layers, found {len(groups)} ({kinds}); models with sliding windows "
-            "alone, Mamba layers or MLA were not verified with this connector"
+            f"expected one group of full-attention or MLA layers, found {len(groups)} ({kinds}); models with sliding "
+            "windows alone or Mamba layers were not verified with this connector"
         )
     context = config.parallel_config.decode_context_parallel_size
     if context > 1:
@@ -71,6 +72,10 @@ def make_layout(
     """Everything that changes the bytes, and nothing else. LoRA, multimodal inputs and cache salts are in the names of the
     blocks, which say by which algorithm they were made and cannot mean two things.
 
+    The number of tensor-parallel ranks is there as the number of shards: ranks that hold the same bytes share them, and
+    with one rank that holds them alone (which computed them in another order: they differ in the last digits, as they do
+    when a prefill is split in another way).
+
     `tensors` are the layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
     """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -103,9 +108,10 @@ def make_layout(
             ("kv_scales", digest(scales)),
             ("layers", digest(list(tensors))),
             ("model_config", effective_config(model)),
-            ("parallel", f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}"),
+            ("parallel", f"pp {parallel.pipeline_parallel_size}"),
             ("quantization", f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}"),
         ),
+        replicas=replicas_of(config, [spec]),
     )
 
 

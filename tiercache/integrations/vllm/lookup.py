@@ -28,7 +28,7 @@ from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound, check_private, connect
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
-from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
+from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed, chunk_ends, tail_lengths
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -155,9 +155,10 @@ class LookupServer:
 class LookupClient:
     """Begins look-ups for the scheduler; each answer is a future that the caller polls."""
 
-    def __init__(self, engine: str, ranks: int, timeout_s: float) -> None:
+    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
         self._engine = engine
         self._ranks = ranks
+        self._geometry = geometry
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -203,7 +204,7 @@ class LookupClient:
         except (TimeoutError, OSError, TierCacheError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
             return Match()
-        return min(answers, key=lambda match: match.blocks)
+        return agreed(answers, self._geometry)
 
     async def _ask(self, rank: int, names: list[bytes]) -> Match:
         connection = self._connections.get(rank)

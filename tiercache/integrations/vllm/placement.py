@@ -28,6 +28,7 @@ def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, spec: An
                 heads=spec.num_kv_heads,
                 block_tokens=spec.block_size,
                 head_size=spec.head_size,
+                head_size_v=spec.head_size_v,
             )
         )
     try:

@@ -51,6 +51,23 @@ class Match:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
 
 
+def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
+    """What all workers have, each of which answered for itself.
+
+    A worker that has more need not have the tail of one that has less: it may have only the full chunk that this tail
+    became. Unless all have the same, tails do not count.
+    """
+    least = min(answers, key=lambda match: match.blocks)
+    if all(answer.blocks == least.blocks for answer in answers):
+        return least
+    match, left = Match(geometry.whole_chunks(least.blocks)), geometry.whole_chunks(least.blocks) * geometry.block_tokens
+    for tier, tokens in least.tokens_by_tier.items():
+        if part := min(tokens, left):
+            match.tokens_by_tier[tier] = part
+            left -= part
+    return match
+
+
 def chunk_ends(blocks: int, geometry: BlockGeometry) -> list[int]:
     """Ends (in blocks) of the full chunks of a request of `blocks` full blocks."""
     step = geometry.blocks_per_chunk

@@ -35,6 +35,7 @@ class KvBlocks:
         self.strides = tuple(first.stride())
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
+        self.block_tokens = block_tokens
         self._check(first_name, first, (blocks, heads, block_tokens, 2 * head_size))
         for name, tensor in tensors.items():
             found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
@@ -51,6 +52,10 @@ class KvBlocks:
     def bytes_per_block(self) -> int:
         """Of one block over all layers."""
         return self.layers * self.block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_tokens
 
     def describe(self) -> str:
         """The byte format, for the layout's fingerprint."""

@@ -1,68 +1,39 @@
-"""What vLLM's configuration says about the KV: whether we know it, and the layout that names its bytes."""
+"""The layout that names the KV's bytes, from vLLM's configuration."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
-from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import BlockGeometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")
 
 
-def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
-    """The specification that all layers share. Raises LayoutError for models whose layers do not all keep the KV of every
-    token in blocks of one kind."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
-
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise LayoutError(
-            f"expected one group of full-attention layers, found {len(groups)} ({kinds}); models with sliding windows "
-            "alone, Mamba layers or MLA were not verified with this connector"
-        )
-    context = config.parallel_config.decode_context_parallel_size
-    if context > 1:
-        raise LayoutError(f"expected no decode context parallelism, found {context} ranks: blocks are interleaved then")
-    stages = config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        # vLLM 0.32 fails with 2 stages on CPU in its first step, without any connector too (KeyError in the scheduler).
-        raise LayoutError(
-            f"expected one pipeline stage, found {stages}: more could not be verified with this connector"
-        )
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise LayoutError(
-            "expected KV scales from the checkpoint, found calculate_kv_scales: the meaning of a byte would differ "
-            "from one process to the next"
-        )
-    spec = groups[0].kv_cache_spec
-    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
-    if packed or spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        raise LayoutError(
-            f"expected K and V of each token side by side, plain or in fp8 with one scale, found {spec.kv_quant_mode.name} "
-            f"with {spec.num_heads} x {spec.state_content_size_bytes} bytes; packed KV was not verified with this connector"
-        )
-    return spec
-
-
 def make_layout(
-    config: VllmConfig, spec: Any, kv: KvBlocks | DeviceKvBlocks, geometry: BlockGeometry, layer_names: list[str]
+    config: VllmConfig,
+    spec: Any,
+    kvs: Sequence[KvBlocks | DeviceKvBlocks],
+    geometry: BlockGeometry,
+    layer_names: list[str],
 ) -> Layout:
-    """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks."""
+    """Everything that changes the bytes. LoRA, multimodal inputs and cache salts are in the names of the blocks.
+
+    `kvs` has one entry a group; `bytes_per_token` is that of the largest, which slots are made for.
+    """
     import vllm
 
+    kv = max(kvs, key=lambda one: one.bytes_per_token)
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     weights = f"dummy, seed {model.seed}" if config.load_config.load_format == "dummy" else _weights(str(model.model))
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
@@ -72,7 +43,7 @@ def make_layout(
         model=str(model.model),
         revision=f"{model.revision or ''} {getattr(model.hf_config, '_commit_hash', None) or ''} {weights}",
         chunk_tokens=geometry.chunk_tokens,
-        bytes_per_token=kv.bytes_per_block // geometry.block_tokens,
+        bytes_per_token=kv.bytes_per_token,
         kv_dtype=kv.dtype,
         layers=kv.layers,
         kv_heads=spec.num_kv_heads,
@@ -97,8 +68,20 @@ def make_layout(
             ("model_config", _model_config(model.hf_config)),
             ("parallel", f"tp {parallel.tensor_parallel_size} pp {parallel.pipeline_parallel_size}"),
             ("quantization", str(model.quantization)),
+            *_groups(kvs, geometry),
         ),
     )
+
+
+def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
+    """Which layers' KV a chunk of which group holds. Windows are no part of it: they do not change the bytes."""
+    if not geometry.groups:
+        return []
+    described = [
+        (group.block_tokens, group.layers, kv.layers, kv.bytes_per_block, kv.describe())
+        for group, kv in zip(geometry.groups, kvs, strict=True)
+    ]
+    return [("groups", _digest(described))]
 
 
 def _backend(layer: Any) -> str:

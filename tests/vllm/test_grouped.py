@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercache.integrations.vllm.grouped import (
@@ -15,6 +15,7 @@ from tiercache.integrations.vllm.grouped import (
     all_names,
     held_names,
     names_of,
+    part_blocks,
     plan_loads,
     plan_saves,
     window_chunks,
@@ -30,7 +31,7 @@ NAMES = [bytes([number]) * 32 for number in range(64)]
 
 def geometries() -> st.SearchStrategy[BlockGeometry]:
     """Blocks of 4 or 8 tokens, windows of any length, full attention in none, one or several groups."""
-    windows = st.one_of(st.none(), st.integers(1, 60))
+    windows = st.one_of(st.none(), st.integers(2, 60))
     group = st.tuples(st.sampled_from([4, 8]), windows)
     return st.builds(
         lambda groups, a_chunk: BlockGeometry(
@@ -71,6 +72,7 @@ def test_the_search_finds_the_longest_hit_that_all_groups_agree_on(data: st.Data
     assert questions <= chunks + 2
 
 
+@settings(deadline=None)  # the import takes long
 @given(window=st.integers(1, 100), extra=st.integers(0, 3), size=st.sampled_from([1, 4, 16]), computed=st.integers(0, 400))
 def test_what_a_window_keeps_is_what_vllm_keeps(window: int, extra: int, size: int, computed: int) -> None:
     vllm = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager", reason="vLLM is not installed")
@@ -78,6 +80,16 @@ def test_what_a_window_keeps_is_what_vllm_keeps(window: int, extra: int, size: i
     skipped = vllm.SlidingWindowManager.get_num_skipped_tokens(manager, computed)
     assert KvGroup(0, size, window_tokens=window + extra).first_block(computed) == skipped // size
     assert KvGroup(0, size).first_block(computed) == 0
+
+
+def parts_of(position: int, geometry: BlockGeometry) -> list[tuple[bytes, range]]:
+    """Name and blocks of what is saved, of the first chunks of a request whose blocks are all there."""
+    group = geometry.groups[position]
+    tables = [range(1, 1000)] * len(geometry.groups)
+    transfers, _ = plan_saves(NAMES, 0, 8 * geometry.blocks_per_chunk, tables, geometry, last=True)
+    own = [one for one in transfers if one.group == position]
+    assert len(own) == 8 and all(one.chunk_blocks <= part_blocks(group, geometry) for one in own)
+    return [(one.name, range(one.blocks[0] - 1, one.blocks[-1])) for one in own]
 
 
 def test_of_a_window_only_the_end_is_asked_for() -> None:
@@ -107,10 +119,21 @@ def test_a_load_fills_what_vllm_keeps_and_nothing_else(data: st.DataObject) -> N
         own = [one for one in transfers if one.group == position]
         assert [block for one in own for block in one.blocks] == [block for block in fresh if block]
         for one in own:
-            ends = [chunk for chunk in range(8) if names_of([GroupChunk(position, chunk)], NAMES, geometry)[0] == one.name]
-            start = ends[0] * one.chunk_blocks + one.skip
+            (stored,) = (part for name, part in parts_of(position, geometry) if name == one.name)
+            start = stored.start + one.skip
             assert list(one.blocks) == tables[position][start : start + len(one.blocks)]
-            assert one.skip + len(one.blocks) <= one.chunk_blocks == geometry.chunk_tokens // group.block_tokens
+            assert one.skip + len(one.blocks) <= one.chunk_blocks == len(stored)
+
+
+@given(geometries(), st.integers(1, 8))
+def test_what_is_saved_of_a_chunk_is_all_that_any_hit_needs_of_it(geometry: BlockGeometry, chunks: int) -> None:
+    """So a request whose windows have left nothing of it behind stores it also where the window is shorter."""
+    for position, group in enumerate(geometry.groups):
+        step = geometry.chunk_tokens // group.block_tokens
+        for chunk, (_, part) in enumerate(parts_of(position, geometry)[:chunks]):
+            ends = [end * geometry.chunk_tokens for end in range(chunk + 1, chunks + 1)]
+            needed = {block for end in ends for block in range(group.first_block(end), end // group.block_tokens)}
+            assert set(part) == needed & set(range(chunk * step, (chunk + 1) * step))
 
 
 @pytest.mark.parametrize("table", [[0, 0, 7, 0, 9, 10], [0, 0, 7, 8, 9]])

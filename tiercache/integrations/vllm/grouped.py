@@ -3,7 +3,8 @@
 Each group has blocks and a block table of its own. A chunk is the same tokens in all groups, and a chunk of one group is
 stored by itself, under the chunk's name and the group's position. A hit of so many chunks needs all of them of a group that
 sees every token, and of one with a window those that hold a block which the engine keeps when that much is computed: what
-the blocks before them hold will not be read any more.
+the blocks before them hold will not be read any more. Where a window is shorter than a chunk, only the end of the chunk can
+ever be needed, and only that is stored.
 
 A group of another kind (a recurrent state) is one more rule in `KvGroup.first_block` and `HitSearch`.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     BlockTransfer,
+    KvGroup,
     chunk_ends,
     plan_load,
     plan_save,
@@ -116,6 +118,17 @@ def all_names(names: Sequence[bytes], geometry: BlockGeometry) -> list[bytes]:
     return [names[end - 1] for end in chunk_ends(len(names), geometry)]
 
 
+def part_of(group: KvGroup, chunk: int, geometry: BlockGeometry) -> range:
+    """The blocks of the group, counted from the start of the request, that are stored for a chunk."""
+    step = geometry.chunk_tokens // group.block_tokens
+    return range(max(chunk * step, group.first_block((chunk + 1) * geometry.chunk_tokens)), (chunk + 1) * step)
+
+
+def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
+    """The most that are stored for a chunk."""
+    return max(len(part_of(group, chunk, geometry)) for chunk in range(2))
+
+
 def plan_loads(
     names: Sequence[bytes],
     matched_blocks: int,
@@ -136,13 +149,14 @@ def plan_loads(
         table, step = tables[group.index], geometry.chunk_tokens // group.block_tokens
         lower = max(first_token // group.block_tokens, group.first_block(end_token))
         upper = end_token // group.block_tokens
-        for start in range(lower - lower % step, upper, step):
-            first, stop = max(lower, start), min(upper, start + step)
+        for chunk in range(lower // step, -(-upper // step)):
+            part = part_of(group, chunk, geometry)
+            first, stop = max(lower, part.start), min(upper, part.stop)
             blocks = tuple(table[first:stop])
             if len(blocks) != stop - first or NULL_BLOCK in blocks:
                 raise ValueError(f"group {group.index}: expected blocks {first} .. {stop - 1} to load into, found {blocks}")
-            (name,) = names_of([GroupChunk(position, start // step)], names, geometry)
-            transfers.append(BlockTransfer(name, step, first - start, blocks, position))
+            (name,) = names_of([GroupChunk(position, chunk)], names, geometry)
+            transfers.append(BlockTransfer(name, len(part), first - part.start, blocks, position))
     return transfers
 
 
@@ -162,10 +176,11 @@ def plan_saves(
     chunks = range(saved_blocks // a_chunk, min(ready_blocks, len(names)) // a_chunk)
     transfers = []
     for position, group in enumerate(geometry.groups):
-        table, step = tables[group.index], geometry.chunk_tokens // group.block_tokens
+        table = tables[group.index]
         for chunk in chunks:
-            blocks = tuple(table[chunk * step : (chunk + 1) * step])
-            if len(blocks) == step and NULL_BLOCK not in blocks:
+            part = part_of(group, chunk, geometry)
+            blocks = tuple(table[part.start : part.stop])
+            if part and len(blocks) == len(part) and NULL_BLOCK not in blocks:
                 (name,) = names_of([GroupChunk(position, chunk)], names, geometry)
-                transfers.append(BlockTransfer(name, step, 0, blocks, position))
+                transfers.append(BlockTransfer(name, len(part), 0, blocks, position))
     return transfers, max(saved_blocks, chunks.stop * a_chunk)

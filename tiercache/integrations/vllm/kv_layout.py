@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
+from tiercache.integrations.vllm.grouped import part_blocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import BlockGeometry
 
@@ -74,11 +75,11 @@ def make_layout(
 
 
 def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
-    """Which layers' KV a chunk of which group holds. Windows are no part of it: they do not change the bytes."""
+    """Which layers' KV a chunk of which group holds, and how much of it."""
     if not geometry.groups:
         return []
     described = [
-        (group.block_tokens, group.layers, kv.layers, kv.bytes_per_block, kv.describe())
+        (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())
         for group, kv in zip(geometry.groups, kvs, strict=True)
     ]
     return [("groups", _digest(described))]

@@ -319,7 +319,7 @@ def test_a_step_that_gives_away_other_blocks_does_not_wait(made: Callable[..., E
 
 def test_what_is_promised_is_held_until_it_is_loaded(made: Callable[..., Engine], tmp_path: Path) -> None:
     engine = made(local_disk=str(tmp_path), max_local_disk_size=1.0)
-    window, full = engine.computes_and_saves()
+    window, _ = engine.computes_and_saves()
     cache = engine.worker.thread.cache
     assert engine.worker.thread.submit(cache.flush(10)).result(20).complete
     engine.worker.thread.submit(_clear(cache)).result(10)

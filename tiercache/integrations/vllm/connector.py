@@ -24,7 +24,7 @@ from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain
-from tiercache.integrations.vllm.kv_layout import make_layout
+from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
@@ -136,6 +136,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except BaseException:
             mover.close()
             raise
+        if waste := wasted_part(layout.chunk_bytes, mover.kvs, self._geometry):
+            logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * waste)
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,

@@ -67,10 +67,10 @@ class Driver:
         ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
         self.llm = LLM(**(ours | {"seed": 0} | settings))
 
-    def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
+    def generate(self, prompts: list[str], tokens: int = 12, ignore_eos: bool = False) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=ignore_eos)
         # One after the other: how requests share a step changes their results in the fifth digit.
         answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
         return [

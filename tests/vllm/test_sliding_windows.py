@@ -115,34 +115,31 @@ def test_wrong_kv_in_windows_changes_the_answer_or_is_seen(
 def test_preempted_and_aborted_requests_leave_nothing_behind_and_the_others_are_answered(
     gemma: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In an engine with few blocks: windows' blocks go from one request to the next while they are being saved."""
-    head = prompt_of(5, 530)["prompt_token_ids"]
-    prompts = [prompt_of(10 + number, 590 + 10 * number, head if number % 2 else None) for number in range(8)]
-    tokens = 40
-    ((*oracle,), (*warm,)), _ = drive(gemma, [["generate", prompts, tokens], ["generate", prompts, tokens]])
-    small = gemma | {"max_model_len": 768, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 260}
+    """In an engine with few blocks: windows' blocks go from one request to the next while they are being saved. In float32,
+    where how requests share a step moves no answer."""
+    head = prompt_of(5, 330)["prompt_token_ids"]
+    prompts = [prompt_of(10 + number, 390 + 6 * number, head if number % 2 else None) for number in range(6)]
+    tokens = 170
+    exact = gemma | {"dtype": "float32"}
+    (oracle,), _ = drive(exact | {"enable_prefix_caching": False}, [["generate", prompts, tokens, True]])
+    small = exact | {"max_model_len": 768, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 230}
     settings = tiercache_settings(tmp_path, save_decode_cache=True, max_local_cpu_size=0.06)
-    abort = {str(number): 3 + 7 * number for number in range(0, 8, 3)}
-    steps: list[list[Any]] = [
-        ["generate_and_abort", prompts, tokens, {}],
-        ["left_behind"],
-        ["reset_prefix_cache"],
-        ["generate_and_abort", prompts, tokens, abort],
-        ["left_behind"],
-        ["reset_prefix_cache"],
-        ["clear_hot"],
-        ["generate_and_abort", prompts, tokens, {}],
-        ["left_behind"],
-    ]
-    (first, left, _, second, left_second, _, _, third, left_third), log = drive(
-        small | {"tiercache": settings}, steps
+    (first, left, _, _, second, left_second), log = drive(
+        small | {"tiercache": settings},
+        [
+            ["generate_and_abort", prompts, tokens, {}],
+            ["left_behind"],
+            ["reset_prefix_cache"],
+            ["clear_hot"],
+            ["generate_and_abort", prompts, tokens, {"0": 3, "3": 40, "4": 90}],
+            ["left_behind"],
+        ],
     )
-    assert first["preempted"] + second["preempted"] + third["preempted"] > 0
-    for answers in (first, second, third):
+    assert first["preempted"] + second["preempted"] > 0
+    assert set(first["tokens"]) == {f"r{number}" for number in range(6)} > set(second["tokens"])
+    for answers in (first, second):
         for name, found in answers["tokens"].items():
-            number = int(name[1:])
-            assert found[:4] in (oracle[number]["tokens"][:4], warm[number]["tokens"][:4]), name
-    assert set(first["tokens"]) == set(third["tokens"]) == {f"r{number}" for number in range(8)}
-    assert sum(cached > 0 for cached in third["cached"].values()) >= 6
-    assert left == left_second == left_third == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+            assert found == oracle[int(name[1:])]["tokens"], name
+    assert sum(cached > 0 for cached in second["cached"].values()) >= 2
+    assert left == left_second == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
     assert "of no use" not in log and "Traceback" not in log

@@ -13,6 +13,7 @@ from tiercache.integrations.vllm.grouped import (
     GroupChunk,
     HitSearch,
     all_names,
+    blocks_behind,
     held_names,
     names_of,
     part_blocks,
@@ -153,6 +154,13 @@ def test_every_group_is_saved_but_what_its_window_has_left() -> None:
         (1, (24, 25)),
     ]
     assert plan_saves(NAMES, saved, 7, (window, full), TWO, last=True) == ([], 6)
+
+
+def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
+    assert blocks_behind(([0, 0, 3, 4], [5, 6, 7, 8]), 48, TWO) == {4, 8}
+    assert blocks_behind(([9], [10]), 0, TWO) == {9, 10}
+    assert blocks_behind(([0, 4], [8, 9], [1]), 16, TWO) == {4, 9, 1}, "a group that is not cached has blocks, too"
+    assert blocks_behind((), 0, TWO) == set()
 
 
 def test_chunks_of_groups_have_names_of_their_own_and_a_single_group_has_the_chunks() -> None:

@@ -17,8 +17,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch
 
 from tiercache.config import Config
+from tiercache.control.messages import Prefix
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.grouped import GroupChunk, all_names, names_of
 from tiercache.integrations.vllm.lookup import LookupClient
@@ -121,6 +123,7 @@ class Engine:
                 req_ids=[request.request_id for request, _ in scheduled],
                 num_computed_tokens=[request.num_computed_tokens for request, _ in scheduled],
                 new_block_ids=[new_blocks for _ in scheduled],
+                resumed_req_ids=set(),
             ),
             kv_cache_block_copies=None,
             num_scheduled_tokens={request.request_id: tokens for request, tokens in scheduled},
@@ -315,6 +318,48 @@ def test_a_step_that_gives_away_other_blocks_does_not_wait(made: Callable[..., E
     engine.steps((request, 0), new_blocks=([60], [61]))
     assert not go_on.is_set()
     go_on.set()
+
+
+def test_blocks_that_a_new_request_shares_are_not_waited_for(made: Callable[..., Engine]) -> None:
+    """They are read, and by the engine as well."""
+    engine = made()
+    output: Any = SimpleNamespace(
+        preempted_req_ids=set(),
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id="new", num_computed_tokens=64, block_ids=([0, 2, 3, 4, 30], [20, 21, 22, 23, 40]))
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["resumed", "running"],
+            num_computed_tokens=[32, 96],
+            new_block_ids=[([5, 6, 31], [24, 25, 41]), ([32], [42])],
+            resumed_req_ids={"resumed"},
+        ),
+        kv_cache_block_copies=[SimpleNamespace(src_block_id=1, dst_block_id=50)],
+        num_scheduled_tokens={"new": 1, "resumed": 1, "running": 1},
+        kv_connector_block_state=None,
+    )
+    assert engine.side.step_work(output).given_away == {30, 40, 31, 41, 32, 42, 50}
+
+
+def test_an_announced_prompt_is_the_chunks_of_all_groups(made: Callable[..., Engine]) -> None:
+    engine = made()
+    cache = engine.worker.thread.cache
+    naming = AnnouncedPrompts(BlockNames("sha256", TOKENS), GEOMETRY)
+    prefix = Prefix(tokens=list(range(132)))
+
+    async def announced() -> tuple[list[bytes], list[bytes], list[bytes]]:
+        names = await naming.names.of_tokens(prefix.tokens or (), "", None)
+        stored = names_of([GroupChunk(group, chunk) for group in range(2) for chunk in range(2)], names, GEOMETRY)
+        for key in keys_from_hashes(cache.namespace, stored):
+            await cache.put(key, b"x" * 2048)
+        return names, await naming.keys(cache, prefix), await naming.all_keys(cache, prefix)
+
+    names, keys, all_keys = engine.worker.thread.submit(announced()).result(10)
+    found = [(1, 0), (1, 1), (0, 1), (0, 0)]
+    missing = [(1, 2), (1, 3), (0, 3), (0, 2)]
+    expected = names_of([GroupChunk(*one) for one in found + missing], names, GEOMETRY)
+    assert keys == keys_from_hashes(cache.namespace, expected)
+    assert set(all_keys) == set(keys) and len(all_keys) == 8
 
 
 def test_what_is_promised_is_held_until_it_is_loaded(made: Callable[..., Engine], tmp_path: Path) -> None:

@@ -160,6 +160,18 @@ def plan_loads(
     return transfers
 
 
+def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry) -> set[int]:
+    """Those that do not hold the first `computed_tokens` tokens already, which the engine found in its own cache or has had
+    loaded."""
+    sizes = {group.index: group.block_tokens for group in geometry.groups}
+    behind = {
+        block
+        for index, table in enumerate(tables)
+        for block in table[computed_tokens // sizes[index] if index in sizes else 0 :]
+    }
+    return behind - {NULL_BLOCK}
+
+
 def plan_saves(
     names: Sequence[bytes],
     saved_blocks: int,

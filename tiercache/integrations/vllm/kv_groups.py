@@ -33,7 +33,7 @@ def block_sizes(config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     aligned, hashed = resolve_kv_cache_block_sizes(kv_cache_config, config)
-    return aligned, kv_cache_config.hash_block_size or hashed
+    return aligned, getattr(kv_cache_config, "hash_block_size", None) or hashed  # vLLM 0.30 has no such field
 
 
 def _group(index: int, group: Any) -> KvGroup:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, held_names, plan_loads, plan_saves
+from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
@@ -270,11 +270,14 @@ class SchedulerSide:
     def _note_given_away(self, work: StepWork, output: SchedulerOutput) -> None:
         """A window's blocks may have been another request's a step ago, and be on their way into the cache still."""
         cached = output.scheduled_cached_reqs
-        for tables in (*(new.block_ids for new in output.scheduled_new_reqs), *cached.new_block_ids):
-            for table in tables or ():
-                work.given_away.update(table)
+        for new in output.scheduled_new_reqs:
+            work.given_away |= blocks_behind(new.block_ids, new.num_computed_tokens, self.geometry)
+        for request_id, tables, tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            known = tokens if request_id in cached.resumed_req_ids else 0
+            work.given_away |= blocks_behind(tables or (), known, self.geometry)
         work.given_away.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-        work.given_away.discard(NULL_BLOCK)
 
     def _plan_save(self, work: StepWork, tracked: _Tracked, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""

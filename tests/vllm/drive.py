@@ -116,10 +116,10 @@ class Driver:
 
         self.llm = LLM(**settings_of(engine))
 
-    def generate(self, prompts: list[str], tokens: int = 12) -> list[dict[str, Any]]:
+    def generate(self, prompts: list[str], tokens: int = 12, ignore_eos: bool = False) -> list[dict[str, Any]]:
         from vllm import SamplingParams
 
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, ignore_eos=ignore_eos)
         # One after the other: how requests share a step changes their results in the fifth digit.
         answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
         return [{"text": answer.outputs[0].text, **described(answer)} for answer in answers]
@@ -273,6 +273,88 @@ class Driver:
         """What the bytes of a chunk mean, by field, and the fingerprint of that."""
         layout = cache_thread().cache.layout
         return dataclasses.asdict(layout) | {"fingerprint": layout.fingerprint.hex()}
+
+    def corrupt_windows(self, tokens: list[int]) -> int:
+        """As `corrupt_hot`, but only what layers with a window keep of these tokens."""
+        from tiercache.core.keys import keys_from_hashes
+        from tiercache.integrations.vllm.block_names import BlockNames
+        from tiercache.integrations.vllm.grouped import GroupChunk, names_of
+        from tiercache.integrations.vllm.lookup import _local
+
+        (server,) = _local.values()
+        thread, geometry = server.thread, server._geometry
+
+        async def corrupt() -> int:
+            names = await BlockNames("sha256", geometry.block_tokens).of_tokens(tokens, "", None)
+            chunks = [
+                GroupChunk(position, chunk)
+                for position, group in enumerate(geometry.groups)
+                if group.window_tokens is not None
+                for chunk in range(len(names) // geometry.blocks_per_chunk)
+            ]
+            cpu, count = thread.cache.cpu, 0
+            for key in keys_from_hashes(thread.cache.namespace, names_of(chunks, names, geometry)):
+                if (entry := cpu._entries.get(key)) is not None:
+                    payload = cpu.pool.view(entry.slot, entry.payload_bytes)
+                    payload[:] = payload[::-1].copy()
+                    count += 1
+            return count
+
+        return int(thread.submit(corrupt()).result(30))
+
+    def generate_and_abort(self, prompts: list[Any], tokens: int, abort: dict[str, int]) -> dict[str, Any]:
+        """Many requests at once, of which those named by `abort` (position -> steps) are given up after so many steps."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        core = engine.engine_core.engine_core
+        preempt, preempted = core.scheduler._preempt_request, []
+
+        def counting(request: Any, *arguments: Any, **named: Any) -> None:
+            preempted.append(request.request_id)
+            preempt(request, *arguments, **named)
+
+        core.scheduler._preempt_request = counting
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"r{number}", prompt, wanted)
+        answers: dict[str, Any] = {}
+        steps = 0
+        while engine.has_unfinished_requests():
+            for answer in engine.step():
+                if answer.finished:
+                    answers[answer.request_id] = answer
+            steps += 1
+            engine.abort_request([f"r{number}" for number, when in abort.items() if when == steps])
+        core.scheduler._preempt_request = preempt
+        return {
+            "tokens": {one: list(answer.outputs[0].token_ids) for one, answer in answers.items()},
+            "cached": {one: answer.num_cached_tokens for one, answer in answers.items()},
+            "preempted": len(preempted),
+            "steps": steps,
+        }
+
+    def left_behind(self) -> dict[str, int]:
+        """What is still held when nothing is to be done any more: blocks, leases, slots, requests."""
+        from tiercache.integrations.vllm.lookup import _local
+
+        self.idle()
+        self.flush()
+        (server,) = _local.values()
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        side = scheduler.connector._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+
+        async def held() -> list[int]:
+            return [server.claims.held if server.claims else 0, *server.thread.cache.cpu.budget.held]
+
+        claims, *leases = server.thread.submit(held()).result(10)
+        return {
+            "claims": claims,
+            "leases": sum(leases),
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "requests": len(scheduler.requests) + len(side._requests) + len(side._finishing),
+        }
 
     def statistics(self) -> dict[str, Any]:
         thread = cache_thread()

@@ -17,10 +17,11 @@ from tiercache.config import Config  # noqa: E402
 from tiercache.core.layout import Layout  # noqa: E402
 from tiercache.integrations.vllm.device_mover import DeviceMover  # noqa: E402
 from tiercache.integrations.vllm.placement import make_mover  # noqa: E402
-from tiercache.integrations.vllm.planning import BlockTransfer  # noqa: E402
+from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup  # noqa: E402
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
 SPEC = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=2 * CONTENT)
+GROUPS = [KvGroup(0, TOKENS, spec=SPEC)]
 ORDERS = {"LBHNC": "lbhnc", "LBNHC": "lbnhc", "LHBNC": "lhbnc", "BLHNC": "blhnc", "BLNHC": "blnhc", "BHLNC": "bhlnc"}
 SIZES = {"l": LAYERS, "b": BLOCKS, "h": HEADS, "n": TOKENS, "c": CONTENT}
 DEVICES = ["cpu", "cuda:0"] if torch.cuda.is_available() else ["cpu"]
@@ -41,14 +42,14 @@ class Engine:
             gds_buffer_size=8,
             use_gds=False,
         )
-        mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, SPEC)
+        mover = make_mover(config, {str(number): layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
         assert isinstance(mover, DeviceMover)
         self.mover = mover
         layout = Layout(
             "m",
             chunk_tokens=CHUNK_BLOCKS * TOKENS,
-            bytes_per_token=mover.kv.bytes_per_block // TOKENS,
-            byte_format=mover.kv.describe(),
+            bytes_per_token=mover.kvs[0].bytes_per_block // TOKENS,
+            byte_format=mover.kvs[0].describe(),
         )
         self.thread = CacheThread(config, layout, device=mover.driver)
 

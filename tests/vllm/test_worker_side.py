@@ -25,7 +25,7 @@ from tiercache.integrations.vllm import worker_side
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
 from tiercache.integrations.vllm.placement import make_mover
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.worker_side import WorkerSide
 
@@ -39,6 +39,7 @@ SPEC = SimpleNamespace(
     head_size=HEAD_SIZE,
     state_content_size_bytes=2 * HEAD_SIZE * 2,
 )
+GROUPS = [KvGroup(0, 16, spec=SPEC)]
 NAMES = [bytes([number]) * 32 for number in range(32)]
 
 
@@ -70,14 +71,14 @@ class Worker:
     def __init__(self, **settings: Any) -> None:
         self.kv = [torch.randint(-100, 100, SHAPE).to(torch.bfloat16) for _ in range(LAYERS)]
         config = Config(**({"max_local_cpu_size": 0.01, "close_timeout_s": 5.0} | settings))
-        mover = make_mover(config, {f"layer.{number}": layer for number, layer in enumerate(self.kv)}, BLOCKS, SPEC)
+        mover = make_mover(config, {f"layer.{number}": layer for number, layer in enumerate(self.kv)}, BLOCKS, GROUPS)
         tokens = GEOMETRY.chunk_tokens
         layout = Layout(
             "m",
             chunk_tokens=tokens,
-            bytes_per_token=mover.kv.bytes_per_block // 16,
+            bytes_per_token=mover.kvs[0].bytes_per_block // 16,
             block_tokens=16,
-            byte_format=mover.kv.describe(),
+            byte_format=mover.kvs[0].describe(),
         )
         self.side = WorkerSide(config, GEOMETRY, layout, mover, uuid.uuid4().hex, BlockNames("sha256", 16))
         self.mover = mover
@@ -459,7 +460,7 @@ def test_events_are_given_back(made: Callable[..., Worker], monkeypatch: pytest.
 def test_kv_that_cannot_be_moved_is_refused(devices: list[str], settings: dict[str, Any], found: str) -> None:
     tensors = {str(number): SimpleNamespace(device=torch.device(name)) for number, name in enumerate(devices)}
     with pytest.raises(LayoutError, match=found):
-        make_mover(Config(**settings), tensors, BLOCKS, SPEC)
+        make_mover(Config(**settings), tensors, BLOCKS, GROUPS)
 
 
 def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,4 +469,4 @@ def test_gpu_without_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("tiercache.integrations.vllm.placement.CudaDriver", no_driver)
     with pytest.raises(DeviceError, match="cuda:3: no NVIDIA driver"):
-        make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, SPEC)
+        make_mover(Config(), {"a": SimpleNamespace(device=torch.device("cuda:3"))}, BLOCKS, GROUPS)

@@ -68,11 +68,12 @@ class TinyEngine:
     def layout(self, model_id: str | None = None) -> Layout:
         from tiercache.integrations.vllm.kv_blocks import KvBlocks
         from tiercache.integrations.vllm.kv_layout import make_layout
-        from tiercache.integrations.vllm.planning import BlockGeometry
+        from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 
         blocks = KvBlocks(self.tensors, blocks=4, heads=1, block_tokens=BLOCK_TOKENS, head_size=32)
         geometry = BlockGeometry.for_chunk_size(64, BLOCK_TOKENS, save_tails=True)
-        return make_layout(self.config, self.spec, blocks, geometry, self.tensors, model_id)
+        group = KvGroup(0, self.spec.block_size, (), None, self.spec)
+        return make_layout(self.config, [group], [blocks], geometry, self.tensors, model_id)
 
 
 _CONNECTOR = {

@@ -7,8 +7,9 @@ from tiercache.control.naming import given_keys
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.grouped import all_names, held_names
 from tiercache.integrations.vllm.lookup import locate
-from tiercache.integrations.vllm.planning import BlockGeometry, chunk_ends
+from tiercache.integrations.vllm.planning import BlockGeometry
 
 
 class AnnouncedPrompts:
@@ -24,18 +25,17 @@ class AnnouncedPrompts:
         if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
-        match, found = await locate(cache, names, self._geometry)
-        full = chunk_ends(len(names), self._geometry)
-        missing = [names[end - 1] for end in full if end > match.blocks]
-        return [*found, *keys_from_hashes(cache.namespace, missing)]
+        _, found = await locate(cache, names, self._geometry)
+        known = set(found)
+        full = self._geometry.whole_chunks(len(names))
+        wanted = keys_from_hashes(cache.namespace, held_names(names, full, self._geometry))
+        return [*found, *(key for key in wanted if key not in known)]
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
-        if not self._geometry.save_tails:
-            names = [names[end - 1] for end in chunk_ends(len(names), self._geometry)]
-        return keys_from_hashes(cache.namespace, names)
+        return keys_from_hashes(cache.namespace, all_names(names, self._geometry))
 
     async def _names(self, prefix: Prefix) -> list[bytes]:
         lora = (prefix.lora.name, prefix.lora.path) if prefix.lora is not None else None

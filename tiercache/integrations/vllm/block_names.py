@@ -52,9 +52,11 @@ class _Announced:
 class BlockNames:
     """`extend` brings a request's list of names up to date, at a cost that grows with the new blocks only."""
 
-    def __init__(self, hash_algorithm: str, block_tokens: int) -> None:
+    def __init__(self, hash_algorithm: str, block_tokens: int, hash_tokens: int | None = None) -> None:
+        """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block."""
         self.from_engine = hash_algorithm in _CRYPTOGRAPHIC
         self._block_tokens = block_tokens
+        self._hash_tokens = hash_tokens or block_tokens
         self._algorithm = hash_algorithm
         self._generation = b""
 
@@ -80,7 +82,7 @@ class BlockNames:
             resolve_none_hash_seed,
         )
 
-        size = self._block_tokens
+        size = self._hash_tokens
         request: Any = _Announced(list(tokens), cache_salt or None, lora and _Adapter(*lora))
         if self.from_engine:
             hash_function = get_hash_fn_by_name(self._algorithm)
@@ -98,13 +100,12 @@ class BlockNames:
         if not self.from_engine:
             for block in range(len(names), request.num_tokens // self._block_tokens):
                 names.append(self._own_name(names[-1] if names else self._generation, request, block))
-        elif self._generation:
-            names += [
-                hashlib.blake2b(value, digest_size=_NAME_BYTES, key=self._generation).digest()
-                for value in request.block_hashes[len(names) :]
-            ]
-        else:
-            names += request.block_hashes[len(names) :]
+            return names
+        a_block = self._block_tokens // self._hash_tokens
+        new = request.block_hashes[(len(names) + 1) * a_block - 1 :: a_block]
+        if self._generation:
+            new = [hashlib.blake2b(value, digest_size=_NAME_BYTES, key=self._generation).digest() for value in new]
+        names += new
         return names
 
     def _own_name(self, before: bytes, request: Request, block: int) -> bytes:

@@ -15,13 +15,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.kv_layout import attention_spec, make_layout
+from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain
+from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.vllm")
 
 
-class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loaded by `kv_connector_module_path: tiercache.integrations.vllm`.
 
     Configuration comes from `TIERCACHE_CONFIG_FILE` / `LMCACHE_CONFIG_FILE`, the environment, and
@@ -68,9 +71,16 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if (name := self._config.shm_name) is not None:
             self._config = replace(self._config, shm_name=str(socket_path(name, engine)))
         self._engine = str(transfer.engine_id)
-        self._spec = attention_spec(vllm_config, kv_cache_config)
+        self._groups = find_groups(vllm_config, kv_cache_config)
+        plain = is_plain(self._groups, kv_cache_config)
+        self._block_tokens, self._hash_tokens = self._groups[0].block_tokens, self._groups[0].block_tokens
+        if not plain:
+            self._block_tokens, self._hash_tokens = block_sizes(vllm_config, kv_cache_config)
         self._geometry = BlockGeometry.for_chunk_size(
-            self._config.chunk_size, self._spec.block_size, self._config.save_unfull_chunk
+            self._config.chunk_size,
+            self._block_tokens,
+            self._config.save_unfull_chunk,
+            () if plain else self._groups,
         )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -85,6 +95,15 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._geometry.chunk_tokens,
                 self._geometry.block_tokens,
             )
+        if self._geometry.groups:
+            windows = sorted({group.window_tokens for group in self._groups if group.window_tokens is not None})
+            logger.info(
+                "%d groups of layers, %d of which keep a window (%s tokens): of a hit they load what it leaves them%s",
+                len(self._groups),
+                sum(group.window_tokens is not None for group in self._groups),
+                ", ".join(map(str, windows)),
+                "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
+            )
         if transfer.kv_load_failure_policy != "recompute":
             # vLLM reads this after it has made the connector. "fail" would end a request for a chunk that went missing.
             logger.info("kv_load_failure_policy is set to recompute: a chunk that cannot be loaded is computed instead")
@@ -97,7 +116,8 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return SchedulerSide(self._config, self._geometry, names, client, workers)
 
     def _names(self) -> BlockNames:
-        return BlockNames(self._vllm_config.cache_config.prefix_caching_hash_algo, self._geometry.block_tokens)
+        algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
+        return BlockNames(algorithm, self._geometry.block_tokens, self._hash_tokens)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -107,15 +127,17 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._spec)
+        mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._groups)
         try:
             layout = make_layout(
-                self._vllm_config, self._spec, mover.kv, self._geometry, kv_caches, self._config.model_id
+                self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
             )
             self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine, self._names())
         except BaseException:
             mover.close()
             raise
+        if waste := wasted_part(layout.chunk_bytes, mover.kvs, self._geometry):
+            logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * waste)
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,
@@ -126,8 +148,10 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @survives(lambda: None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None and isinstance(kv_connector_metadata, StepWork) and kv_connector_metadata.preempted:
-            self._worker.before_blocks_are_given_away(kv_connector_metadata.preempted)
+        if self._worker is not None and isinstance(kv_connector_metadata, StepWork):
+            self._worker.before_blocks_are_given_away(
+                kv_connector_metadata.preempted, kv_connector_metadata.given_away
+            )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
@@ -148,6 +172,12 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return None, None
         sent, received = self._worker.finished()
         return sent or None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        sent, received = self._worker.finished()
+        return KVConnectorTransferResults(sent, received, self._worker.take_failed())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_bad_blocks() if self._worker is not None else set()
@@ -174,8 +204,8 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         assert self._scheduler is not None
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
-        self._scheduler.after_allocation(request, block_ids, num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.after_allocation(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
@@ -186,12 +216,20 @@ class TierCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduler is not None
         if connector_output.invalid_block_ids:
             self._scheduler.loads_failed(connector_output.invalid_block_ids)
+        if connector_output.failed_recving:
+            self._scheduler.receiving_failed(connector_output.failed_recving)
         if connector_output.finished_recving:
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.finished(request, (block_ids,)), None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids), None
 

@@ -57,6 +57,8 @@ class DeviceKvBlocks:
         self.driver = driver
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
+        self.blocks = blocks
+        self.block_tokens = block_tokens
         _check_shape(first_name, first, blocks, heads, block_tokens, content_bytes)
         for name, tensor in tensors.items():
             if not driver.owns(tensor):
@@ -76,6 +78,10 @@ class DeviceKvBlocks:
     def bytes_per_block(self) -> int:
         """Of one block over all layers."""
         return self.layers * self.block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_tokens
 
     def describe(self) -> str:
         """The byte format, for the layout's fingerprint. Where the blocks lie is no part of it, only what is inside them."""

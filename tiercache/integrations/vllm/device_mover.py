@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from tiercache.bridge import CacheThread
@@ -23,7 +23,7 @@ from tiercache.device.payloads import PagedChunk
 from tiercache.errors import CacheClosed
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.lending import Lending
-from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
 
 _POLL_S = 0.0005
@@ -140,29 +140,48 @@ class _LentChunk(PagedChunk):
 
 
 class DeviceMover(Mover):
-    """Owns `kv` and its driver."""
+    """Owns `kvs` and their driver."""
 
-    def __init__(self, kv: DeviceKvBlocks) -> None:
-        self.driver = kv.driver
-        self.kv: DeviceKvBlocks = kv
+    def __init__(self, kvs: Sequence[DeviceKvBlocks], windows: Iterable[int] = ()) -> None:
+        self.driver: Driver = kvs[0].driver
+        self.kvs: Sequence[DeviceKvBlocks] = kvs
+        self.windows = frozenset(windows)
 
     def put(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
-        move = _DeviceMove(self.kv.driver, thread, len(transfers))
-        chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
-        move.begin(lambda: thread.cache.put_many(keys, chunks, after=move.after, deadline_s=deadline_s, prefix=True))
+        move = _DeviceMove(self.driver, thread, len(transfers))
+        chunks = [_LentChunk(move, self.kvs[transfer.group], transfer) for transfer in transfers]
+
+        def put_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            return thread.cache.put_many(
+                [keys[one] for one in positions],
+                [chunks[one] for one in positions],
+                after=move.after,
+                deadline_s=deadline_s,
+                prefix=not window,
+            )
+
+        move.begin(lambda: by_group(transfers, self.windows, put_group))
         return move
 
     def get(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
-        move = _DeviceMove(self.kv.driver, thread, len(transfers))
-        chunks = [_LentChunk(move, self.kv, transfer) for transfer in transfers]
-        move.begin(lambda: thread.cache.get_into(keys, chunks, after=move.after, deadline_s=deadline_s))
+        move = _DeviceMove(self.driver, thread, len(transfers))
+        chunks = [_LentChunk(move, self.kvs[transfer.group], transfer) for transfer in transfers]
+
+        def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            ordered = last_first(positions) if window else positions
+            return thread.cache.get_into(
+                [keys[one] for one in ordered], [chunks[one] for one in ordered], after=move.after, deadline_s=deadline_s
+            )
+
+        move.begin(lambda: by_group(transfers, self.windows, get_group))
         return move
 
     def close(self) -> None:
-        with contextlib.suppress(DeviceError):
-            self.kv.close()
-        self.kv.driver.close()
+        for kv in self.kvs:
+            with contextlib.suppress(DeviceError):
+                kv.close()
+        self.driver.close()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.lending import Lending
-from tiercache.integrations.vllm.moves import Move, Mover
+from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
 
 
@@ -44,10 +45,10 @@ class _HostMove(Move):
         self._copied.set()
         return ended
 
-    def source(self, kv: KvBlocks, transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
+    def source(self, kvs: Sequence[KvBlocks], transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
         def fill(payload: np.ndarray) -> None:
             with self._lending:
-                kv.gather(transfer.blocks, payload)
+                kvs[transfer.group].gather(transfer.blocks, payload)
                 self._lending.check()
             with self._lock:
                 self._remaining -= 1
@@ -56,36 +57,48 @@ class _HostMove(Move):
 
         return fill
 
-    def sink(self, kv: KvBlocks, transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
+    def sink(self, kvs: Sequence[KvBlocks], transfer: BlockTransfer) -> Callable[[np.ndarray], None]:
         def scatter(payload: np.ndarray) -> None:
             with self._lending:
-                kv.scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
+                kvs[transfer.group].scatter(payload, transfer.chunk_blocks, transfer.skip, transfer.blocks)
 
         return scatter
 
 
 class HostMover(Mover):
-    def __init__(self, kv: KvBlocks) -> None:
+    def __init__(self, kvs: Sequence[KvBlocks], windows: Iterable[int] = ()) -> None:
         self.driver = None
-        self.kv: KvBlocks = kv
+        self.kvs: Sequence[KvBlocks] = kvs
+        self.windows = frozenset(windows)
 
     def put(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _HostMove(len(transfers))
         items = [
-            (key, transfer.chunk_blocks * self.kv.bytes_per_block, move.source(self.kv, transfer))
+            (key, transfer.chunk_blocks * self.kvs[transfer.group].bytes_per_block, move.source(self.kvs, transfer))
             for key, transfer in zip(keys, transfers, strict=True)
         ]
-        move.follow(thread.submit(thread.cache.put_from(items, deadline_s=deadline_s, prefix=True)))
+
+        def put_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            return thread.cache.put_from([items[one] for one in positions], deadline_s=deadline_s, prefix=not window)
+
+        move.follow(thread.submit(by_group(transfers, self.windows, put_group)))
         return move
 
     def get(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
         move = _HostMove(len(transfers))
-        sinks = [move.sink(self.kv, transfer) for transfer in transfers]
-        move.follow(thread.submit(thread.cache.get_to(keys, sinks, deadline_s=deadline_s)))
+        sinks = [move.sink(self.kvs, transfer) for transfer in transfers]
+
+        def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
+            ordered = last_first(positions) if window else positions
+            return thread.cache.get_to(
+                [keys[one] for one in ordered], [sinks[one] for one in ordered], deadline_s=deadline_s
+            )
+
+        move.follow(thread.submit(by_group(transfers, self.windows, get_group)))
         return move
 
     def close(self) -> None:

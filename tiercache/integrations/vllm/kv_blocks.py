@@ -43,6 +43,7 @@ class KvBlocks:
         self.strides = tuple(first.stride())
         self.dtype = str(first.dtype).removeprefix("torch.")
         self.layers = len(tensors)
+        self.block_tokens = block_tokens
         width = head_size + (head_size if head_size_v is None else head_size_v)
         self._check(first_name, first, (blocks, heads, block_tokens, width))
         for name, tensor in tensors.items():
@@ -60,6 +61,10 @@ class KvBlocks:
     def bytes_per_block(self) -> int:
         """Of one block over all layers."""
         return self.layers * self.block_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_tokens
 
     def describe(self) -> str:
         """The byte format, for the layout's fingerprint."""

@@ -1,23 +1,22 @@
-"""What vLLM's configuration says about the KV: whether we know it, and the layout that names its bytes."""
+"""The layout that names the KV's bytes, from vLLM's configuration."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
-from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.engine_identity import byte_format, code_of_model, digest
+from tiercache.integrations.vllm.grouped import part_blocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
-from tiercache.integrations.vllm.planning import BlockGeometry
+from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 from tiercache.integrations.vllm.replicas import replicas_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _IMAGE_OPTIONS = (
     "language_model_only", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
@@ -25,46 +24,10 @@ _IMAGE_OPTIONS = (
 )  # fmt: skip
 
 
-def attention_spec(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Any:
-    """The specification that all layers share. Raises LayoutError for models whose layers do not all keep the KV of every
-    token in blocks of one kind."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or type(groups[0].kv_cache_spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups}))
-        raise LayoutError(
-            f"expected one group of full-attention or MLA layers, found {len(groups)} ({kinds}); models with sliding "
-            "windows alone or Mamba layers were not verified with this connector"
-        )
-    context = config.parallel_config.decode_context_parallel_size
-    if context > 1:
-        raise LayoutError(f"expected no decode context parallelism, found {context} ranks: blocks are interleaved then")
-    stages = config.parallel_config.pipeline_parallel_size
-    if stages > 1:
-        # vLLM 0.32 fails with 2 stages on CPU in its first step, without any connector too (KeyError in the scheduler).
-        raise LayoutError(
-            f"expected one pipeline stage, found {stages}: more could not be verified with this connector"
-        )
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise LayoutError(
-            "expected KV scales from the checkpoint, found calculate_kv_scales: the meaning of a byte would differ "
-            "from one process to the next"
-        )
-    spec = groups[0].kv_cache_spec
-    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
-    if packed or spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
-        raise LayoutError(
-            f"expected K and V of each token side by side, plain or in fp8 with one scale, found {spec.kv_quant_mode.name} "
-            f"with {spec.num_heads} x {spec.state_content_size_bytes} bytes; packed KV was not verified with this connector"
-        )
-    return spec
-
-
 def make_layout(
     config: VllmConfig,
-    spec: Any,
-    kv: KvBlocks | DeviceKvBlocks,
+    groups: Sequence[KvGroup],
+    kvs: Sequence[KvBlocks | DeviceKvBlocks],
     geometry: BlockGeometry,
     tensors: Mapping[str, Any],
     model_id: str | None = None,
@@ -76,8 +39,11 @@ def make_layout(
     with one rank that holds them alone (which computed them in another order: they differ in the last digits, as they do
     when a prefill is split in another way).
 
-    `tensors` are the layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
+    `kvs` has one entry a group; `bytes_per_token` is that of the largest, which slots are made for. `tensors` are the
+    layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
     """
+    spec = groups[0].spec
+    kv = max(kvs, key=lambda one: one.bytes_per_token)
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
@@ -87,7 +53,7 @@ def make_layout(
     return Layout(
         model=f"id {model_id}" if model_id else model_of(config, model, config.load_config),
         chunk_tokens=geometry.chunk_tokens,
-        bytes_per_token=kv.bytes_per_block // geometry.block_tokens,
+        bytes_per_token=kv.bytes_per_token,
         kv_dtype=kv.dtype,
         layers=kv.layers,
         kv_heads=spec.num_kv_heads,
@@ -110,8 +76,9 @@ def make_layout(
             ("model_config", effective_config(model)),
             ("parallel", f"pp {parallel.pipeline_parallel_size}"),
             ("quantization", f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}"),
+            *_groups(kvs, geometry),
         ),
-        replicas=replicas_of(config, [spec]),
+        replicas=replicas_of(config, [group.spec for group in groups]),
     )
 
 
@@ -120,6 +87,23 @@ def _version() -> str:
     import vllm
 
     return f"{vllm.__version__} {platform.machine()}"
+
+
+def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> list[tuple[str, str]]:
+    """Which layers' KV a chunk of which group holds, and how much of it."""
+    if not geometry.groups:
+        return []
+    described = [
+        (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())
+        for group, kv in zip(geometry.groups, kvs, strict=True)
+    ]
+    return [("groups", digest(described))]
+
+
+def wasted_part(slot_bytes: int, kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> float:
+    """What part of the hot cache stays empty when as many chunks of each group are in it."""
+    stored = [part_blocks(group, geometry) * kv.bytes_per_block for group, kv in zip(geometry.groups, kvs, strict=False)]
+    return 1 - sum(stored) / (slot_bytes * len(stored)) if stored else 0.0
 
 
 def _backend(layer: Any) -> str:

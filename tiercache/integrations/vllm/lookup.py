@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,11 +28,18 @@ from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound, check_private, connect
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.errors import TierCacheError
+from tiercache.integrations.vllm.claims import Claims
+from tiercache.integrations.vllm.grouped import HitSearch, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed, chunk_ends, tail_lengths
 
 logger = logging.getLogger("tiercache.vllm")
 
 _LARGEST_MESSAGE_BYTES = 64 << 20
+
+_PART_FOR_PROMOTING = 0.8
+"""Of the time that the scheduler's half waits for an answer."""
+_MOST_QUESTIONS = 64
+"""For one hit of several groups. Each is answered from memory, but where a shared tier has to be asked."""
 
 _local: dict[tuple[str, int], LookupServer] = {}
 """Those of workers that live in this process, by engine and rank."""
@@ -42,6 +49,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Of its connection, where answers come in any order."""
     names: list[bytes]
+    request_id: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -50,13 +58,24 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     tokens_by_tier: dict[str, int]
 
 
-async def find(cache: TierCache, names: Sequence[bytes], geometry: BlockGeometry, *, into_device: bool = False) -> Match:
-    """`locate`, for a request that is here.
+async def find(
+    cache: TierCache,
+    names: Sequence[bytes],
+    geometry: BlockGeometry,
+    *,
+    into_device: bool = False,
+    claims: Claims | None = None,
+    request_id: str = "",
+) -> Match:
+    """`locate`, for a request that is here. With `claims`, what is found is held for it when this returns.
 
     Starts prefetching what is not hot and keeps what is, so that reading overlaps with the request's wait in the engine's
     queue; but for what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
+    until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
     match, found = await locate(cache, names, geometry)
+    if claims is not None:
+        return await claims.claim(request_id, names, match, until_s) if match.blocks else match
     direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
     cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
@@ -66,6 +85,8 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     """How many blocks of a request the cache has, and in which chunks: full ones, then the longest tail. `names` has one
     name a block.
     """
+    if geometry.groups:
+        return await _locate_groups(cache, names, geometry)
     ends = chunk_ends(len(names), geometry)
     keys = keys_from_hashes(cache.namespace, [names[end - 1] for end in ends])
     hit = await cache.lookup_keys(keys)
@@ -85,6 +106,28 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     return match, found
 
 
+async def _locate_groups(
+    cache: ServedCache, names: Sequence[bytes], geometry: BlockGeometry
+) -> tuple[Match, list[ChunkKey]]:
+    """The longest hit that all groups agree on. Of the windows only what the hit needs is asked for."""
+    search = HitSearch(len(names) // geometry.blocks_per_chunk, geometry)
+    by_tier: dict[str, int] | None = None
+    asked = 0
+    while search.question:
+        asked += 1
+        if asked > _MOST_QUESTIONS:
+            logger.info("windows are stored with so many gaps that a look-up was given up: it counts as a miss")
+            return Match(), []
+        hit = await cache.lookup_keys(keys_from_hashes(cache.namespace, names_of(search.question, names, geometry)))
+        by_tier = by_tier or hit.by_tier
+        search.answer(hit.chunks)
+    needed = needed_chunks(search.chunks, geometry)
+    # By where the chunks lie that were asked for first: those of the layers that see every token.
+    tokens = {tier: count * geometry.chunk_tokens for tier, count in (by_tier or {}).items()}
+    match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
+    return match, keys_from_hashes(cache.namespace, names_of(needed, names, geometry))
+
+
 class LookupServer:
     """Answers look-ups from another process. Lives on the worker's cache thread."""
 
@@ -98,10 +141,26 @@ class LookupServer:
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         _local[self._key] = self
+        cache = thread.cache
+        direct = into_device and any(tier.serves_device for tier in cache.tiers)
+        self.claims = Claims(cache, geometry) if geometry.groups and cache.cpu.keep and not direct else None
         self._server = thread.submit(self._start()).result(10)
 
-    async def find(self, names: Sequence[bytes]) -> Match:
-        return await find(self.thread.cache, names, self._geometry, into_device=self._into_device)
+    async def find(self, names: Sequence[bytes], request_id: str = "") -> Match:
+        return await find(
+            self.thread.cache,
+            names,
+            self._geometry,
+            into_device=self._into_device,
+            claims=self.claims,
+            request_id=request_id,
+        )
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
+        if self.claims is not None:
+            for request_id in request_ids:
+                self.thread.loop.call_soon_threadsafe(self.claims.release, request_id)
 
     def close(self) -> None:
         _local.pop(self._key, None)
@@ -117,6 +176,8 @@ class LookupServer:
 
     async def _stop(self) -> None:
         self._server.close()
+        if self.claims is not None:
+            self.claims.close()
         for writer in self._connections.values():
             writer.close()
         if self._connections:
@@ -143,7 +204,7 @@ class LookupServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, question: Question) -> None:
         try:
-            match = await self.find(question.names)
+            match = await self.find(question.names, question.request_id)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
@@ -164,10 +225,11 @@ class LookupClient:
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes]) -> concurrent.futures.Future[Match]:
-        """Never waits. The future ends with a Match, an empty one where a worker did not answer in time."""
+    def begin(self, names: Sequence[bytes], request_id: str = "") -> concurrent.futures.Future[Match]:
+        """Never waits. The future ends with a Match, an empty one where a worker did not answer in time. What is found may
+        be held for the request, until `LookupServer.release`."""
         if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
-            return local.thread.submit(local.find(names))
+            return local.thread.submit(local.find(names, request_id))
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
@@ -181,7 +243,7 @@ class LookupClient:
                 missed.set_result(Match())
                 return missed
             self._loop, self._thread = loop, thread
-        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names)), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names), request_id), self._loop)
 
     def close(self) -> None:
         if self._loop is not None and self._thread is not None:
@@ -197,20 +259,25 @@ class LookupClient:
         # One round later the transports are closed.
         self._loop.call_soon(self._loop.stop)
 
-    async def _ask_all(self, names: list[bytes]) -> Match:
+    async def _ask_all(self, names: list[bytes], request_id: str) -> Match:
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await asyncio.gather(*(self._ask(rank, names) for rank in range(self._ranks)))
+                while True:
+                    answers = await asyncio.gather(*(self._ask(rank, names, request_id) for rank in range(self._ranks)))
+                    least = min(answers, key=lambda match: match.blocks)
+                    if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
+                        return agreed(answers, self._geometry)
+                    # Windows have to be there for the hit as it is: who has more may not have that.
+                    names = names[: least.blocks]
         except (TimeoutError, OSError, TierCacheError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
             return Match()
-        return agreed(answers, self._geometry)
 
-    async def _ask(self, rank: int, names: list[bytes]) -> Match:
+    async def _ask(self, rank: int, names: list[bytes], request_id: str) -> Match:
         connection = self._connections.get(rank)
         if connection is None or connection.broken:
             connection = self._connections[rank] = _Connection(socket_path(self._engine, rank))
-        return await connection.ask(names)
+        return await connection.ask(names, request_id)
 
 
 class _Connection:
@@ -231,7 +298,7 @@ class _Connection:
         if self._writer is not None:
             self._writer.close()
 
-    async def ask(self, names: list[bytes]) -> Match:
+    async def ask(self, names: list[bytes], request_id: str) -> Match:
         async with self._connecting:
             if self._writer is None:
                 try:
@@ -245,7 +312,7 @@ class _Connection:
         answer: asyncio.Future[Match] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._writer.write(frame(Question(number, names)))
+            self._writer.write(frame(Question(number, names, request_id)))
             return await answer
         finally:
             self._waiting.pop(number, None)

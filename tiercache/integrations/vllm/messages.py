@@ -34,6 +34,11 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Their blocks are given away in this step: saves from them must have ended."""
     held: set[str] = field(default_factory=set)
     """Finished requests whose blocks wait for their saves; to be reported as sent when those have ended."""
+    given_away: set[int] = field(default_factory=set)
+    """Blocks that requests get in this step, where windows free blocks of running requests: saves from them must have
+    ended."""
+    released: set[str] = field(default_factory=set)
+    """Requests that will not load what a look-up has found for them."""
     forget_hot: bool = False
     generation: bytes = b""
     """With `forget_hot`: what names are made with from now on, see `BlockNames`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any
 
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey
@@ -33,12 +35,38 @@ class Move(ABC):
         """Let no further copy begin, and wait for those under way. False when one still runs after `wait_s` seconds."""
 
 
+async def by_group(
+    transfers: Sequence[BlockTransfer],
+    windows: Collection[int],
+    move: Callable[[Sequence[int], bool], Coroutine[Any, Any, int]],
+) -> int:
+    """Run `move` for the positions of each group's transfers, side by side, saying whether it is one of `windows`. Returns
+    the sum of what they return; where one fails, the others are ended first."""
+    groups: dict[int, list[int]] = {}
+    for position, transfer in enumerate(transfers):
+        groups.setdefault(transfer.group, []).append(position)
+    if len(groups) == 1:
+        ((group, positions),) = groups.items()
+        return await move(positions, group in windows)
+    async with asyncio.TaskGroup() as tasks:
+        moves = [tasks.create_task(move(positions, group in windows)) for group, positions in groups.items()]
+    return sum(one.result() for one in moves)
+
+
+def last_first(positions: Sequence[int]) -> Sequence[int]:
+    """The order in which chunks of a window are loaded: eviction keeps what is named before rather than what follows."""
+    return positions[::-1]
+
+
 class Mover(ABC):
     """Begins moves between one worker's KV blocks and its cache. All methods are called by the engine's thread."""
 
     driver: Driver | None
     """Of the device that the blocks lie in; None for host memory. The cache has to use the same."""
-    kv: KvBlocks | DeviceKvBlocks
+    kvs: Sequence[KvBlocks | DeviceKvBlocks]
+    """By group, as `BlockTransfer.group` counts them. Their tensors may share memory."""
+    windows: frozenset[int]
+    """Groups with a window. Their chunks do not follow one another in a prefix: the last are worth most."""
 
     @abstractmethod
     def put(
@@ -50,7 +78,10 @@ class Mover(ABC):
     def get(
         self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
     ) -> Move:
-        """Load chunks into blocks. They are written when all that the engine has begun by now is done."""
+        """Load chunks into blocks. They are written when all that the engine has begun by now is done.
+
+        Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
+        """
 
     @abstractmethod
     def close(self) -> None:

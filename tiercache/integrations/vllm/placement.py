@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiercache.assembly import make_twin
@@ -15,36 +15,55 @@ from tiercache.integrations.vllm.device_mover import DeviceMover
 from tiercache.integrations.vllm.host_mover import HostMover
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.moves import Mover
+from tiercache.integrations.vllm.planning import KvGroup
 
 
-def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, spec: Any) -> Mover:
+def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup]) -> Mover:
     """Raises LayoutError for KV that cannot be moved from where it lies or was not verified; DeviceError without driver."""
     driver = _driver_of(config, tensors)
+    windows = [position for position, group in enumerate(groups) if group.window_tokens is not None]
     if driver is None:
-        return HostMover(
-            KvBlocks(
-                tensors,
-                blocks=blocks,
-                heads=spec.num_kv_heads,
-                block_tokens=spec.block_size,
-                head_size=spec.head_size,
-                head_size_v=spec.head_size_v,
-            )
-        )
+        return HostMover([_in_host_memory(_of(group, tensors), blocks, group) for group in groups], windows)
+    made: list[DeviceKvBlocks] = []
     try:
-        return DeviceMover(
-            DeviceKvBlocks(
-                driver,
-                tensors,
-                blocks=blocks,
-                heads=spec.num_heads,
-                block_tokens=spec.block_size,
-                content_bytes=spec.state_content_size_bytes,
-            )
-        )
+        for group in groups:
+            made.append(_in_device_memory(driver, _of(group, tensors), blocks, group))
+        return DeviceMover(made, windows)
     except BaseException:
+        for kv in made:
+            kv.close()
         driver.close()
         raise
+
+
+def _of(group: KvGroup, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not group.layers:
+        return tensors
+    return {name: tensors[name] for name in group.layers if name in tensors}
+
+
+def _in_host_memory(tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> KvBlocks:
+    spec = group.spec
+    return KvBlocks(
+        tensors,
+        blocks=blocks,
+        heads=spec.num_kv_heads,
+        block_tokens=spec.block_size,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+    )
+
+
+def _in_device_memory(driver: Driver, tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> DeviceKvBlocks:
+    spec = group.spec
+    return DeviceKvBlocks(
+        driver,
+        tensors,
+        blocks=blocks,
+        heads=spec.num_heads,
+        block_tokens=spec.block_size,
+        content_bytes=spec.state_content_size_bytes,
+    )
 
 
 def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:

@@ -8,18 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class KvGroup:
+    """Layers that share block tables. A block of one group and a block of another have nothing to do with each other."""
+
+    index: int
+    """Of its block table among those of a request."""
+    block_tokens: int
+    layers: tuple[str, ...] = ()
+    """Empty: all of the model's."""
+    window_tokens: int | None = None
+    """The engine keeps the last so many tokens less one, which the next token sees besides itself; None: all."""
+    spec: Any = field(default=None, compare=False, repr=False)
+    """vLLM's own description of the KV."""
+
+    def first_block(self, computed_tokens: int) -> int:
+        """Those before it are null when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
+        if self.window_tokens is None:
+            return 0
+        return max(0, computed_tokens - self.window_tokens + 1) // self.block_tokens
 
 
 @dataclass(frozen=True)
 class BlockGeometry:
+    """With `groups`, `block_tokens` is what the blocks of all groups divide; see `grouped.py`."""
+
     block_tokens: int
     blocks_per_chunk: int
     save_tails: bool = False
+    groups: tuple[KvGroup, ...] = ()
+    """Empty for a model whose layers all keep every token in blocks of one kind."""
 
     @classmethod
-    def for_chunk_size(cls, chunk_tokens: int, block_tokens: int, save_tails: bool) -> BlockGeometry:
+    def for_chunk_size(
+        cls, chunk_tokens: int, block_tokens: int, save_tails: bool, groups: tuple[KvGroup, ...] = ()
+    ) -> BlockGeometry:
         """`chunk_tokens` rounded to whole blocks, at least one."""
-        return cls(block_tokens, max(1, round(chunk_tokens / block_tokens)), save_tails)
+        return cls(block_tokens, max(1, round(chunk_tokens / block_tokens)), save_tails and not groups, groups)
 
     @property
     def chunk_tokens(self) -> int:
@@ -41,6 +69,8 @@ class BlockTransfer:
     chunk_blocks: int
     skip: int
     blocks: tuple[int, ...]
+    group: int = 0
+    """Whose blocks: a position in the geometry's groups."""
 
 
 @dataclass
@@ -49,6 +79,14 @@ class Match:
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
+
+    def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
+        """To the first `blocks` blocks, of which those of the first tiers that are named count first."""
+        left, tokens = blocks * geometry.block_tokens, {}
+        for tier, count in self.tokens_by_tier.items():
+            tokens[tier] = min(left, count)
+            left -= tokens[tier]
+        return Match(blocks, tokens)
 
 
 def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
@@ -90,6 +128,8 @@ def loadable_tokens(
     cache does the same). 0 where the hit is shorter than `least_tokens`.
     """
     usable = min(match.blocks, (request_tokens - 1) // geometry.block_tokens) * geometry.block_tokens
+    if geometry.groups and usable < match.blocks * geometry.block_tokens:
+        return 0  # windows were found for the hit as it is, and not for a shorter one
     return max(0, usable - computed_tokens) if usable >= least_tokens else 0
 
 

@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
-from tiercache.integrations.vllm.planning import (
-    BlockGeometry,
-    Match,
-    chunk_ends,
-    loadable_tokens,
-    plan_load,
-    plan_save,
-    stored_ends,
-    wants_save,
-)
+from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes, wishes_of
 
 if TYPE_CHECKING:
@@ -107,10 +99,15 @@ class SchedulerSide:
         )
         tracked.load_from = computed_tokens
         self._log_once(tracked, computed_tokens, tokens)
-        return tokens, self.config.enable_async_loading and tokens > 0
+        return tokens, self._loads_later and tokens > 0
 
-    def after_allocation(self, request: Request, blocks: list[int], external_tokens: int) -> None:
-        """`blocks` are all block ids of the request where `external_tokens` are to be loaded."""
+    @property
+    def _loads_later(self) -> bool:
+        """With several groups always: only then may a load fail there (vLLM takes bad blocks from one group alone)."""
+        return self.config.enable_async_loading or bool(self.geometry.groups)
+
+    def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
+        """`tables` are all block ids of the request where `external_tokens` are to be loaded."""
         tracked = self._track(request)
         tracked.admitted = True
         match = tracked.match or Match()
@@ -119,29 +116,45 @@ class SchedulerSide:
                 match.blocks if self.geometry.save_tails else self.geometry.whole_chunks(match.blocks)
             )
         if external_tokens <= 0:
+            self._release(tracked)
             return
         end = tracked.load_from + external_tokens
-        wanted = tuple(blocks[tracked.load_from // self.geometry.block_tokens : end // self.geometry.block_tokens])
-        load = Load(request.request_id, [], self.config.enable_async_loading)
+        wanted = self._to_be_filled(tables, tracked.load_from, end)
+        load = Load(request.request_id, [], self._loads_later)
         try:
-            load.transfers = plan_load(
-                self._names(tracked), match.blocks, tracked.load_from, end, blocks, self.geometry
+            load.transfers = plan_loads(
+                self._names(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
             )
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
-            if planned != wanted or len(wanted) * self.geometry.block_tokens != external_tokens:
+            short = not self.geometry.groups and len(wanted) * self.geometry.block_tokens != external_tokens
+            if planned != wanted or not planned or short:
                 raise RuntimeError(
                     f"{external_tokens} tokens in blocks {wanted} were to be loaded, {planned} were planned"
                 )
         except Exception:
             # The engine counts on these blocks now, so it has to be told that they are not filled.
             logger.exception("request %s: the load could not be planned, it is computed instead", request.request_id)
-            load.transfers, load.impossible = [], wanted
+            load.transfers, load.impossible = [], wanted or (NULL_BLOCK,)
         tracked.loaded_blocks = frozenset(wanted)
+        if self.geometry.groups:
+            self._work.given_away.update(wanted)
         if load.asynchronous:
             tracked.receiving = True
         else:
             self._unconfirmed.add(request.request_id)
         self._work.loads.append(load)
+
+    def _to_be_filled(self, tables: Tables, first_token: int, end_token: int) -> tuple[int, ...]:
+        """The blocks that the engine has set aside for these tokens: of a window, those that it keeps."""
+        if not self.geometry.groups:
+            size = self.geometry.block_tokens
+            return tuple(tables[0][first_token // size : end_token // size])
+        return tuple(
+            block
+            for group in self.geometry.groups
+            for block in tables[group.index][first_token // group.block_tokens : end_token // group.block_tokens]
+            if block != NULL_BLOCK
+        )
 
     def tokens_by_tier(self, request: Request) -> dict[str, int]:
         tracked = self._requests.get(request.request_id)
@@ -157,6 +170,8 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
         try:
+            if self.geometry.groups:
+                self._note_given_away(work, output)
             if not self._unconfirmed:
                 self._plan_saves(work, output)
         except Exception:
@@ -183,13 +198,21 @@ class SchedulerSide:
             if not tracked.loaded_blocks.isdisjoint(blocks):
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
-    def finished(self, request: Request, blocks: list[int]) -> bool:
+    def receiving_failed(self, request_ids: set[str]) -> None:
+        """These begin again from their first token, and find no blocks filled."""
+        for request_id in request_ids:
+            if (tracked := self._requests.get(request_id)) is not None:
+                tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
+
+    def finished(self, request: Request, tables: Tables) -> bool:
         """Whether the request's blocks have to stay until its saves have ended."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
         if tracked.lookup is not None:
             tracked.lookup.cancel()
+        if not tracked.admitted:
+            self._release(tracked)
         if tracked.receiving:
             # The engine holds the blocks for the load already, and nothing was computed into them.
             self._say_end(tracked)
@@ -198,7 +221,7 @@ class SchedulerSide:
             if not self._unconfirmed:
                 # What is in flight may still be rolled back.
                 ready = request.num_computed_tokens - request.num_in_flight_tokens
-                self._plan_save(self._work, tracked, ready, lambda: blocks, last=True)
+                self._plan_save(self._work, tracked, ready, lambda: tables, last=True)
         except Exception:
             logger.exception("the last chunks of request %s are not stored", request.request_id)
         self._say_end(tracked)
@@ -216,7 +239,7 @@ class SchedulerSide:
     @property
     def has_news(self) -> bool:
         """The workers have to be told something, even if nothing is to be computed."""
-        return bool(self._work.turns) or self._work.forget_hot
+        return bool(self._work.turns or self._work.released) or self._work.forget_hot
 
     def reset(self) -> None:
         """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
@@ -240,11 +263,23 @@ class SchedulerSide:
                     work,
                     tracked,
                     tokens + output.num_scheduled_tokens[request_id],
-                    lambda request_id=request_id: state.get_block_ids(request_id)[0],
+                    lambda request_id=request_id: state.get_block_ids(request_id),
                     last=False,
                 )
 
-    def _plan_save(self, work: StepWork, tracked: _Tracked, ready_tokens: int, blocks: Any, *, last: bool) -> None:
+    def _note_given_away(self, work: StepWork, output: SchedulerOutput) -> None:
+        """A window's blocks may have been another request's a step ago, and be on their way into the cache still."""
+        cached = output.scheduled_cached_reqs
+        for new in output.scheduled_new_reqs:
+            work.given_away |= blocks_behind(new.block_ids, new.num_computed_tokens, self.geometry)
+        for request_id, tables, tokens in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            known = tokens if request_id in cached.resumed_req_ids else 0
+            work.given_away |= blocks_behind(tables or (), known, self.geometry)
+        work.given_away.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+
+    def _plan_save(self, work: StepWork, tracked: _Tracked, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
         request = tracked.request
         if tracked.stale or (self.config.priority_limit is not None and request.priority > self.config.priority_limit):
@@ -253,8 +288,8 @@ class SchedulerSide:
         ready = min(ready_tokens, limit) // self.geometry.block_tokens
         last = last or (ready_tokens >= request.num_prompt_tokens and not tracked.tail_saved)
         if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
-            transfers, tracked.saved_blocks = plan_save(
-                self._names(tracked), tracked.saved_blocks, ready, blocks(), self.geometry, last=last
+            transfers, tracked.saved_blocks = plan_saves(
+                self._names(tracked), tracked.saved_blocks, ready, tables(), self.geometry, last=last
             )
             if transfers:
                 tracked.saves_begun += 1
@@ -273,7 +308,7 @@ class SchedulerSide:
             tracked.wishes = wishes_of(parameters, self._warned)
             if tracked.wishes.session:
                 names = self._names(tracked)
-                full = [names[end - 1] for end in chunk_ends(len(names), self.geometry)]
+                full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)
                 self._work.turns.append(RequestBegan(tracked.wishes.session, tracked.wishes.step, full))
 
     def _say_end(self, tracked: _Tracked) -> None:
@@ -281,8 +316,7 @@ class SchedulerSide:
             return
         try:
             names = self._names(tracked)
-            ends = [] if tracked.stale else stored_ends(min(tracked.saved_blocks, len(names)), self.geometry)
-            held = [names[end - 1] for end in ends]
+            held = [] if tracked.stale else held_names(names, min(tracked.saved_blocks, len(names)), self.geometry)
             self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held, tracked.stored))
         except Exception:
             logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
@@ -301,11 +335,14 @@ class SchedulerSide:
     def _begin_lookup(self, tracked: _Tracked) -> None:
         tracked.asked_at_s = time.monotonic()
         names = list(self._names(tracked))
+        if self.geometry.groups:
+            # The last token has to be computed, and windows are there for a hit as it is found or not at all.
+            del names[(tracked.request.num_tokens - 1) // self.geometry.block_tokens :]
         if not names:
             tracked.match = Match()
             return
         try:
-            tracked.lookup = self.client.begin(names)
+            tracked.lookup = self.client.begin(names, tracked.request.request_id)
         except Exception as error:
             logger.warning("a look-up could not be begun: %r", error)
             tracked.match = Match()
@@ -323,8 +360,14 @@ class SchedulerSide:
         if time.monotonic() - tracked.asked_at_s > self.config.lookup_timeout_ms / 1000:
             logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
             lookup.cancel()
+            self._release(tracked)
             return Match()
         return None
+
+    def _release(self, tracked: _Tracked) -> None:
+        """What a look-up may have found is not going to be loaded."""
+        if self.geometry.groups and tracked.lookup is not None:
+            self._work.released.add(tracked.request.request_id)
 
     def _log_once(self, tracked: _Tracked, computed: int, load: int) -> None:
         if tracked.logged or tracked.match is None:

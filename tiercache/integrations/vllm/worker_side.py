@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tiercache.bridge import CacheThread
@@ -42,6 +42,7 @@ class _Saving:
     save: Save
     until_s: float
     move: Move
+    blocks: frozenset[int]
 
 
 @dataclass
@@ -86,6 +87,7 @@ class WorkerSide:
         self._loads_ended: set[str] = set()
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
         self._hangs = False
         """A copy never ended: its memory is not given back."""
         # An engine that just exits would leave its last chunks unwritten.
@@ -96,6 +98,7 @@ class WorkerSide:
         if work.forget_hot:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
+        self._lookups.release(work.released)
         for loading in [self._begin_load(load) for load in work.loads]:
             if loading.load.asynchronous:
                 self._receiving[loading.load.request_id] = loading
@@ -115,14 +118,15 @@ class WorkerSide:
         if work.turns:
             self._turns.follow(work.turns, self._storing)
 
-    def before_blocks_are_given_away(self, request_ids: Iterable[str]) -> None:
-        """Wait until no save reads the blocks of preempted requests."""
+    def before_blocks_are_given_away(self, request_ids: Iterable[str], blocks: Collection[int] = ()) -> None:
+        """Wait until no save reads the blocks of preempted requests, nor these."""
         wanted = set(request_ids)
         until_s = time.monotonic() + _PREEMPTION_WAIT_S
         for saving in self._saving:
-            if saving.save.request_id in wanted and not saving.move.wait(max(0.0, until_s - time.monotonic())):
+            gone = saving.save.request_id in wanted or not saving.blocks.isdisjoint(blocks)
+            if gone and not saving.move.wait(max(0.0, until_s - time.monotonic())):
                 self._take_back(saving.move)
-                logger.info("saving request %s was cut short by its preemption", saving.save.request_id)
+                logger.info("saving request %s was cut short: its blocks are given away", saving.save.request_id)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose blocks may be freed since they are saved, and requests whose load has ended, well or not."""
@@ -142,6 +146,11 @@ class WorkerSide:
         """Blocks that could not be loaded since the last call: the engine recomputes them."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
+
+    def take_failed(self) -> set[str]:
+        """Requests of which an asynchronous load has failed since the last call, with several groups."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def take_progress(self) -> StepReport | None:
         if not self._saves_ended and not self._loads_ended:
@@ -194,6 +203,9 @@ class WorkerSide:
             assert move is not None
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
+        if self.geometry.groups:
+            self._end_grouped_load(loading, arrived)
+            return
         missing = load.transfers[arrived:]
         blocks = [len(transfer.blocks) for transfer in load.transfers]
         logger.log(
@@ -209,6 +221,25 @@ class WorkerSide:
             self._bad_blocks.update(transfer.blocks)
         self._bad_blocks.update(load.impossible)
 
+    def _end_grouped_load(self, loading: _Loading, arrived: int) -> None:
+        """All or nothing: the engine cannot be told of single blocks where there are several groups."""
+        load = loading.load
+        self._lookups.release([load.request_id])
+        failed = bool(load.impossible) or arrived < len(load.transfers)
+        logger.log(
+            logging.WARNING if failed else logging.INFO,
+            "Loaded %d out of %d chunks of %d groups, %.1f MiB, for request %s in %.1f ms%s",
+            arrived,
+            len(load.transfers),
+            len({transfer.group for transfer in load.transfers}),
+            sum(self.mover.kvs[one.group].bytes_per_block * len(one.blocks) for one in load.transfers) / 2**20,
+            load.request_id,
+            1000 * (time.monotonic() - loading.began_s),
+            "; all of it is computed instead" if failed else "",
+        )
+        if failed:
+            self._failed.add(load.request_id)
+
     # Saving
 
     def _begin_save(self, save: Save) -> None:
@@ -217,8 +248,9 @@ class WorkerSide:
         until_s = time.monotonic() + self.config.blocking_timeout_secs + _MARGIN_S
         keys = keys_from_hashes(self._namespace, [transfer.name for transfer in save.transfers])
         move = self.mover.put(self.thread, keys, save.transfers, wait_s)
-        self._saving.append(_Saving(save, until_s, move))
-        tokens = sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
+        blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
+        self._saving.append(_Saving(save, until_s, move, blocks))
+        tokens = self._tokens_of(save)
 
         def ended(done: concurrent.futures.Future[int]) -> None:
             self._storing.pop(done, None)
@@ -232,6 +264,12 @@ class WorkerSide:
 
         self._storing[move.future] = save.request_id
         move.future.add_done_callback(ended)
+
+    def _tokens_of(self, save: Save) -> int:
+        """In chunks of several groups: those of the group that has most."""
+        if not self.geometry.groups:
+            return sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
+        return max(Counter(transfer.group for transfer in save.transfers).values()) * self.geometry.chunk_tokens
 
     def _has_ended(self, saving: _Saving) -> bool:
         if not saving.move.is_off_blocks():

@@ -21,8 +21,8 @@ from tiercache.tiers.hf3fs.equipment import (
     take_away_and_look,
     withdraw,
 )
+from tiercache.tiers.hf3fs.memory import Buffers, Piece, RegisteredMemory
 from tiercache.tiers.hf3fs.ring import Part, RingSettings, Transfer, in_parts
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment
 
 logger = logging.getLogger("tiercache.hf3fs")
 
@@ -62,7 +62,7 @@ class RingEngine:
         mount: Path,
         settings: RingSettings,
         make_buffers: Callable[[], Buffers],
-        arena: Segment | None = None,
+        arena: RegisteredMemory | None = None,
         revive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.library = library
@@ -152,14 +152,14 @@ class RingEngine:
         """
         rings = self._equipment().rings[read]
         parts: list[Part] = []
-        for (segment, start, length), offset in pieces:
-            if segment.iov is None:
+        for (memory, start, length), offset in pieces:
+            if memory.iov is None:
                 raise TierUnavailable(f"3FS at {self.mount}: the daemon that knew this memory is gone")
-            parts += in_parts(segment.iov, start, length, offset, PART_BYTES)
+            parts += in_parts(memory.iov, start, length, offset, PART_BYTES)
         loop = self._loop
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
         if read:
-            transfer.arena_bytes = sum(length for (segment, _, length), _ in pieces if segment is self.arena)
+            transfer.arena_bytes = sum(length for (memory, _, length), _ in pieces if memory is self.arena)
         min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
         self._tell()
@@ -266,7 +266,7 @@ class RingEngine:
         """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
         now = self._now
         if now is not None:
-            if await self._workers.submit(is_dead, now.registrations, now.buffers.segment.name):
+            if await self._workers.submit(is_dead, now.registrations, now.buffers.registered.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
                 await self._on_daemon_death(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
             elif not now.works or self._lost_too_much(now):

@@ -21,13 +21,22 @@ from tiercache.tiers.remote.base import RemoteSettings
 
 
 def make_tier(settings: RemoteSettings) -> FileTier:
-    cap_bytes = int(float(settings.options["max_size"]) * 2**30)
+    options = settings.options
+    if not options.get("path"):
+        raise settings.error("path", "expected a directory on the mount")
     return FileTier(
         settings.name,
         settings.key("path"),
-        FileSettings((Path(settings.options["path"]),), cap_bytes, threads=16, allowance_bytes=None),
+        FileSettings(
+            (Path(options["path"]),),
+            int(float(options.get("max_size", 0)) * 2**30),  # 0: nine tenths of what is free
+            threads=16,
+            allowance_bytes=None,  # the count of a shared directory is charged in large steps
+            file_access=options.get("file_access", "owner"),
+        ),
         settings.fingerprint,
         TwiceMover,  # who moves bytes: threads; what is bad is read again before it is put aside
         FollowedIndex,  # what is known: what all others store, too
         ElectedRoom,  # how room is made: one instance evicts for all
+        metadata_threads=8,  # calls that are as many round trips
     )

@@ -11,10 +11,11 @@ import torch
 
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey
-from tiercache.device.paged import PagedKv, gather_reference
+from tiercache.device.paged import PagedKv
 from tiercache.device.payloads import PagedChunk
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError, LayoutError
+from tiercache.testing.paged import gather_reference
 
 BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD * 2

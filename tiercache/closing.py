@@ -13,7 +13,7 @@ from typing import Any
 from tiercache.device.device import Device
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
-from tiercache.memory.workers import look_away
+from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.fan_out import FlushReport
 from tiercache.scheduler.flights import Flights
 from tiercache.scheduler.writer import TierWriter
@@ -56,7 +56,7 @@ class Deadline:
         with contextlib.suppress(asyncio.CancelledError):
             await self._ended([task], float("-inf"))
         task.cancel()
-        task.add_done_callback(look_away)
+        task.add_done_callback(retrieve_exception)
 
     async def ended(self, tasks: Collection[asyncio.Future[Any]], least_s: float = float("-inf")) -> None:
         """Until all `tasks` have ended, or until the deadline, but no sooner than at `least_s`. Not kept from it by
@@ -163,7 +163,7 @@ async def closed(deadline: Deadline, *parts: Part) -> list[asyncio.Task[object]]
         tasks = {loop.create_task(close(), name=f"tiercache-close-{name}"): (name, close) for name, close in parts}
         await deadline.ended(tasks, least_s)
         for task, (name, _) in tasks.items():
-            task.add_done_callback(look_away)
+            task.add_done_callback(retrieve_exception)
             if not task.done():
                 logger.warning("%s: does not close in time, and is left behind", name)
                 left.append(task)

@@ -11,9 +11,12 @@ from rich.console import Console
 
 from tiercache.config import Config, explain
 from tiercache.config.command import explain_command
+from tiercache.config.kinds import Choice
 from tiercache.config.reference import reference
 from tiercache.config.rendering import render
 from tiercache.config.schema import KEYS
+from tiercache.core.admission import ADMISSIONS
+from tiercache.core.eviction import ORDERS
 from tiercache.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -171,6 +174,13 @@ def test_the_reference_page_is_up_to_date() -> None:
 def test_the_examples_load(name: str) -> None:
     config = Config.load(REPOSITORY / "examples" / "configs" / f"{name}.yaml", environ={})
     assert config.origins
+
+
+def test_policies_and_admissions_are_those_that_there_are() -> None:
+    """The table names them itself: `core` imports numpy, which reading a configuration does without."""
+    for key, made in (("cache_policy", ORDERS), ("flash_admission", ADMISSIONS)):
+        kind = KEYS[key].kind
+        assert isinstance(kind, Choice) and kind.words == tuple(made)
 
 
 def test_loading_needs_neither_yaml_nor_rich_nor_numpy() -> None:

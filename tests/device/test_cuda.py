@@ -218,7 +218,8 @@ ctypes.CDLL("libnvrtc.so.13")
 from tiercache.device import checksum
 from tiercache.device.cuda import CudaDriver
 from tiercache.device.driver import Span
-from tiercache.device.paged import PagedKv, gather_reference, scatter_reference
+from tiercache.device.paged import PagedKv
+from tiercache.testing.paged import gather_reference, scatter_reference
 
 class OfHostTensors(CudaDriver):
     def owns(self, tensor):

@@ -8,9 +8,10 @@ import torch
 
 from tests.device.conftest import settle
 from tiercache.device.driver import DeviceError, Driver, Span
-from tiercache.device.paged import PagedKv, gather_reference, scatter_reference
+from tiercache.device.paged import PagedKv
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import LayoutError
+from tiercache.testing.paged import gather_reference, scatter_reference
 
 BLOCKS, BLOCK_TOKENS, HEADS, HEAD = 24, 16, 4, 32
 SHAPES = {

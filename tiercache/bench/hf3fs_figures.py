@@ -26,8 +26,8 @@ from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import PART_BYTES
 from tiercache.tiers.hf3fs.library import load_library
+from tiercache.tiers.hf3fs.memory import RegisteredMemory, registered_arena
 from tiercache.tiers.hf3fs.ring import RingSettings, in_parts
-from tiercache.tiers.hf3fs.segments import Segment, arena_segment
 
 SIZES = (2 * MIB, 8 * MIB, 32 * MIB)
 DEPTHS = (4, 16)
@@ -178,9 +178,9 @@ class BareRing:
         self._slots = slots
         self._arena = Arena(ArenaSettings(size_bytes=slots * chunk_bytes, shm_name=f"bench-ring-{os.getpid()}"))
         self._arena.memory[:] = np.random.default_rng(1).integers(0, 256, self._arena.memory.nbytes, dtype=np.uint8)
-        segment = arena_segment(self._arena)
-        assert segment is not None
-        self._segment: Segment = segment
+        registered = registered_arena(self._arena)
+        assert registered is not None
+        self._registered: RegisteredMemory = registered
 
     def run(self, depth: int, *, read: bool) -> float:
         """GB/s of all files, with `depth` of them in flight. Writing makes them anew."""
@@ -190,7 +190,7 @@ class BareRing:
         for descriptor in descriptors:
             self._library.register_fd(descriptor)
         began = time.perf_counter()
-        _move_all(ring, self._segment.iov, descriptors, self._chunk_bytes, min(depth, self._slots), read)
+        _move_all(ring, self._registered.iov, descriptors, self._chunk_bytes, min(depth, self._slots), read)
         took = time.perf_counter() - began
         for descriptor in descriptors:
             self._library.deregister_fd(descriptor)
@@ -198,7 +198,7 @@ class BareRing:
         return len(descriptors) * self._chunk_bytes / took / 1e9
 
     def __enter__(self) -> BareRing:
-        self._segment.register(self._library, str(self._mount), -1)
+        self._registered.register(self._library, str(self._mount), -1)
         return self
 
     def __exit__(
@@ -206,7 +206,7 @@ class BareRing:
     ) -> None:
         for path in self._paths:
             path.unlink(missing_ok=True)
-        self._segment.release()
+        self._registered.release()
         self._arena.close()
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
-from tiercache.core.admission import ADMISSIONS
-from tiercache.core.eviction import ORDERS
 
 if TYPE_CHECKING:
     from tiercache.config.sources import Origin
@@ -148,7 +146,7 @@ class ConfigFields:
         Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
     )
     cache_policy: str = _key(
-        Choice(tuple(ORDERS)),
+        Choice(("LRU", "LFU", "FIFO", "MRU", "SLRU", "S3FIFO", "COST")),
         "COST",
         "what is evicted first; COST: LRU, but where another is clearly worth less, in RAM (LRU in the tiers below); see "
         "docs/policies.md",
@@ -184,7 +182,7 @@ class ConfigFields:
         Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
     )
     flash_admission: str = _key(
-        Choice(ADMISSIONS),
+        Choice(("all", "second_touch", "live_session")),
         "all",
         "which chunks disk and GDS tiers write: all, those that two requests needed, or those of sessions that came back",
         tier="disk",

@@ -26,7 +26,7 @@ from tiercache.control.messages import (
     Unpin,
 )
 from tiercache.control.naming import Naming
-from tiercache.control.pace import Turns
+from tiercache.control.pace import Pace
 from tiercache.control.served import ServedCache
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.prefetcher import PrefetchHandle
@@ -40,10 +40,10 @@ _FORGOTTEN_AT_ONCE = 8192
 class Handler:
     """Belongs to the cache's loop. `answer` gives plain dictionaries; a cancelled `answer` leaves what it began alone."""
 
-    def __init__(self, cache: ServedCache, naming: Naming, turns: Turns) -> None:
+    def __init__(self, cache: ServedCache, naming: Naming, pace: Pace) -> None:
         self._cache = cache
         self._naming = naming
-        self._turns = turns
+        self._pace = pace
         self._handles: OrderedDict[str, PrefetchHandle] = OrderedDict()
 
     async def answer(self, command: Command) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Handler:
         """Few enough to take no more than a turn of the loop."""
         for start in range(0, len(keys), at_once):
             if start:
-                await self._turns.turn()
+                await self._pace.turn()
             yield keys[start : start + at_once]
 
     async def _prefetch(self, command: Prefetch) -> dict[str, Any]:

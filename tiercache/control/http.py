@@ -25,7 +25,7 @@ from starlette.types import Message as StarletteMessage
 from tiercache.control.fleet import Fleet
 from tiercache.control.messages import COMMANDS, LARGEST_MESSAGE_BYTES, ControlError, Message, Statistics
 from tiercache.control.metrics import exposition
-from tiercache.control.pace import Room, due_s
+from tiercache.control.pace import ByteSemaphore, due_s
 
 _BODY_S = 10.0
 _SMALL_BYTES = 64 << 10
@@ -90,7 +90,7 @@ class _Server:
     def __init__(self, fleet: Fleet, token: str | None) -> None:
         self._fleet = fleet
         self._token = token.encode() if token is not None else None
-        self._room = Room(_ROOM_BYTES)
+        self._room = ByteSemaphore(_ROOM_BYTES)
 
     async def command(self, request: Request) -> Response:
         self._check_token(request)

@@ -21,7 +21,7 @@ def due_s(arrived_bytes: int, size_bytes: int) -> float:
     return _STALLS_S + ARRIVES_S * arrived_bytes / size_bytes
 
 
-class Turns:
+class Pace:
     """One step for each round of the loop, in the order in which they were asked for, however many connections ask."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Turns:
         self._calling = False
 
 
-class Room:
+class ByteSemaphore:
     """Bytes that large messages may take, all together. First come, first served: others wait."""
 
     def __init__(self, size_bytes: int) -> None:

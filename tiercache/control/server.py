@@ -17,7 +17,7 @@ from tiercache.control.handler import Handler
 from tiercache.control.large import FROM_BYTES, decode_large
 from tiercache.control.messages import LARGEST_MESSAGE_BYTES, ControlError, decode
 from tiercache.control.naming import Naming
-from tiercache.control.pace import ARRIVES_S, Room, Turns, due_s
+from tiercache.control.pace import ARRIVES_S, ByteSemaphore, Pace, due_s
 from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound
 from tiercache.errors import ConfigError, TierCacheError
@@ -56,12 +56,12 @@ class ControlServer:
 
     def __init__(self, path: Path, cache: ServedCache, naming: Naming) -> None:
         self.path = path
-        self._turns = Turns()
-        self._handler = Handler(cache, naming, self._turns)
+        self._pace = Pace()
+        self._handler = Handler(cache, naming, self._pace)
         self._lock: int | None = None
         self._server: asyncio.Server
         self._connections: dict[asyncio.Task[None], _Connection] = {}
-        self._room = Room(_ROOM_BYTES)
+        self._room = ByteSemaphore(_ROOM_BYTES)
 
     async def start(self) -> None:
         """Take the path. Raises ConfigError when another process has it, or when no socket can be made there.
@@ -182,10 +182,10 @@ class ControlServer:
         try:
             if len(packed) > FROM_BYTES:
                 async with asyncio.timeout(ANSWER_S):
-                    command = await self._turns.all_of(decode_large(packed))
+                    command = await self._pace.all_of(decode_large(packed))
                 packed.clear()
             else:
-                await self._turns.turn()
+                await self._pace.turn()
                 command = decode(packed)
             async with asyncio.timeout(command.wait_s + ANSWER_S):
                 return {"ok": await self._handler.answer(command)}

@@ -5,7 +5,7 @@ device's memory, whatever order the engine keeps it in (NHD, HND). A chunk is (p
 tokens before heads, so that a part of a block, or of a chunk, is a range of tokens in every plane.
 
 Two ways do the same: one kernel for the whole chunk (`kernels.cu`), and, where no kernel can be compiled, one copy for each
-run of bytes that lie together. `gather_reference` says in plain torch what both must do.
+run of bytes that lie together. `tiercache/testing/paged.py` says in plain torch what both must do.
 """
 
 from __future__ import annotations
@@ -278,35 +278,6 @@ class PagedKv:
             done += part
         if length:
             yield start, in_chunk, length
-
-
-def gather_reference(kv: PagedKv, blocks: Sequence[int], first_token: int, tokens: int) -> Any:
-    """What `gather` must produce, in plain torch indexing: (planes, tokens, heads, row), in the KV's dtype."""
-    import torch
-
-    ids, within = _places(kv, blocks, first_token, tokens)
-    # As bytes: torch does not index every dtype on every device.
-    rows = torch.stack([plane.view(torch.uint8)[ids, within] for plane in kv.planes])
-    return rows.view(kv.planes[0].dtype)
-
-
-def scatter_reference(kv: PagedKv, chunk: Any, skip: int, blocks: Sequence[int], first_token: int, tokens: int) -> None:
-    """What `scatter` must do to the engine's blocks; `chunk` as `gather_reference` returns it."""
-    import torch
-
-    ids, within = _places(kv, blocks, first_token, tokens)
-    rows = chunk[:, skip : skip + tokens].view(torch.uint8)
-    for plane, plane_rows in zip(kv.planes, rows, strict=True):
-        plane.view(torch.uint8)[ids, within] = plane_rows.to(plane.device)
-
-
-def _places(kv: PagedKv, blocks: Sequence[int], first_token: int, tokens: int) -> tuple[Any, Any]:
-    import torch
-
-    device = kv.planes[0].device
-    position = torch.arange(first_token, first_token + tokens, device=device)
-    ids = torch.as_tensor(blocks, device=device)[position // kv.geometry.block_tokens]
-    return ids, position % kv.geometry.block_tokens
 
 
 def _plane_views(tensor: Any, layout: str, planes_first: bool | None) -> list[Any]:

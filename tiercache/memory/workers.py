@@ -164,7 +164,7 @@ class _Uncancelled(Generic[T]):
             try:
                 yield self
             except asyncio.CancelledError:
-                work.add_done_callback(look_away)
+                work.add_done_callback(retrieve_exception)
                 if self._giving_up is not None:
                     self._giving_up.cancel()
                 raise
@@ -196,7 +196,7 @@ class _Uncancelled(Generic[T]):
         nothing.add_done_callback(waiter, context=context)
 
 
-def look_away(work: asyncio.Future[Any]) -> None:
-    """A callback for what nobody looks at any more: its exception is none that somebody forgot to retrieve."""
+def retrieve_exception(work: asyncio.Future[Any]) -> None:
+    """A callback for what nobody waits for any more: asyncio would log that its exception was never retrieved."""
     if not work.cancelled():
         work.exception()

@@ -14,7 +14,7 @@ from tiercache.device.driver import DeviceError, Span, Stream
 from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
-from tiercache.memory.workers import Workers, look_away, to_the_end
+from tiercache.memory.workers import Workers, retrieve_exception, to_the_end
 from tiercache.scheduler.tier_reader import ReaderStatistics
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
@@ -53,7 +53,7 @@ class DeviceCopies:
     async def ended(self, done: asyncio.Future[None]) -> None:
         """Until what is enqueued has ended (`Device.end_of`). Cancellation waits for it too: it touches the caller's memory.
         Raises DeviceError after 30 s."""
-        done.add_done_callback(look_away)  # nobody does who was cancelled meanwhile
+        done.add_done_callback(retrieve_exception)  # for whoever was cancelled meanwhile
         await to_the_end(asyncio.ensure_future(asyncio.wait([done], timeout=_LONGEST_COPY_S)), _LONGEST_COPY_S)
         if not done.done():
             raise DeviceError(

@@ -21,7 +21,7 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Event
 from tiercache.device.payloads import DevicePayload
 from tiercache.memory.slots import Slot
-from tiercache.memory.workers import look_away
+from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.deliverer import deliver
 from tiercache.scheduler.device_copies import DeviceCopies, DeviceLanding, turn_by, when_done
 from tiercache.scheduler.fan_out import FanOut
@@ -243,7 +243,7 @@ class DevicePath:
         happened = self.device.happened(after)
         done, _ = await asyncio.wait([happened], timeout=max(0.0, deadline_s - loop.time()))
         if not done:
-            happened.add_done_callback(look_away)
+            happened.add_done_callback(retrieve_exception)
             return False
         happened.result()
         return True

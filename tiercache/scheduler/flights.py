@@ -113,7 +113,7 @@ class Flights:
         try:
             landed = await self._from_tiers(flight)
         except Exception:
-            logger.exception("a read failed in a way that nobody foresaw")
+            logger.exception("a read failed unexpectedly")
         finally:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]

@@ -258,7 +258,7 @@ class Prefetcher:
             found, _ = await self.reader.lookup(prediction.keys, deadline_s)
         except Exception:
             # Somebody waits for the handle: all of it is missing then.
-            logger.exception("a look-up failed in a way that nobody foresaw")
+            logger.exception("a look-up failed unexpectedly")
         keys = prediction.keys[:found]
         handle._look_for(set(keys))
         if not handle.done:
@@ -304,7 +304,7 @@ class Prefetcher:
         self._count_kept()
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
             if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
-                # The others are worth no more, and would look in vain: each search takes some of the loop's milliseconds.
+                # The others are worth no more and would find none either: each search takes milliseconds of the loop.
                 self.plan.no_room(fetch, now_s)
                 self._search_s = now_s + _SEARCH_PAUSE_S
                 return

@@ -27,7 +27,7 @@ class _Removal:
     timer: asyncio.TimerHandle
     """For the next attempt, or when patience ends."""
     pause_s: float = _FIRST_PAUSE_S
-    hopeless: bool = False
+    stalled: bool = False
     waiting: bool = False
     """For the next attempt, after one that failed."""
 
@@ -41,14 +41,14 @@ class Removals:
         tier: Tier,
         patience_s: float,
         on_end: Callable[[ChunkKey], None],
-        on_hopeless: Callable[[ChunkKey], None],
+        on_stall: Callable[[ChunkKey], None],
     ) -> None:
-        """`on_end` is called when a key may be written again, `on_hopeless` when that may take long: it failed, or has not
+        """`on_end` is called when a key may be written again, `on_stall` when that may take long: it failed, or has not
         ended for `patience_s`."""
         self.tier = tier
         self.patience_s = patience_s
         self._on_end = on_end
-        self._on_hopeless = on_hopeless
+        self._on_stall = on_stall
         self._wanted: dict[ChunkKey, _Removal] = {}
         self._due: deque[ChunkKey] = deque()
         self._lanes: set[asyncio.Task[None]] = set()
@@ -58,10 +58,10 @@ class Removals:
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def hopeless(self, key: ChunkKey) -> bool:
+    def stalled(self, key: ChunkKey) -> bool:
         """Whether it makes no sense to wait for the removal of `key`."""
         removal = self._wanted.get(key)
-        return removal is not None and removal.hopeless
+        return removal is not None and removal.stalled
 
     def want(self, key: ChunkKey) -> Outcome:
         """Begin to remove `key`, or join the removal that is under way: since that was wanted nothing was written. The
@@ -149,6 +149,6 @@ class Removals:
 
     def _give_up(self, key: ChunkKey) -> None:
         removal = self._wanted[key]
-        if not removal.hopeless:
-            removal.hopeless = True
-            self._on_hopeless(key)
+        if not removal.stalled:
+            removal.stalled = True
+            self._on_stall(key)

@@ -132,7 +132,7 @@ class TierReader:
         """When to go on with the next tier, having begun then."""
         return min(deadline_s, began_s + self.patience_s)
 
-    def _waited_in_vain(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
+    def _timed_out(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
         """No answer since `began_s`; `enough_s` is the wait that counts where it is shorter than the usual least. Shorter
         ones do not count against the tier: a caller who gives up soon says nothing about it."""
         now_s = asyncio.get_running_loop().time()
@@ -162,7 +162,7 @@ class TierReader:
                 found = await self.tier.probe(keys)
         except TimeoutError:
             # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
-            self._waited_in_vain(began_s, self.settings.probe_deadline_s, question=True)
+            self._timed_out(began_s, self.settings.probe_deadline_s, question=True)
             return None
         except asyncio.CancelledError:
             self._called_off(began_s)
@@ -246,7 +246,7 @@ class TierReader:
         if came is None and flight.purpose is READ and self._reading >= self.places:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
             # nothing: others go before it. Nor does a place whose owner waits for memory.
-            self._waited_in_vain(began_s)
+            self._timed_out(began_s)
         return came is not None
 
     def _take_place(self, purpose: Purpose, _: str | None) -> bool | None:
@@ -273,7 +273,7 @@ class TierReader:
             raise
         if not came:
             self._leave_behind(read)
-            self._waited_in_vain(began_s)
+            self._timed_out(began_s)
             self.counters.failed += 1
             return None
         length, error = self._outcome(read)
@@ -296,7 +296,7 @@ class TierReader:
         late.joined += 1
         try:
             if not await done_by(late.task, lambda: self._until_s(flight.deadline_s, began_s)):
-                self._waited_in_vain(began_s)
+                self._timed_out(began_s)
                 return None
             self._late_ended(late)
             return None if flight.forgotten else self.cpu.hold(flight.key)

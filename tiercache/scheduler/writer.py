@@ -14,7 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
-from tiercache.memory.workers import look_away
+from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.removals import Outcome, Removals
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.leases import Lease
@@ -67,7 +67,7 @@ class TierWriter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
-        self._verdict = asyncio.Event()
+        self._probe_ended = asyncio.Event()
         """Set when the breaker has heard of a write."""
         self._idle = asyncio.Event()
         self._idle.set()
@@ -95,7 +95,7 @@ class TierWriter:
         if not lease.findable or self.holds(key):  # forgotten while it waited for room, or here already
             lease.release()
             return True
-        if self._removals.hopeless(key):
+        if self._removals.stalled(key):
             self.counters.dropped += 1
             lease.release()
             return True
@@ -165,7 +165,7 @@ class TierWriter:
         self._removals.close()
         unwritten = len(self._queue)
         self._drop_queue()
-        self._verdict.set()
+        self._probe_ended.set()
         tasks = set(self._tasks)
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
@@ -213,7 +213,7 @@ class TierWriter:
                 self.counters.dropped += 1
                 raise
             except Exception:
-                logger.exception("%s: a write failed in a way that nobody foresaw", self.tier.name)
+                logger.exception("%s: a write failed unexpectedly", self.tier.name)
                 self.counters.dropped += 1
             finally:
                 del self._writing[key]
@@ -254,7 +254,7 @@ class TierWriter:
                     break
                 began_s = loop.time()
                 work = asyncio.create_task(write(key, lease.padded, lease.payload_bytes))
-                work.add_done_callback(look_away)
+                work.add_done_callback(retrieve_exception)
                 try:
                     await asyncio.wait([work], timeout=self.settings.deadline_s)
                 finally:
@@ -301,24 +301,24 @@ class TierWriter:
                 return True
             if not self.breaker.probing(loop.time()):
                 return False
-            self._verdict.clear()
+            self._probe_ended.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.deadline_s):
-                    await self._verdict.wait()
+                    await self._probe_ended.wait()
         return False
 
     def _succeeded(self, began_s: float) -> None:
         now_s = asyncio.get_running_loop().time()
         self.breaker.succeeded(now_s, now_s - began_s)
-        self._verdict.set()
+        self._probe_ended.set()
 
     def _failed(self, began_s: float) -> None:
         self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
-        self._verdict.set()
+        self._probe_ended.set()
 
     def _trip(self, began_s: float) -> None:
         self.breaker.trip(asyncio.get_running_loop().time(), began_s=began_s)
-        self._verdict.set()
+        self._probe_ended.set()
 
     def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease, began_s: float) -> None:
         def ended(task: asyncio.Task[bool]) -> None:

@@ -1,4 +1,5 @@
-"""What every tier must do. Subclass `TierContract`, say how your tier is made, and run pytest.
+"""What every tier must do. Subclass `TierContract`, say how your tier is made, and run pytest (with pytest-asyncio, in
+whatever mode).
 
 ```python
 class TestMyTier(TierContract):
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from tiercache.core.header import aligned
 from tiercache.core.keys import KEY_BYTES, ChunkKey
@@ -41,6 +43,7 @@ class TierContract:
     """Tests that each tier passes. `chunk_bytes` is the largest payload that `make_tier`'s tier takes."""
 
     chunk_bytes = CHUNK_BYTES
+    pytestmark = pytest.mark.asyncio
 
     async def make_tier(self, place: Path) -> Tier:
         """A tier that is not open yet and keeps its data (if it keeps data) at `place`."""
@@ -50,7 +53,7 @@ class TierContract:
         """Change one bit of the stored payload behind the tier's back; False when that cannot be done."""
         return False
 
-    @pytest.fixture
+    @pytest_asyncio.fixture
     async def tier(self, tmp_path: Path) -> AsyncIterator[Tier]:
         tier = await self.make_tier(tmp_path)
         await tier.open()

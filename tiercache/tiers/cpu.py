@@ -173,7 +173,7 @@ class CpuTier(Tier):
         slot = self.try_reserve(purpose)
         if slot is None:
             if timeout_s <= 0:
-                await asyncio.sleep(0)  # who asks for many in vain must not keep the loop
+                await asyncio.sleep(0)  # a caller that is refused again and again must not keep the loop
             until_s = asyncio.get_running_loop().time() + timeout_s
             slot = await self.turns.wait(purpose, lambda: until_s)
             if slot is None and self.turns.closed:

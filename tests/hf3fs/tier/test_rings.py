@@ -21,8 +21,8 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
+from tiercache.tiers.hf3fs.memory import Buffers, Piece, registered_arena
 from tiercache.tiers.hf3fs.ring import Ring, RingSettings, Transfer
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, arena_segment
 
 PAGE = 4096
 
@@ -202,15 +202,15 @@ async def test_large_transfer_goes_in_parts_at_once(
     arena = (
         Arena(ArenaSettings(size_bytes=16 << 20, shm_name=f"test-parts-{os.getpid()}")) if memory == "arena" else None
     )
-    segment = None if arena is None else arena_segment(arena)
+    registered = None if arena is None else registered_arena(arena)
     engine = RingEngine(
-        hf3fs_fuse.io, emulator.mount, RingSettings(rings=1), lambda: Buffers(32 << 20, 14 << 20, "chunks"), segment
+        hf3fs_fuse.io, emulator.mount, RingSettings(rings=1), lambda: Buffers(32 << 20, 14 << 20, "chunks"), registered
     )
     await engine.open()
     files = RegisteredFiles(hf3fs_fuse.io)
     content = np.random.default_rng(1).integers(0, 256, length, dtype=np.uint8)
     header: tuple[Piece, int] = (engine.buffers.piece(1, 0, HEADER_BYTES), 0)
-    payload: Piece = engine.buffers.piece(0, 5 * PAGE, length) if segment is None else (segment, 5 * PAGE, length)
+    payload: Piece = engine.buffers.piece(0, 5 * PAGE, length) if registered is None else (registered, 5 * PAGE, length)
     inside = payload[0].memory[payload[1] : payload[1] + length]
     inside[:] = content
     target = files.create(str(place / "file"))

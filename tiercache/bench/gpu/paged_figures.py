@@ -15,8 +15,9 @@ from tiercache.bench.workload import config_of, new_keys
 from tiercache.cache import TierCache
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Event
-from tiercache.device.paged import PagedKv, gather_reference, scatter_reference
+from tiercache.device.paged import PagedKv
 from tiercache.device.payloads import PagedChunk
+from tiercache.testing.paged import gather_reference, scatter_reference
 
 BLOCK_TOKENS = 16
 _SLOTS = 4

@@ -35,7 +35,7 @@ from tiercache.testing.simulation.weather import Weather
 from tiercache.tiers.files.mounts import Mount
 from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings
-from tiercache.tiers.hf3fs.segments import transfer_bytes
+from tiercache.tiers.hf3fs.memory import transfer_bytes
 
 if TYPE_CHECKING:
     from tiercache.testing.simulation.files import Disk, FileCalls
@@ -122,8 +122,8 @@ class Machine:
                 "fcntl",
                 Stand(sys.modules["tiercache.memory.arena"].fcntl, fcntl=self.memory.fcntl),
             ),
-            ("tiercache.tiers.hf3fs.segments", "SHM_DIRECTORY", self.memory.path),
-            ("tiercache.tiers.hf3fs.segments", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
+            ("tiercache.tiers.hf3fs.memory", "SHM_DIRECTORY", self.memory.path),
+            ("tiercache.tiers.hf3fs.memory", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
         ]
         if self.daemon is not None:
             calls = self.daemon.calls

@@ -76,7 +76,7 @@ class Evictor:
         volume = self.shelf.volume
         return volume.ledger.counted_bytes > volume.cap_bytes * self.settings.high
 
-    def glance(self) -> None:
+    def evict_if_due(self) -> None:
         """Begin to evict if it is time."""
         if self.above_high:
             self._call.set()
@@ -84,7 +84,7 @@ class Evictor:
     def look_again(self) -> None:
         """The count was corrected."""
         self._tell()
-        self.glance()
+        self.evict_if_due()
 
     async def room(self, goal_bytes: int, timeout_s: float) -> bool:
         """Wait until at most `goal_bytes` are in use; whether they are. Cancelling it changes nothing for others."""

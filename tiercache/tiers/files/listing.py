@@ -14,7 +14,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.pauses import pause_s
 from tiercache.core.sharing import Freshness, SharedIndex
 from tiercache.errors import TierUnavailable
-from tiercache.memory.workers import Workers, look_away
+from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.files.access import ABSENT, occupied_bytes
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
@@ -190,7 +190,7 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
 
 async def answered(work: asyncio.Future[T], what: str) -> T:
     """Wait for a call in the background, and say so when it takes long. Nobody's answer depends on it."""
-    work.add_done_callback(look_away)  # also of a call that was left behind
+    work.add_done_callback(retrieve_exception)  # also of a call that was left behind
     while not (await asyncio.wait([work], timeout=_PATIENCE_S))[0]:
         logger.warning("%s has not answered for %.0f s; what it holds is known only as it was", what, _PATIENCE_S)
     return work.result()

@@ -132,7 +132,7 @@ class Room(ABC):
     async def trim(self, shelf: Shelf) -> None:
         """The count was corrected, or the cap was lowered: go below the cap."""
 
-    def glance(self, shelf: Shelf) -> None:  # noqa: B027
+    def evict_if_due(self, shelf: Shelf) -> None:  # noqa: B027
         """Begin to evict if it is time."""
 
     def close(self) -> None:  # noqa: B027

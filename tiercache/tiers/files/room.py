@@ -105,7 +105,7 @@ class ElectedRoom(Room):
     async def make(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
         volume, evictor = shelf.volume, self.evictors[shelf]
         if deficit_bytes <= 0 or volume.ledger.missing:  # who writes finds out what became of the directory
-            evictor.glance()
+            evictor.evict_if_due()
             return Victims()
         goal_bytes = volume.cap_bytes - needed_bytes
         if volume.ledger.used_bytes <= goal_bytes:
@@ -122,8 +122,8 @@ class ElectedRoom(Room):
         """The elected instance does that; it may have waited for the count to be right."""
         self.evictors[shelf].look_again()
 
-    def glance(self, shelf: Shelf) -> None:
-        self.evictors[shelf].glance()
+    def evict_if_due(self, shelf: Shelf) -> None:
+        self.evictors[shelf].evict_if_due()
 
     def close(self) -> None:
         self._deleters.close()

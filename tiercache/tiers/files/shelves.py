@@ -17,7 +17,7 @@ import xxhash
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.memory.workers import look_away
+from tiercache.memory.workers import retrieve_exception
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.manifest import WrongFormat
@@ -350,7 +350,7 @@ class Shelves:
         except BaseException as error:
             # Cancelled, it may still be at work in its thread.
             unwanted.set()
-            opening.add_done_callback(look_away)
+            opening.add_done_callback(retrieve_exception)
             opening.add_done_callback(lambda _: self.metadata.later(volume.close))
             self.metadata.watch(opening)
             if isinstance(error, WrongFormat):
@@ -383,4 +383,4 @@ def _forget_all(mover: Mover, paths: list[str]) -> None:
 
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s ended, which nobody foresaw", task.get_name(), exc_info=error)
+        logger.error("%s ended unexpectedly", task.get_name(), exc_info=error)

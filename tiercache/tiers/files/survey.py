@@ -60,7 +60,7 @@ class Surveyor:
         self._owner = owner
         self._access = access
         self._has_modes = True
-        """Until the mount is seen to have none: then files are not opened in vain, scan after scan."""
+        """Until the mount is seen to have none: then scans open no files for that any more."""
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.

@@ -21,8 +21,8 @@ from tiercache.tiers.hf3fs.equipment import (
     take_away_and_look,
     withdraw,
 )
+from tiercache.tiers.hf3fs.memory import Buffers, Piece, RegisteredMemory
 from tiercache.tiers.hf3fs.ring import Part, RingSettings, Transfer, in_parts
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment
 
 logger = logging.getLogger("tiercache.hf3fs")
 
@@ -62,7 +62,7 @@ class RingEngine:
         mount: Path,
         settings: RingSettings,
         make_buffers: Callable[[], Buffers],
-        arena: Segment | None = None,
+        arena: RegisteredMemory | None = None,
         revive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self.library = library
@@ -88,7 +88,7 @@ class RingEngine:
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
         self._examine_at_s = 0.0
-        self._parched = False
+        self._awaits_arena = False
         """Given up, and waiting for the arena."""
         self._took_back_s = -math.inf
         self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
@@ -152,14 +152,14 @@ class RingEngine:
         """
         rings = self._equipment().rings[read]
         parts: list[Part] = []
-        for (segment, start, length), offset in pieces:
-            if segment.iov is None:
+        for (memory, start, length), offset in pieces:
+            if memory.iov is None:
                 raise TierUnavailable(f"3FS at {self.mount}: the daemon that knew this memory is gone")
-            parts += in_parts(segment.iov, start, length, offset, PART_BYTES)
+            parts += in_parts(memory.iov, start, length, offset, PART_BYTES)
         loop = self._loop
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
         if read:
-            transfer.arena_bytes = sum(length for (segment, _, length), _ in pieces if segment is self.arena)
+            transfer.arena_bytes = sum(length for (memory, _, length), _ in pieces if memory is self.arena)
         min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
         self._tell()
@@ -191,7 +191,7 @@ class RingEngine:
         except BaseException:
             # The arena too: when we try again it may be with yet another daemon, which does not know it.
             fresh, self._fresh = self._fresh, None
-            await self._workers.submit(self._dispose_of, fresh)
+            await self._workers.submit(self._close_dead, fresh)
             raise
         self._now, self._fresh = self._fresh, None
         self._died = self._draining = False
@@ -266,10 +266,10 @@ class RingEngine:
         """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
         now = self._now
         if now is not None:
-            if await self._workers.submit(is_dead, now.registrations, now.buffers.segment.name):
+            if await self._workers.submit(is_dead, now.registrations, now.buffers.registered.name):
                 logger.warning("3FS at %s: the daemon died", self.mount)
                 await self._on_daemon_death(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
-            elif not now.works or self._worn_out(now):
+            elif not now.works or self._lost_too_much(now):
                 logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
                 # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
                 self._draining = True
@@ -283,10 +283,10 @@ class RingEngine:
                     await self._on_daemon_death(None)
                 elif not await self._take_arena_back() and not served:
                     # New rings would only lose more of the arena: nobody was served by the old ones either.
-                    self._parched = True
+                    self._awaits_arena = True
             else:
                 return
-        if self._parched and not await self._take_arena_back():
+        if self._awaits_arena and not await self._take_arena_back():
             return
         await self._begin()
         self.restarts += 1
@@ -297,7 +297,7 @@ class RingEngine:
         """The daemon is dead: nobody touches what it was given, and all that is open on its mount is of no use."""
         self._died = True
         self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
-        await self._workers.submit(self._dispose_of, equipment)
+        await self._workers.submit(self._close_dead, equipment)
 
     async def _take_arena_back(self) -> bool:
         """Whether nothing of the arena is lost any more.
@@ -305,7 +305,7 @@ class RingEngine:
         Reads that were never answered are over once the daemon has the arena mapped no more: 3FS keeps the memory of an
         operation for as long as that may write to it, also when it is not registered any more."""
         if self.arena is None or not self._held_bytes:
-            self._parched = False
+            self._awaits_arena = False
             return True
         self._took_back_s = self._loop.time()
         if not await self._workers.submit(withdraw, self.arena):
@@ -315,7 +315,7 @@ class RingEngine:
             self._take_back_pause_s = min(2 * self._take_back_pause_s, _LONGEST_TAKE_BACK_PAUSE_S)
             return False
         self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
-        self._parched = False
+        self._awaits_arena = False
         over = [transfer for transfer in self._unanswered if transfer.arena_bytes]
         self._unanswered = [transfer for transfer in self._unanswered if not transfer.arena_bytes]
         for transfer in over:
@@ -342,7 +342,7 @@ class RingEngine:
         return self._is_quiet and self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
 
     def _may_take_back(self) -> bool:
-        """Whether the last attempt was long enough ago, which may have interrupted others in vain."""
+        """Whether the last attempt was long enough ago, which may have interrupted others and freed nothing."""
         pause_s = min(self._take_back_pause_s, _QUIET_AFTER_S) if self._is_quiet else self._take_back_pause_s
         return self._loop.time() >= self._took_back_s + pause_s
 
@@ -351,7 +351,7 @@ class RingEngine:
         """Whether nothing is under way that may still be answered in time."""
         return all(each.ended.done() for each in self._unfinished())
 
-    def _worn_out(self, now: Equipment) -> bool:
+    def _lost_too_much(self, now: Equipment) -> bool:
         """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it
         may only hang."""
         late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
@@ -392,7 +392,7 @@ class RingEngine:
         if self.arena is not None:
             self.arena.release()
 
-    def _dispose_of(self, equipment: Equipment | None) -> None:
+    def _close_dead(self, equipment: Equipment | None) -> None:
         """What a daemon left that died."""
         take_away(equipment)
         if self.arena is not None:

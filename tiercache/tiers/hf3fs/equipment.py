@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiercache.tiers.hf3fs.memory import Buffers, RegisteredMemory
 from tiercache.tiers.hf3fs.ring import Ring, RingSettings, Transfer
-from tiercache.tiers.hf3fs.segments import Buffers, Segment
 
 _JOIN_S = 2.0
 _LET_GO_S = 1.0
@@ -63,7 +63,7 @@ def equip(
                 rings[read].append(Ring(ring, settings, read=read, loop=loop, settled=settled, name=name))
                 del ring  # its thread takes it away
         buffers = make_buffers()
-        buffers.segment.register(library, str(mount), settings.numa)
+        buffers.registered.register(library, str(mount), settings.numa)
     except BaseException:
         _stop(rings[True] + rings[False])
         if buffers is not None:
@@ -85,7 +85,7 @@ def is_dead(registrations: int, name: str) -> bool:
         return error.errno in DEAD_MOUNT
 
 
-def withdraw(arena: Segment) -> bool:
+def withdraw(arena: RegisteredMemory) -> bool:
     """Take the arena's registration away; whether nobody else has it mapped then."""
     arena.unregister()
     until_s = time.monotonic() + _LET_GO_S
@@ -98,7 +98,7 @@ def withdraw(arena: Segment) -> bool:
 
 def take_away_and_look(equipment: Equipment | None) -> bool:
     """Whether the daemon died meanwhile. Looked at before the registrations go, by which it is known."""
-    dead = equipment is not None and is_dead(equipment.registrations, equipment.buffers.segment.name)
+    dead = equipment is not None and is_dead(equipment.registrations, equipment.buffers.registered.name)
     take_away(equipment)
     return dead
 

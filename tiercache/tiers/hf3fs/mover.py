@@ -33,8 +33,15 @@ from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.equipment import DEAD_MOUNT
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.library import load_library
+from tiercache.tiers.hf3fs.memory import (
+    Buffers,
+    Piece,
+    RegisteredMemory,
+    copy_with_checksum,
+    registered_arena,
+    transfer_bytes,
+)
 from tiercache.tiers.hf3fs.ring import RingSettings, Transfer
-from tiercache.tiers.hf3fs.segments import Buffers, Piece, Segment, arena_segment, copy_with_checksum, transfer_bytes
 
 logger = logging.getLogger("tiercache.hf3fs")
 
@@ -84,7 +91,7 @@ class RingMover(ThreadMover):
                 "requests; 0 serves each request at once",
                 self._rings.io_depth,
             )
-        arena = arena_segment(self.arena) if self.arena is not None else None
+        arena = registered_arena(self.arena) if self.arena is not None else None
         self.files = RegisteredFiles(library)
         place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(shelves.settings.chunk_bytes)
         size_bytes = _HEADERS_BYTES if arena is not None else self._iov_bytes
@@ -338,7 +345,7 @@ class RingMover(ThreadMover):
         return volume.finish_write(pending, occupied_bytes or pending.charged_bytes)
 
 
-def _inside(arena: Segment | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
+def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
     """Where `memory` lies in the registered arena; None where it does not."""
     if arena is None:
         return None

@@ -23,11 +23,11 @@ from tiercache.memory.arena import SHM_DIRECTORY, Arena, ArenaSettings
 
 _BLOCK_BYTES = 256 << 10
 
-Piece = tuple["Segment", int, int]
-"""A segment, an offset in it, a length."""
+Piece = tuple["RegisteredMemory", int, int]
+"""Registered memory, an offset in it, a length."""
 
 
-class Segment:
+class RegisteredMemory:
     """One run of shared memory, with the two attributes that `make_iovec` asks of a SharedMemory.
 
     That class of the standard library has a second process remove the memory of whoever it thinks is gone; our arenas
@@ -79,7 +79,7 @@ class Buffers:
             )
         self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{os.getpid()}-{uuid.uuid4().hex}"))
         assert self._arena.shm_path is not None
-        self.segment = Segment(self._arena.shm_path.name, self._arena.memory)
+        self.registered = RegisteredMemory(self._arena.shm_path.name, self._arena.memory)
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for place in range(self.count - 1, -1, -1):
             self._free.put_nowait(place)
@@ -100,14 +100,14 @@ class Buffers:
     def view(self, place: int) -> np.ndarray:
         """Empty when the buffers were closed meanwhile."""
         start = place * self.place_bytes
-        return self.segment.memory[start : start + self.place_bytes]
+        return self.registered.memory[start : start + self.place_bytes]
 
     def piece(self, place: int, start: int, length_bytes: int) -> Piece:
-        return self.segment, place * self.place_bytes + start, length_bytes
+        return self.registered, place * self.place_bytes + start, length_bytes
 
     def close(self) -> None:
         """Blocks while the mount hangs."""
-        self.segment.release()
+        self.registered.release()
         self._arena.close()
 
 
@@ -126,8 +126,8 @@ def transfer_bytes(chunk_bytes: int) -> int:
     return HEADER_BYTES + aligned(chunk_bytes)
 
 
-def arena_segment(arena: Arena) -> Segment | None:
-    """The arena as a segment; None where it does not lie in shared memory."""
+def registered_arena(arena: Arena) -> RegisteredMemory | None:
+    """The arena, to be registered; None where it does not lie in shared memory."""
     if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
         return None
-    return Segment(arena.shm_path.name, arena.memory, arena.is_ours_alone)
+    return RegisteredMemory(arena.shm_path.name, arena.memory, arena.is_ours_alone)

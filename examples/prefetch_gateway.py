@@ -31,7 +31,7 @@ from rich.table import Table
 
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
-from tiercache.demo.server import MODEL_NAME, Server, open_url, serving
+from tiercache.demo.server import MODEL_NAME, Server, open_url, quickest_dtype, serving
 
 CONFIG = """\
 chunk_size: 256
@@ -41,7 +41,8 @@ local_disk: "{place}/kv"
 max_local_disk_size: 4.0
 control_socket: "{place}/control.sock"
 """
-_BYTES_PER_TOKEN = 23040
+_BYTES_PER_TOKEN = {"bfloat16": 23040, "float32": 46080}
+"""Of the small model's KV, in the dtype that the server runs it in."""
 _SOON_S = 60.0
 
 
@@ -61,6 +62,11 @@ class Control:
         return self.tell("progress", handle=handle, until_s=30)
 
 
+def hot_gb(tokens: int, dtype: str) -> float:
+    """Room for a conversation and a half."""
+    return round(1.5 * tokens * _BYTES_PER_TOKEN[dtype] / 2**30, 3)
+
+
 def main(
     tokens: Annotated[int, typer.Option(min=1024, help="Length of the conversation.")] = 4100,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is measured.")] = 5,
@@ -70,8 +76,7 @@ def main(
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-gateway-")))
         config = place / "tiercache.yaml"
-        # Room for a conversation and a half.
-        config.write_text(CONFIG.format(place=place, hot_gb=round(1.5 * tokens * _BYTES_PER_TOKEN / 2**30, 3)))
+        config.write_text(CONFIG.format(place=place, hot_gb=hot_gb(tokens, quickest_dtype())))
         console.print("preparing the model (20 s) and the conversations")
         model = prepare_model()
         text = long_message(model, tokens)

@@ -124,6 +124,19 @@ class Driver:
         answers = [self.llm.generate(prompt, wanted, use_tqdm=False)[0] for prompt in prompts]
         return [{"text": answer.outputs[0].text, **described(answer)} for answer in answers]
 
+    def generate_adapted(self, prompt: str, name: str, path: str, tokens: int = 12) -> dict[str, Any]:
+        """One request with the LoRA adapter that lies at `path`."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
+        (answer,) = self.llm.generate(prompt, wanted, lora_request=LoRARequest(name, 1, path), use_tqdm=False)
+        return {
+            "tokens": list(answer.outputs[0].token_ids),
+            "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
+            "cached": answer.num_cached_tokens,
+        }
+
     def generate_saying(
         self, prompt: str, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
     ) -> dict[str, Any]:

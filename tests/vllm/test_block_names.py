@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
 
 
@@ -91,12 +94,35 @@ def test_engine_hashes_are_the_same_in_every_process() -> None:
     assert one == other
 
 
+def adapter_at(directory: Path, content: bytes = b"weights") -> str:
+    directory.mkdir()
+    (directory / "adapter_model.safetensors").write_bytes(content)
+    (directory / "adapter_config.json").write_text("{}")
+    return str(directory)
+
+
+def settled() -> Adapters:
+    """As an engine has them that begins an hour from now."""
+    return Adapters(Path, time.time_ns() + 3600 * 10**9)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+def test_names_cover_what_an_adapter_holds_and_not_only_its_name_and_path(algorithm: str, tmp_path: Path) -> None:
+    path, tokens, found = adapter_at(tmp_path / "a"), list(range(8)), []
+    made = request(tokens, lora_request=SimpleNamespace(lora_name="a", lora_path=path))
+    for content in (b"weights", b"weights", b"trained again"):
+        (tmp_path / "a" / "adapter_model.safetensors").write_bytes(content)
+        names = BlockNames(algorithm, 4, adapters=settled())
+        found.append(tuple(names.extend([], made, names.adapters.key_of(path).result(10))))
+    assert found[0] == found[1]
+    assert not set(found[0]) & set(found[2])
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
-@pytest.mark.parametrize(
-    ("salt", "lora"), [("", None), ("tenant", None), ("", ("a", "/a")), ("tenant", ("a", "/a"))], ids=str
-)
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["base model", "adapter"])
 async def test_announced_tokens_get_the_names_of_a_real_request(
-    algorithm: str, salt: str, lora: tuple[str, str] | None
+    algorithm: str, salt: str, adapted: bool, tmp_path: Path
 ) -> None:
     """A request of vLLM's own class, hashed as vLLM's scheduler does."""
     from vllm.lora.request import LoRARequest
@@ -108,22 +134,24 @@ async def test_announced_tokens_get_the_names_of_a_real_request(
     hash_function = get_hash_fn_by_name(algorithm)
     init_none_hash(hash_function)
     tokens = [number * 7 % 1000 for number in range(16 * 70 + 5)]
+    path = adapter_at(tmp_path / "a")
     real = Request(
         request_id="r",
         prompt_token_ids=tokens,
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
-        lora_request=LoRARequest(lora[0], 1, lora[1]) if lora else None,
+        lora_request=LoRARequest("a", 1, path) if adapted else None,
         cache_salt=salt or None,
         block_hasher=get_request_block_hasher(16, hash_function),
     )
-    names = BlockNames(algorithm, 16)
-    expected = names.extend([], real)
+    names = BlockNames(algorithm, 16, adapters=settled())
+    adapter = names.adapters.key_of(path).result(10) if adapted else b""
+    expected = names.extend([], real, adapter)
     assert len(expected) == 70
-    worker = BlockNames(algorithm, 16)
+    worker, lora = BlockNames(algorithm, 16, adapters=settled()), ("a", path) if adapted else None
     assert await worker.of_tokens(tokens, salt, lora) == expected
     worker.follow(names.forget_everything())
-    assert await worker.of_tokens(tokens, salt, lora) == names.extend([], real) != expected
+    assert await worker.of_tokens(tokens, salt, lora) == names.extend([], real, adapter) != expected
 
 
 async def test_announced_tokens_that_fill_no_block_have_no_name() -> None:

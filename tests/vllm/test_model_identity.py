@@ -274,7 +274,7 @@ def test_a_kept_digest_spares_reading(tmp_path: Path) -> None:
     """16 GB, of which nobody could say anything within a second who had to read it."""
     model = save(tmp_path / "large")
     os.truncate(first_shard(model), 16 * 10**9)
-    stamps = {path.name: kept_digests._stamp(path.stat()) for path in model.glob("*.safetensors")}
+    stamps = {path.name: kept_digests.stamp_of(path.stat()) for path in model.glob("*.safetensors")}
     identities = []
     for digit in "ab":
         kept_digests._write_kept(model / KEPT, {name: (stamp, digit * 64) for name, stamp in stamps.items()})
@@ -340,7 +340,7 @@ def test_digests_are_kept_in_the_users_cache_where_the_directory_takes_none(mode
     before = identity_of_model(model)
     (place,) = home.iterdir()
     assert kept(place).keys() == {path.name for path in model.glob("*.safetensors")}
-    stamps = {name: kept_digests._stamp((model / name).stat()) for name in kept(place)}
+    stamps = {name: kept_digests.stamp_of((model / name).stat()) for name in kept(place)}
     kept_digests._write_kept(place, {name: (stamp, "c" * 64) for name, stamp in stamps.items()})
     assert identity_of_model(model) != before, "it was found there"
 

@@ -1,7 +1,9 @@
-"""Two engines with the same weights at two paths share their KV; with one other byte in a tensor they do not."""
+"""Two engines with the same weights at two paths share their KV; with one other byte in a tensor they do not. An adapter
+that was trained again is another one, though its name and its path are the same."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.engines import drive, same_answer, tiercache_settings
+from tests.vllm.shortened import LAYERS
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -55,3 +58,43 @@ def test_the_same_weights_elsewhere_hit_what_was_stored_and_others_do_not(
     named = settings | {"tiercache": settings["tiercache"] | {"model_id": "ours"}}
     ((layout,), _) = drive({"model": str(elsewhere)} | named, [["layout"]])
     assert layout["model"] == "id ours"
+
+
+def save_adapter(directory: Path, seed: int) -> None:
+    """A LoRA for the attention of the first layers of SmolLM2, large enough to be seen."""
+    import torch
+    from safetensors.torch import save_file
+
+    random_numbers = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for module, outputs in (("q_proj", 576), ("v_proj", 192)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(8, 576, generator=random_numbers) / 24
+            weights[f"{name}.lora_B.weight"] = torch.randn(outputs, 8, generator=random_numbers) / 24
+    directory.mkdir(exist_ok=True)
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_an_adapter_that_was_trained_again_does_not_hit_what_the_old_one_stored(
+    model: str, prompts: list[str], tmp_path: Path
+) -> None:
+    engine = {
+        "model": model,
+        "enable_prefix_caching": False,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "tiercache": tiercache_settings(tmp_path / "kv"),
+    }
+    adapted = ["generate_adapted", prompts[0], "ours", str(tmp_path / "adapter")]
+    answers = {}
+    for life, seed in (("first", 1), ("trained again", 2), ("as before", 1)):
+        save_adapter(tmp_path / "adapter", seed)
+        (_, *answers[life], _), _ = drive(engine, [["scanned"], adapted, adapted, ["flush"]])
+    for life, from_disk in (("first", 0), ("trained again", 0), ("as before", 256)):
+        assert [answer["cached"] for answer in answers[life]] == [from_disk, 256]
+    first, again, as_before = (answers[life][1] for life in answers)
+    assert same_answer(first, as_before)
+    assert not same_answer(first, again)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,6 +18,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
 from tiercache.integrations.vllm.messages import StepReport, StepWork
@@ -302,3 +305,62 @@ def test_reset_is_news_and_names_its_generation(engine: Engine) -> None:
     assert engine.side.has_news
     work = engine.steps()
     assert work.forget_hot and len(work.generation) == 16
+
+
+# Adapters
+
+
+class Adapter:
+    """A LoRA's directory, which a thread looks at when `there` is set."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+        self.there = threading.Event()
+        self.request = SimpleNamespace(lora_name="a", lora_path=str(directory))
+
+    def known_to(self, engine: Engine) -> None:
+        engine.side.names.adapters = Adapters(self._place, time.time_ns() + 3600 * 10**9)
+
+    def _place(self, path: str) -> Path:
+        self.there.wait(30)
+        return Path(path)
+
+    def names(self, engine: Engine) -> list[bytes]:
+        """Of its blocks, while what they hold is not known to be something else."""
+        key = engine.side.names.adapters.key_of(self.request.lora_path).result(10)
+        return engine.side.names.extend([], cast(Any, SimpleNamespace(block_hashes=NAMES)), key)
+
+
+def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine: Engine, tmp_path: Path) -> None:
+    adapter = Adapter(tmp_path / "adapter")
+    adapter.known_to(engine)
+    request = engine.arrives(100, lora_request=adapter.request, kv_transfer_params={"tiercache.session": "s"})
+    assert engine.side.matched_tokens(request, 0) == (None, False)
+    assert not engine.side.has_news
+    plain = engine.arrives(100, "plain")
+    assert engine.admits(plain) == (0, False), "others do not wait for it"
+    adapter.there.set()
+    names = adapter.names(engine)
+    assert not set(names) & set(NAMES)
+    cache = engine.thread.cache
+    (key,) = keys_from_hashes(cache.namespace, names[1:2])
+    assert engine.thread.submit(cache.put(key, b"x" * 4096)).result(10)
+    assert engine.admits(request) == (32, False)
+    work = engine.steps((request, 68))
+    assert [turn.names for turn in work.turns if isinstance(turn, RequestBegan)] == [names[1:6:2]]
+    engine.reports(work)
+    assert [transfer.name for transfer in saved(engine.steps((request, 0)))] == names[3:6:2]
+
+
+@pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 1}], indirect=True)
+def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_finds(
+    engine: Engine, tmp_path: Path
+) -> None:
+    adapter = Adapter(tmp_path / "adapter")
+    adapter.known_to(engine)
+    request = engine.arrives(100, lora_request=adapter.request)
+    assert engine.admits(request) == (0, False)
+    given = {transfer.name for transfer in saved(engine.steps((request, 100)))}
+    adapter.there.set()
+    assert len(given) == 3 and not given & {*NAMES, *adapter.names(engine)}

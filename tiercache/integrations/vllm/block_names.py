@@ -1,9 +1,9 @@
 """Names for the blocks of a request: one for each full block, chained over the whole prefix, the same in every process.
 
 vLLM has such names already (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the
-KV (LoRA adapter, multimodal items with their place, cache salt, prompt embeddings); its seed is fixed unless PYTHONHASHSEED
-is set. With a hash that is not cryptographic the seed is random in each process, and two prefixes may be made to collide, so
-then we hash for ourselves what vLLM would have hashed.
+KV (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings); its seed is fixed
+unless PYTHONHASHSEED is set. What the adapter holds is added here. With a hash that is not cryptographic the seed is random
+in each process, and two prefixes may be made to collide, so then we hash for ourselves what vLLM would have hashed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+
+from tiercache.integrations.vllm.adapters import Adapters
+from tiercache.integrations.vllm.model_in_vllm import place_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -52,13 +55,20 @@ class _Announced:
 class BlockNames:
     """`extend` brings a request's list of names up to date, at a cost that grows with the new blocks only."""
 
-    def __init__(self, hash_algorithm: str, block_tokens: int, hash_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        hash_algorithm: str,
+        block_tokens: int,
+        hash_tokens: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block."""
         self.from_engine = hash_algorithm in _CRYPTOGRAPHIC
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens or block_tokens
         self._algorithm = hash_algorithm
         self._generation = b""
+        self.adapters = adapters or Adapters(place_of)
 
     def forget_everything(self) -> bytes:
         """From now on no name is one that was ever given before, here or elsewhere. Returns what makes them so."""
@@ -82,6 +92,7 @@ class BlockNames:
             resolve_none_hash_seed,
         )
 
+        adapter = await asyncio.wrap_future(self.adapters.key_of(lora[1])) if lora else b""
         size = self._hash_tokens
         request: Any = _Announced(list(tokens), cache_salt or None, lora and _Adapter(*lora))
         if self.from_engine:
@@ -93,18 +104,19 @@ class BlockNames:
                 request.block_hashes.append(before)
                 if number % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
-        return self.extend([], request)
+        return self.extend([], request, adapter)
 
-    def extend(self, names: list[bytes], request: Request) -> list[bytes]:
-        """Append the names of the blocks that `names` lacks; returns `names`."""
+    def extend(self, names: list[bytes], request: Request, adapter: bytes = b"") -> list[bytes]:
+        """Append the names of the blocks that `names` lacks; returns `names`. `adapter`: what `Adapters` knows of its."""
+        key = self._generation + adapter
         if not self.from_engine:
             for block in range(len(names), request.num_tokens // self._block_tokens):
-                names.append(self._own_name(names[-1] if names else self._generation, request, block))
+                names.append(self._own_name(names[-1] if names else key, request, block))
             return names
         a_block = self._block_tokens // self._hash_tokens
         new = request.block_hashes[(len(names) + 1) * a_block - 1 :: a_block]
-        if self._generation:
-            new = [hashlib.blake2b(value, digest_size=_NAME_BYTES, key=self._generation).digest() for value in new]
+        if key:
+            new = [hashlib.blake2b(value, digest_size=_NAME_BYTES, key=key).digest() for value in new]
         names += new
         return names
 

@@ -30,9 +30,7 @@ _NOT_THE_MODELS_OWN = ("interfaces", "interfaces_base", "utils", "adapters")
 """How models are loaded, split, adapted and pooled."""
 
 
-def byte_format(
-    layers: Mapping[str, Any], tensors: Mapping[str, Any], block_tokens: int, computed_in: Any
-) -> str | None:
+def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any) -> str | None:
     """A digest of what the back ends write for known K and V; None where they cannot be asked.
 
     `layers` are attention layers, `tensors` their KV by the same names, (kernel blocks, heads, tokens, K and V of a token).
@@ -45,26 +43,25 @@ def byte_format(
             implementation = layer.impl
             kind = f"{type(implementation).__qualname__} {getattr(implementation, 'kv_cache_dtype', '')}"
             if kind not in formats:
-                formats[kind] = _written(layer, tensors[name], block_tokens, computed_in)
+                formats[kind] = _written(layer, tensors[name], computed_in)
     except Exception as error:
         logger.info("a back end does not show its byte format, so KV is shared within this version of vLLM only: %r", error)
         return None
     return digest(sorted(formats.values())) if formats else None
 
 
-def _written(layer: Any, tensor: Any, block_tokens: int, computed_in: Any) -> str:
-    """What one layer's back end writes for one block of K and V."""
+def _written(layer: Any, tensor: Any, computed_in: Any) -> str:
+    """What one layer's back end writes for the K and V of one kernel block."""
     import torch
 
-    heads, head_size = layer.num_kv_heads, layer.head_size
-    numbers = torch.arange(2 * block_tokens * heads * head_size) * 7919 % 251 - 125
+    tokens, heads, head_size = tensor.shape[2], layer.num_kv_heads, layer.head_size
+    numbers = torch.arange(2 * tokens * heads * head_size) * 7919 % 251 - 125
     # Whole numbers below 256 are exact in every type that KV is computed in.
-    key, value = numbers.to(computed_in).reshape(2, block_tokens, heads, head_size).to(tensor.device)
-    split = block_tokens // tensor.shape[2]
-    block = tensor[_NULL_BLOCK : _NULL_BLOCK + split]
+    key, value = numbers.to(computed_in).reshape(2, tokens, heads, head_size).to(tensor.device)
+    block = tensor[_NULL_BLOCK : _NULL_BLOCK + 1]
     before = block.clone()
     try:
-        slots = torch.arange(block_tokens, dtype=torch.int64, device=tensor.device)
+        slots = torch.arange(tokens, dtype=torch.int64, device=tensor.device)
         layer.impl.do_kv_cache_update(layer, key, value, tensor, slots)
         written = block.clone(memory_format=torch.contiguous_format).cpu()
     finally:
@@ -74,8 +71,17 @@ def _written(layer: Any, tensor: Any, block_tokens: int, computed_in: Any) -> st
     return hashlib.sha256(written.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def code_of_model(model_config: Any) -> str:
-    """A digest of the source text of what is the model's own, and of the rotary embeddings that this process has made."""
+def code_of_model(model_config: Any) -> str | None:
+    """A digest of the source text of what is the model's own, and of the rotary embeddings that this process has made.
+    None where there is no source, or another one than was expected."""
+    try:
+        return _code_of_model(model_config)
+    except Exception as error:
+        logger.info("a model does not show its code, so KV is shared within this version of vLLM only: %r", error)
+        return None
+
+
+def _code_of_model(model_config: Any) -> str:
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import get_model_cls
 

@@ -128,18 +128,18 @@ class _Digests:
         part = memoryview(bytearray(_PART_BYTES))
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
-            before = _stamp(os.fstat(file.fileno()))
+            before = stamp_of(os.fstat(file.fileno()))
             settled = time.time_ns() - max(before[1:3]) >= _GRAIN_NS
             while read := file.readinto(part):
                 digest.update(part[:read])
                 self._parts_read += 1
-            if _stamp(os.fstat(file.fileno())) != before:
+            if stamp_of(os.fstat(file.fileno())) != before:
                 raise FileChanged(f"{path} was written to while it was read for the model's identity")
         return digest.hexdigest(), before, settled
 
     def _take_kept(self) -> None:
         for name, (stamp, digest) in self._kept().items():
-            if name in self._files and name not in self._found and _stamp(self._files[name].stat()) == stamp:
+            if name in self._files and name not in self._found and stamp_of(self._files[name].stat()) == stamp:
                 self._found[name], self._stamps[name] = digest, stamp
 
     def _kept(self) -> dict[str, tuple[Stamp, str]]:
@@ -200,7 +200,7 @@ def _check(files: object) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def _stamp(status: os.stat_result) -> Stamp:
+def stamp_of(status: os.stat_result) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 

@@ -48,7 +48,7 @@ def make_layout(
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
-    written = byte_format(layers, tensors, geometry.block_tokens, model.dtype)
+    written, code = byte_format(layers, tensors, model.dtype), code_of_model(model)
     scales = [(getattr(layer, "_k_scale_float", 1), getattr(layer, "_v_scale_float", 1)) for layer in layers.values()]
     return Layout(
         model=f"id {model_id}" if model_id else model_of(config, model, config.load_config),
@@ -66,7 +66,7 @@ def make_layout(
         extra=(
             ("attention", ", ".join(backends)),
             ("cache_dtype", str(cache.cache_dtype)),
-            ("code", code_of_model(model)),
+            ("code", code or _version()),
             ("compute_dtype", str(model.dtype)),
             ("draft", _draft(config)),
             ("hash", str(cache.prefix_caching_hash_algo)),
@@ -83,7 +83,7 @@ def make_layout(
 
 
 def _version() -> str:
-    """For a back end whose byte format nobody can tell."""
+    """For what nobody can tell otherwise."""
     import vllm
 
     return f"{vllm.__version__} {platform.machine()}"

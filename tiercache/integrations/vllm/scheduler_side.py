@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
+from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
@@ -47,6 +48,12 @@ class _Tracked:
     wishes: Wishes = field(default_factory=Wishes)
     stored: list[bytes] = field(default_factory=list)
     """Names of the chunks that it stored, where it wishes to have them forgotten."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    adapter: concurrent.futures.Future[bytes] | None = None
+    adapter_key: bytes = b""
+    """What the names of its blocks have of its LoRA adapter, once any were given."""
+    began: bool = False
+    """The workers were told of it, if it wishes anything."""
     stale: bool = False
     """Its KV was computed before the cache was reset, perhaps with other weights."""
 
@@ -75,12 +82,17 @@ class SchedulerSide:
         tracked = self._track(request)
         if request.skip_reading_prefix_cache:
             tracked.match = Match()
-        else:
+        if self._awaits_adapter(tracked):
+            return
+        if tracked.match is None:
             self._begin_lookup(tracked)
         self._say_beginning(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
+        if self._awaits_adapter(tracked):
+            return None, False
+        self._say_beginning(tracked)
         if tracked.admitted:
             # Preempted or rolled back: what was found then may be gone.
             tracked.admitted = False
@@ -304,7 +316,9 @@ class SchedulerSide:
     # Turns
 
     def _say_beginning(self, tracked: _Tracked) -> None:
-        if parameters := getattr(tracked.request, "kv_transfer_params", None):
+        """Once, when its blocks can be named."""
+        began, tracked.began = tracked.began, True
+        if not began and (parameters := getattr(tracked.request, "kv_transfer_params", None)):
             tracked.wishes = wishes_of(parameters, self._warned)
             if tracked.wishes.session:
                 names = self._names(tracked)
@@ -327,10 +341,20 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             tracked = self._requests[request.request_id] = _Tracked(request)
+            if (lora := getattr(request, "lora_request", None)) is not None:
+                tracked.adapter = self.names.adapters.key_of(lora.lora_path)
         return tracked
 
+    def _awaits_adapter(self, tracked: _Tracked) -> bool:
+        """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a look-up may take."""
+        if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
+            return False
+        return time.monotonic() - tracked.arrived_s < self.config.lookup_timeout_ms / 1000
+
     def _names(self, tracked: _Tracked) -> list[bytes]:
-        return self.names.extend(tracked.names, tracked.request)
+        if tracked.adapter is not None and not tracked.adapter_key:
+            tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
+        return self.names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def _begin_lookup(self, tracked: _Tracked) -> None:
         tracked.asked_at_s = time.monotonic()

@@ -104,8 +104,8 @@ class ConfigFields:
     control_socket: str | None = _key(
         Optional(Text("a path for a Unix socket")),
         None,
-        "where programs of this user say what is coming (prefetch, pin, forget, sessions); with several ranks, .RANK is "
-        "appended; none unless set",
+        "where programs of this user say what is coming (prefetch, pin, forget, sessions); .ENGINE and .RANK are "
+        "appended where there are several; none unless set",
         ours=True,
     )
 
@@ -138,7 +138,8 @@ class ConfigFields:
     shm_name: str | None = _key(
         Optional(Text("a name for POSIX shared memory")),
         None,
-        "the arena lies in shared memory of this name, /dev/shm/tiercache.NAME; with several ranks, .RANK is appended",
+        "the arena lies in shared memory of this name, /dev/shm/tiercache.NAME; .ENGINE and .RANK are appended where "
+        "there are several",
         tier="cpu",
         extra=True,
     )
@@ -167,7 +168,7 @@ class ConfigFields:
     local_disk_path_sharding: str = _key(
         Choice(("by_gpu", "by_chunk")),
         "by_gpu",
-        "by_gpu: one directory per worker; by_chunk: every worker uses all",
+        "by_gpu: one directory per worker, or for those that hold the same KV; by_chunk: every worker uses all",
         tier="disk",
     )
     use_odirect: bool | None = _key(
@@ -211,7 +212,9 @@ class ConfigFields:
     )
 
     gds_path: tuple[str, ...] = _key(Words(paths=True), (), "directories of the GDS tier", tier="gds")
-    gds_path_sharding: str = _key(Choice(("by_gpu",)), "by_gpu", "one directory per worker", tier="gds")
+    gds_path_sharding: str = _key(
+        Choice(("by_gpu",)), "by_gpu", "one directory per worker, or for those that hold the same KV", tier="gds"
+    )
     gds_buffer_size: int | None = _key(
         Optional(Whole(1, unit="MiB")),
         None,

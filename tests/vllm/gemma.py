@@ -77,6 +77,46 @@ def prepare_gemma(directory: Path) -> Path:
     return directory
 
 
+TINY_WINDOW_TOKENS = 64
+
+
+def tiny_gemma(directory: Path, layer_types: list[str], seed: int = 7) -> Path:
+    """Make `directory` hold a model of the same kind that is a thousand times smaller, with random weights: its answers mean
+    nothing, and depend on every token that it sees."""
+    import torch
+    from safetensors.torch import save_file
+
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    layers = {"num_hidden_layers": len(layer_types), "layer_types": layer_types, "sliding_window": TINY_WINDOW_TOKENS}
+    config: dict[str, Any] = _CONFIG | sizes | layers | {"query_pre_attn_scalar": 64, "max_position_embeddings": 4096}
+    hidden, inside, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config["head_dim"]
+    random = torch.Generator().manual_seed(seed)
+    weights = {"model.embed_tokens.weight": torch.randn(config["vocab_size"], hidden, generator=random) / 8}
+    weights["model.norm.weight"] = torch.zeros(hidden)
+    shapes = {
+        "attn_q": (heads * head, hidden),
+        "attn_k": (head, hidden),
+        "attn_v": (head, hidden),
+        "attn_output": (hidden, heads * head),
+        "ffn_gate": (inside, hidden),
+        "ffn_up": (inside, hidden),
+        "ffn_down": (hidden, inside),
+    }
+    for number in range(len(layer_types)):
+        for part, name in _IN_A_LAYER.items():
+            if part in shapes:
+                rows, columns = shapes[part]
+                value = torch.randn(rows, columns, generator=random) / columns**0.5
+            else:
+                value = torch.ones(head if "_q_" in part or "_k_" in part else hidden)
+            weights[f"model.layers.{number}.{name}.weight"] = value
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
 def _convert(weights: Path, directory: Path) -> None:
     from safetensors.torch import save_file
 

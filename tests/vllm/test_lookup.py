@@ -84,10 +84,11 @@ class GroupedWorker(Worker):
 def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> None:
     """One has four chunks and a gap in its window; the other three. At three the first lacks one, at two both have all."""
     full = [(1, chunk) for chunk in range(4)]
-    first = GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3))
-    second = GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2))
     client = LookupClient(engine, 2, GROUPS, 5.0)
-    with first, second:
+    with (
+        GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
+        GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
+    ):
         assert client.begin(NAMES, "r").result(10).blocks == 4
         assert [len(worker.server.claims._held) for worker in (first, second) if worker.server.claims] == [4, 4]
         for worker in (first, second):

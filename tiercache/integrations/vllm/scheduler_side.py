@@ -257,6 +257,7 @@ class SchedulerSide:
         """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
         self._work.generation = self.names.forget_everything()
         for tracked in self._requests.values():
+            self._release(tracked)
             tracked.names, tracked.lookup, tracked.match = [], None, None
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         self._work.forget_hot = True

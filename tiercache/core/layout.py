@@ -15,8 +15,8 @@ class Layout:
     """The meaning of a chunk's bytes. Whatever changes the bytes is a field, and `fingerprint` covers every field.
 
     `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
-    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names who wrote them, with
-    its version. `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
+    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` says who wrote them, and how.
+    `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
     """
 
     model: str

@@ -37,6 +37,13 @@ def test_an_unknown_variable_fails_with_its_name(variable: str) -> None:
         Config.load(environ={variable: "1"})
 
 
+@pytest.mark.parametrize("variable", ["LMCACHE_MODEL_ID", "TIERCACHE_MODEL_ID"])
+def test_an_empty_name_of_a_model_is_refused_in_a_variable_too(variable: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_id: expected a name .* found '' .environment variable {variable}"):
+        Config.load(environ={variable: ""})
+    assert Config.load(environ={variable: " ours "}).model_id == "ours"
+
+
 def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
     assert "the nearest is use_odirect" in problem_of("extra_config: {use_odirekt: true}")
     assert "(override lmcache.chunk_sizee)" in problem_of(overrides={"lmcache.chunk_sizee": 1})
@@ -87,6 +94,9 @@ def test_out_of_range_names_key_value_and_range(problem_of, text: str, expected:
         ("chunk_size: [256]", "found [256]"),
         ("local_cpu: maybe", "local_cpu: expected true or false, found 'maybe'"),
         ("local_cpu: 2", "local_cpu: expected true or false, found 2"),
+        ("model_id: ''", "model_id: expected a name for the model, not empty, found ''"),
+        ("model_id: '  '", "model_id: expected a name for the model, not empty, found '  '"),
+        ("model_id: [a]", "model_id: expected a name for the model, not empty, found ['a']"),
         ("local_disk: true", "local_disk: expected a path, or a list of paths, found True"),
         ("local_disk: [1]", "local_disk: expected a path, or a list of paths, found [1]"),
         ("chunk_size: " + "9" * 200, "9999..."),

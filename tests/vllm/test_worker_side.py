@@ -37,6 +37,7 @@ SPEC = SimpleNamespace(
     num_kv_heads=HEADS,
     num_heads=HEADS,
     head_size=HEAD_SIZE,
+    head_size_v=HEAD_SIZE,
     state_content_size_bytes=2 * HEAD_SIZE * 2,
 )
 GROUPS = [KvGroup(0, 16, spec=SPEC)]

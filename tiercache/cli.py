@@ -63,9 +63,9 @@ def config_explain(
 
 @app.command()
 def stat(
-    directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False
+    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
 ) -> None:
-    """What a directory of the disk tier holds."""
+    """What the directory of a tier on files holds."""
     from tiercache.commands.stat import stat_command
 
     raise typer.Exit(stat_command(directory, as_json))
@@ -73,7 +73,7 @@ def stat(
 
 @app.command()
 def verify(
-    directory: Annotated[Path, typer.Argument(help="A directory of the disk tier.")], as_json: AsJson = False
+    directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
 ) -> None:
     """Check every chunk; the bad are moved to quarantine, and the exit status is 1."""
     from tiercache.commands.verify import verify_command

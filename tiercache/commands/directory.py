@@ -1,4 +1,4 @@
-"""Walking a directory of the disk tier without a cache."""
+"""Walking a directory of chunk files without a cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import aiofiles
 from aiofiles import ospath
 
+from tiercache.tiers.files.manifest import MANIFEST
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
@@ -16,9 +17,9 @@ async def problem_with(directory: Path) -> str | None:
     """One sentence when `directory` is not one of ours."""
     if not await ospath.isdir(directory):
         return f"{directory} is not a directory"
-    manifest = directory / "tiercache.json"
+    manifest = directory / MANIFEST
     if not await ospath.isfile(manifest):
-        return f"{directory} is not a directory of the disk tier: it has no tiercache.json"
+        return f"{directory} is not a directory of chunks: it has no {MANIFEST}"
     try:
         async with aiofiles.open(manifest, encoding="utf-8") as file:
             json.loads(await file.read())

@@ -15,16 +15,11 @@ class Layout:
     """The meaning of a chunk's bytes. Whatever changes the bytes is a field, and `fingerprint` covers every field.
 
     `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
-<<<<<<< HEAD
-    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names who wrote them, with
-    its version. `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
+    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` says who wrote them, and how.
+    `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
 
     `replicas` consecutive ranks hold the same bytes (MLA's latents; KV heads that are fewer than the ranks). The
     fingerprint has the `shard`, which they share, and not the rank: each finds what any of them stored.
-=======
-    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` says who wrote them, and how.
-    `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
->>>>>>> h14-ident14
     """
 
     model: str

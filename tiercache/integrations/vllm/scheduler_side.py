@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
@@ -15,47 +14,14 @@ from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behin
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes, wishes_of
+from tiercache.integrations.vllm.tracked import TrackedRequest
+from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, wishes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("tiercache.vllm")
-
-
-@dataclass
-class _Tracked:
-    """A request that the engine knows and has not finished."""
-
-    request: Request
-    names: list[bytes] = field(default_factory=list)
-    lookup: concurrent.futures.Future[Match] | None = None
-    asked_at_s: float = 0.0
-    match: Match | None = None
-    admitted: bool = False
-    logged: bool = False
-    load_from: int = 0
-    loaded_blocks: frozenset[int] = frozenset()
-    load_failed: bool = False
-    receiving: bool = False
-    """An asynchronous load is under way: the engine holds the blocks until it has ended."""
-    saved_blocks: int = 0
-    """This many blocks from the start need no save: they are saved, or came out of the cache."""
-    tail_saved: bool = False
-    saves_begun: int = 0
-    saves_ended: int = 0
-    wishes: Wishes = field(default_factory=Wishes)
-    stored: list[bytes] = field(default_factory=list)
-    """Names of the chunks that it stored, where it wishes to have them forgotten."""
-    arrived_s: float = field(default_factory=time.monotonic)
-    adapter: concurrent.futures.Future[bytes] | None = None
-    adapter_key: bytes = b""
-    """What the names of its blocks have of its LoRA adapter, once any were given."""
-    began: bool = False
-    """The workers were told of it, if it wishes anything."""
-    stale: bool = False
-    """Its KV was computed before the cache was reset, perhaps with other weights."""
 
 
 class SchedulerSide:
@@ -69,8 +35,8 @@ class SchedulerSide:
         self.names = names
         self.client = client
         self._workers = workers
-        self._requests: dict[str, _Tracked] = {}
-        self._finishing: dict[str, _Tracked] = {}
+        self._requests: dict[str, TrackedRequest] = {}
+        self._finishing: dict[str, TrackedRequest] = {}
         self._unconfirmed: set[str] = set()
         self._work = StepWork()
         self._warned: set[str] = set()
@@ -292,7 +258,7 @@ class SchedulerSide:
             work.given_away |= blocks_behind(tables or (), known, self.geometry)
         work.given_away.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
 
-    def _plan_save(self, work: StepWork, tracked: _Tracked, ready_tokens: int, tables: Any, *, last: bool) -> None:
+    def _plan_save(self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
         request = tracked.request
         if tracked.stale or (self.config.priority_limit is not None and request.priority > self.config.priority_limit):
@@ -311,12 +277,12 @@ class SchedulerSide:
                     tracked.stored += [transfer.name for transfer in transfers]
         tracked.tail_saved |= last
 
-    def _is_saved(self, tracked: _Tracked) -> bool:
+    def _is_saved(self, tracked: TrackedRequest) -> bool:
         return tracked.saves_ended >= tracked.saves_begun * self._workers
 
     # Turns
 
-    def _say_beginning(self, tracked: _Tracked) -> None:
+    def _say_beginning(self, tracked: TrackedRequest) -> None:
         """Once, when its blocks can be named."""
         began, tracked.began = tracked.began, True
         if not began and (parameters := getattr(tracked.request, "kv_transfer_params", None)):
@@ -326,7 +292,7 @@ class SchedulerSide:
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)
                 self._work.turns.append(RequestBegan(tracked.wishes.session, tracked.wishes.step, full))
 
-    def _say_end(self, tracked: _Tracked) -> None:
+    def _say_end(self, tracked: TrackedRequest) -> None:
         if not tracked.wishes.at_the_end:
             return
         try:
@@ -338,26 +304,26 @@ class SchedulerSide:
 
     # Looking up
 
-    def _track(self, request: Request) -> _Tracked:
+    def _track(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = _Tracked(request)
+            tracked = self._requests[request.request_id] = TrackedRequest(request)
             if (lora := getattr(request, "lora_request", None)) is not None:
                 tracked.adapter = self.names.adapters.key_of(lora.lora_path)
         return tracked
 
-    def _awaits_adapter(self, tracked: _Tracked) -> bool:
+    def _awaits_adapter(self, tracked: TrackedRequest) -> bool:
         """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a look-up may take."""
         if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
             return False
         return time.monotonic() - tracked.arrived_s < self.config.lookup_timeout_ms / 1000
 
-    def _names(self, tracked: _Tracked) -> list[bytes]:
+    def _names(self, tracked: TrackedRequest) -> list[bytes]:
         if tracked.adapter is not None and not tracked.adapter_key:
             tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
         return self.names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
-    def _begin_lookup(self, tracked: _Tracked) -> None:
+    def _begin_lookup(self, tracked: TrackedRequest) -> None:
         tracked.asked_at_s = time.monotonic()
         names = list(self._names(tracked))
         if self.geometry.groups:
@@ -372,7 +338,7 @@ class SchedulerSide:
             logger.warning("a look-up could not be begun: %r", error)
             tracked.match = Match()
 
-    def _answer(self, tracked: _Tracked) -> Match | None:
+    def _answer(self, tracked: TrackedRequest) -> Match | None:
         lookup = tracked.lookup
         if lookup is None:
             return Match()
@@ -389,12 +355,12 @@ class SchedulerSide:
             return Match()
         return None
 
-    def _release(self, tracked: _Tracked) -> None:
+    def _release(self, tracked: TrackedRequest) -> None:
         """What a look-up may have found is not going to be loaded."""
         if self.geometry.groups and tracked.lookup is not None:
             self._work.released.add(tracked.request.request_id)
 
-    def _log_once(self, tracked: _Tracked, computed: int, load: int) -> None:
+    def _log_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:
         if tracked.logged or tracked.match is None:
             return
         tracked.logged = True

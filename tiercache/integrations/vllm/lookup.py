@@ -178,7 +178,7 @@ class LookupClient:
                 loop.close()
                 logger.warning("a look-up counts as a miss: %s", error)
                 missed: concurrent.futures.Future[Match] = concurrent.futures.Future()
-                missed.set_result(Match())
+                missed.set_result(Match(failed=True))
                 return missed
             self._loop, self._thread = loop, thread
         return asyncio.run_coroutine_threadsafe(self._ask_all(list(names)), self._loop)
@@ -203,7 +203,7 @@ class LookupClient:
                 answers = await asyncio.gather(*(self._ask(rank, names) for rank in range(self._ranks)))
         except (TimeoutError, OSError, TierCacheError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
-            return Match()
+            return Match(failed=True)
         return min(answers, key=lambda match: match.blocks)
 
     async def _ask(self, rank: int, names: list[bytes]) -> Match:

@@ -49,6 +49,8 @@ class Match:
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    failed: bool = False
+    """There was no answer."""
 
 
 def chunk_ends(blocks: int, geometry: BlockGeometry) -> list[int]:

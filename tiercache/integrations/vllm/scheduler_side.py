@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.figures import SchedulerFigures
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import (
@@ -39,6 +40,8 @@ class _Tracked:
     names: list[bytes] = field(default_factory=list)
     lookup: concurrent.futures.Future[Match] | None = None
     asked_at_s: float = 0.0
+    put_off_at_s: float | None = None
+    """When the engine was first told to come again for the answer."""
     match: Match | None = None
     admitted: bool = False
     logged: bool = False
@@ -70,6 +73,7 @@ class SchedulerSide:
         self.names = names
         self.client = client
         self._workers = workers
+        self.figures = SchedulerFigures(geometry.chunk_tokens)
         self._requests: dict[str, _Tracked] = {}
         self._finishing: dict[str, _Tracked] = {}
         self._unconfirmed: set[str] = set()
@@ -101,12 +105,13 @@ class SchedulerSide:
                 self._begin_lookup(tracked)
             tracked.match = self._answer(tracked)
             if tracked.match is None:
+                tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
                 return None, False
         tokens = loadable_tokens(
             tracked.match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
         tracked.load_from = computed_tokens
-        self._log_once(tracked, computed_tokens, tokens)
+        self._note_once(tracked, computed_tokens, tokens)
         return tokens, self.config.enable_async_loading and tokens > 0
 
     def after_allocation(self, request: Request, blocks: list[int], external_tokens: int) -> None:
@@ -308,7 +313,7 @@ class SchedulerSide:
             tracked.lookup = self.client.begin(names)
         except Exception as error:
             logger.warning("a look-up could not be begun: %r", error)
-            tracked.match = Match()
+            tracked.match = Match(failed=True)
 
     def _answer(self, tracked: _Tracked) -> Match | None:
         lookup = tracked.lookup
@@ -319,22 +324,27 @@ class SchedulerSide:
                 return lookup.result()
             except (Exception, concurrent.futures.CancelledError) as error:
                 logger.warning("a look-up failed: %r", error)
-                return Match()
+                return Match(failed=True)
         if time.monotonic() - tracked.asked_at_s > self.config.lookup_timeout_ms / 1000:
             logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
             lookup.cancel()
-            return Match()
+            return Match(failed=True)
         return None
 
-    def _log_once(self, tracked: _Tracked, computed: int, load: int) -> None:
+    def _note_once(self, tracked: _Tracked, computed: int, load: int) -> None:
+        request = tracked.request
         if tracked.logged or tracked.match is None:
             return
         tracked.logged = True
+        if not request.skip_reading_prefix_cache:
+            put_off_s = None if tracked.put_off_at_s is None else time.monotonic() - tracked.put_off_at_s
+            skipped = not load and loadable_tokens(tracked.match, request.num_tokens, computed, 0, self.geometry) > 0
+            self.figures.looked_up(tracked.match, request.num_tokens, put_off_s, skipped=skipped)
         tiers = {"cpu": 0, "disk": 0} | tracked.match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",
-            tracked.request.request_id,
-            tracked.request.num_tokens,
+            request.request_id,
+            request.num_tokens,
             computed,
             tracked.match.blocks * self.geometry.block_tokens,
             ", ".join(f"{name}: {tokens}" for name, tokens in tiers.items()),

@@ -210,7 +210,7 @@ async def test_many_writes_on_a_full_device_make_room_and_use_it(
 async def test_file_has_nothing_of_what_lay_in_the_memory_before(opened: Opened, place: Path, memory: Memory) -> None:
     """Neither behind the header nor behind the payload."""
     async with opened(place) as tier3:
-        tier3.mover.engine.buffers.segment.memory[:] = 0xAB
+        tier3.mover.engine.buffers.registered.memory[:] = 0xAB
         key, source = chunk(1)[0], memory.make(np.full(100, 7, dtype=np.uint8))
         assert await tier3.write(key, source[:4096], 100)
         content = Path(tier3.path(key)).read_bytes()

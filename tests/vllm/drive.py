@@ -7,6 +7,7 @@ begins with "answers: ".
 """
 
 import asyncio
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -315,8 +316,12 @@ class Driver:
 
         return int(thread.submit(corrupt()).result(30))
 
-    def generate_and_abort(self, prompts: list[Any], tokens: int, abort: dict[str, int]) -> dict[str, Any]:
-        """Many requests at once, of which those named by `abort` (position -> steps) are given up after so many steps."""
+    def generate_and_abort(
+        self, prompts: list[Any], tokens: int, abort: dict[str, int], preempt_at: list[int]
+    ) -> dict[str, Any]:
+        """Many requests at once, of which those named by `abort` (position -> steps) are given up after so many steps.
+        All that run are preempted after as many steps as `preempt_at` names, or as soon as any does, besides those that
+        find no free block."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -339,6 +344,10 @@ class Driver:
                     answers[answer.request_id] = answer
             steps += 1
             engine.abort_request([f"r{number}" for number, when in abort.items() if when == steps])
+            if preempt_at and steps >= preempt_at[0] and core.scheduler.running:
+                preempt_at.pop(0)
+                with contextlib.suppress(RuntimeError):  # blocks that are still being saved cannot be reset: all the better
+                    core.scheduler.reset_prefix_cache(reset_running_requests=True)
         core.scheduler._preempt_request = preempt
         return {
             "tokens": {one: list(answer.outputs[0].token_ids) for one, answer in answers.items()},

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tiercache.vllm")
 
 TESTED = ("0.30", "0.31", "0.32")
-"""Minor versions whose CPU build ran tests/vllm/test_end_to_end.py."""
+"""Minor versions whose CPU build answered as its own prefix cache does (tests/vllm/test_versions.py)."""
 
 
 def check_version(version: str) -> None:

@@ -63,7 +63,9 @@ class OnDevice:
 
     def statistics(self) -> DeviceStatistics:
         pool = self.device.pool
-        return DeviceStatistics(pool.count, pool.free, self.reader.counters, self.reader.breakers())
+        return DeviceStatistics(
+            pool.count, pool.free, self.reader.counters, self.reader.reads(), self.reader.breakers()
+        )
 
     @contextmanager
     def event(self, after: Event | None) -> Iterator[Event]:
@@ -107,6 +109,7 @@ class Parts:
             tiers={tier.name: tier.statistics() for tier in (self.cpu, *self.tiers)},
             writers={writer.tier.name: writer.statistics() for writer in self.fan_out.writers},
             reader=self.reader.counters,
+            reads=self.reader.reads(),
             breakers=self.reader.breakers(),
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.core.prefetch import Account
-from tiercache.scheduler.tier_reader import ReaderStatistics
+from tiercache.scheduler.tier_reader import ReaderStatistics, TierReadStatistics
 from tiercache.scheduler.writer import WriterStatistics
 from tiercache.tiers.base import TierStatistics
 
@@ -18,6 +18,7 @@ class DeviceStatistics:
     slots: int
     slots_free: int
     reader: ReaderStatistics
+    reads: dict[str, TierReadStatistics]
     breakers: dict[str, str]
     """Of reads into device memory; the other ones are of reads into host memory."""
 
@@ -29,7 +30,10 @@ class Statistics:
     tiers: dict[str, TierStatistics]
     writers: dict[str, WriterStatistics]
     reader: ReaderStatistics
+    reads: dict[str, TierReadStatistics]
+    """By tier, of those below the hot cache."""
     breakers: dict[str, str]
+    """Of reads; a writer has its own."""
     slots: int
     slots_free: int
     prefetch: dict[str, Account]

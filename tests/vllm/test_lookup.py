@@ -141,14 +141,14 @@ def test_sockets_are_for_this_user_only(engine: str) -> None:
 
 
 def test_without_workers_it_is_a_miss(engine: str) -> None:
-    assert ask(engine, 2) == Match()
+    assert ask(engine, 2) == Match(failed=True)
 
 
 def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_not(engine: str) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
-            assert client.begin(NAMES).result(10) == Match()
+            assert client.begin(NAMES).result(10) == Match(failed=True)
         assert client.begin(NAMES).result(10).blocks == 8
     client.close()
 
@@ -159,7 +159,7 @@ def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
         first.enter_context(Worker(engine, 0, 8))
         first.enter_context(Worker(engine, 1, 8))
         assert client.begin(NAMES).result(10).blocks == 8
-    assert client.begin(NAMES).result(10) == Match()
+    assert client.begin(NAMES).result(10) == Match(failed=True)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
         client.begin(NAMES).result(10)
         assert client.begin(NAMES).result(10).blocks == 4
@@ -172,7 +172,7 @@ def test_a_worker_that_does_not_answer_costs_the_time_out(engine: str) -> None:
     with socket.socket(socket.AF_UNIX) as deaf:
         deaf.bind(str(path))
         deaf.listen()
-        assert ask(engine, 2, timeout_s=0.2) == Match()
+        assert ask(engine, 2, timeout_s=0.2) == Match(failed=True)
     path.unlink()
 
 
@@ -204,7 +204,7 @@ def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
             if os.geteuid():
                 pytest.skip("only root may give a directory away")
             os.chown(path.parent, 65534, 65534)
-        assert ask(engine, 2, timeout_s=0.2) == Match()
+        assert ask(engine, 2, timeout_s=0.2) == Match(failed=True)
         with pytest.raises(BlockingIOError):
             listening.accept()
     path.unlink()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
+from tiercache.control.families import figures_of
 from tiercache.control.messages import (
     Began,
     Cancel,
@@ -63,7 +64,7 @@ class Handler:
                 self._cache.ahead.over(command.session)
                 return {}
             case Statistics():
-                return self._statistics()
+                return figures_of(self._cache)
             case _:
                 return await self._about_a_prefix(command)
 
@@ -142,20 +143,6 @@ class Handler:
         if handle is None:
             raise ControlError("unknown", f"there is no prefetch {name!r}; it may have ended long ago")
         return handle
-
-    def _statistics(self) -> dict[str, Any]:
-        cache = self._cache
-        layout = cache.layout
-        return {
-            "model": layout.model,
-            "rank": layout.rank,
-            "world_size": layout.world_size,
-            "chunk_bytes": layout.chunk_bytes,
-            "pinned": cache.ahead.pinned,
-            "held": cache.ahead.prefetcher.held,
-            "sessions": len(cache.ahead.sessions),
-            "statistics": cache.statistics().to_dict(),
-        }
 
 
 async def _wait(handle: PrefetchHandle, until_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Sink
 from tiercache.scheduler.deliverer import deliver
 from tiercache.scheduler.flights import Flights
-from tiercache.scheduler.tier_reader import ReaderSettings, ReaderStatistics, TierReader
+from tiercache.scheduler.tier_reader import ReaderSettings, ReaderStatistics, TierReader, TierReadStatistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
@@ -60,6 +60,9 @@ class Reader:
     def read_concurrency(self) -> int:
         """How many chunks all tiers together take on at a time."""
         return sum(tier.tier.traits.read_concurrency + 2 for tier in self.tiers)
+
+    def reads(self) -> dict[str, TierReadStatistics]:
+        return {tier.name: replace(tier.reads, seconds=tier.reads.seconds.copy()) for tier in self.tiers}
 
     def breakers(self) -> dict[str, str]:
         return {tier.name: tier.breaker.state.value for tier in self.tiers}

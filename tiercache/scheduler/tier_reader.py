@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import PREFETCH, READ, Purpose
+from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import Passage
@@ -52,6 +53,17 @@ class ReaderStatistics:
 
 
 @dataclass
+class TierReadStatistics:
+    """Of one tier. `failed` failed, failed verification, or were given up: of the `failed` and `corrupt` of all tiers."""
+
+    seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
+    """What reads took that found their chunk, or until they were given up."""
+    failed: int = 0
+    reading: int = 0
+    """Reads that the tier has begun and not ended."""
+
+
+@dataclass
 class _Read:
     """Into a slot. It belongs to nobody who waits for it: the slot, and the place at the tier, are taken until it has really
     ended, and what it brings then is kept."""
@@ -92,8 +104,7 @@ class TierReader:
         """Places."""
         self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
         """Of those who wait for a place."""
-        self._reading = 0
-        """Reads that the tier has begun and not ended."""
+        self.reads = TierReadStatistics()
         self._late: dict[ChunkKey, _Read] = {}
         """Those that nobody waited for to the end."""
         self._stuck: set[asyncio.Task[int | None]] = set()
@@ -230,7 +241,7 @@ class TierReader:
             if placed:
                 self._leave(purpose)
         tier.traffic.begin(key)
-        self._reading += 1
+        self.reads.reading += 1
         flight.begun = True
         return begun
 
@@ -243,7 +254,7 @@ class TierReader:
     async def _place(self, flight: Flight) -> bool:
         began_s = asyncio.get_running_loop().time()
         came = await self.turns.wait(flight.purpose, lambda: self._until_s(flight.deadline_s, began_s))
-        if came is None and flight.purpose is READ and self._reading >= self.places:
+        if came is None and flight.purpose is READ and self.reads.reading >= self.places:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
             # nothing: others go before it. Nor does a place whose owner waits for memory.
             self._timed_out(began_s)
@@ -275,6 +286,8 @@ class TierReader:
             self._leave_behind(read)
             self._timed_out(began_s)
             self.counters.failed += 1
+            self.reads.failed += 1
+            self.reads.seconds.add(loop.time() - began_s)
             return None
         length, error = self._outcome(read)
         if error is None:
@@ -282,6 +295,7 @@ class TierReader:
             self.breaker.succeeded(loop.time(), took_s)
             if length is not None:
                 self.estimate.add(took_s, loop.time())
+                self.reads.seconds.add(took_s)
         elif isinstance(error, CorruptChunk):
             self._called_off(began_s)  # an answer, which says nothing about the tier's health
         else:
@@ -330,6 +344,7 @@ class TierReader:
         error = asyncio.CancelledError("cancelled") if cancelled else read.task.exception()
         if error is None:
             return read.task.result(), None
+        self.reads.failed += 1
         if isinstance(error, CorruptChunk):
             self.counters.corrupt += 1
         else:
@@ -340,7 +355,7 @@ class TierReader:
     def _end(self, read: _Read, length: int | None) -> Lease | None:
         """Give back what a read took that has ended, and make what it brought a hot chunk, unless it was forgotten."""
         self._leave(read.purpose)
-        self._reading -= 1
+        self.reads.reading -= 1
         self.cpu.under_way.end(read.passage)
         lease = None
         if length is None or self._closed or read.passage.forgot(read.key):

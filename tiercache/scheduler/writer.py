@@ -7,9 +7,10 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from tiercache.core.breaker import Breaker, BreakerSettings
+from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
+from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
@@ -51,6 +52,9 @@ class WriterStatistics:
     queued: int = 0
     queued_bytes: int = 0
     writing: int = 0
+    breaker: str = BreakerState.CLOSED.value
+    seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
+    """What writes took that stored their chunk."""
 
 
 class TierWriter:
@@ -176,7 +180,7 @@ class TierWriter:
         return unwritten
 
     def statistics(self) -> WriterStatistics:
-        counters = WriterStatistics(**vars(self.counters))
+        counters = replace(self.counters, seconds=self.counters.seconds.copy(), breaker=self.breaker.state.value)
         counters.queued = len(self._queue)
         counters.queued_bytes = self._queue.queued_bytes
         counters.writing = len(self._writing)
@@ -281,6 +285,7 @@ class TierWriter:
                 self._succeeded(began_s)
                 if stored:
                     self.counters.written += 1
+                    self.counters.seconds.add(loop.time() - began_s)
                 else:
                     self.counters.declined += 1
                 return

@@ -240,7 +240,7 @@ class LookupClient:
                 loop.close()
                 logger.warning("a look-up counts as a miss: %s", error)
                 missed: concurrent.futures.Future[Match] = concurrent.futures.Future()
-                missed.set_result(Match())
+                missed.set_result(Match(failed=True))
                 return missed
             self._loop, self._thread = loop, thread
         return asyncio.run_coroutine_threadsafe(self._ask_all(list(names), request_id), self._loop)
@@ -271,7 +271,7 @@ class LookupClient:
                     names = names[: least.blocks]
         except (TimeoutError, OSError, TierCacheError) as error:
             logger.warning("a look-up got no answer from the workers: %r", error)
-            return Match()
+            return Match(failed=True)
 
     async def _ask(self, rank: int, names: list[bytes], request_id: str) -> Match:
         connection = self._connections.get(rank)

@@ -79,6 +79,8 @@ class Match:
 
     blocks: int = 0
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
+    failed: bool = False
+    """There was no answer."""
 
     def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
         """To the first `blocks` blocks, of which those of the first tiers that are named count first."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tiercache.config import Config
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.figures import SchedulerFigures
 from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
@@ -35,6 +36,7 @@ class SchedulerSide:
         self.names = names
         self.client = client
         self._workers = workers
+        self.figures = SchedulerFigures(geometry.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._finishing: dict[str, TrackedRequest] = {}
         self._unconfirmed: set[str] = set()
@@ -71,12 +73,13 @@ class SchedulerSide:
                 self._begin_lookup(tracked)
             tracked.match = self._answer(tracked)
             if tracked.match is None:
+                tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
                 return None, False
         tokens = loadable_tokens(
             tracked.match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
         tracked.load_from = computed_tokens
-        self._log_once(tracked, computed_tokens, tokens)
+        self._note_once(tracked, computed_tokens, tokens)
         return tokens, self._loads_later and tokens > 0
 
     @property
@@ -336,7 +339,7 @@ class SchedulerSide:
             tracked.lookup = self.client.begin(names, tracked.request.request_id)
         except Exception as error:
             logger.warning("a look-up could not be begun: %r", error)
-            tracked.match = Match()
+            tracked.match = Match(failed=True)
 
     def _answer(self, tracked: TrackedRequest) -> Match | None:
         lookup = tracked.lookup
@@ -347,12 +350,12 @@ class SchedulerSide:
                 return lookup.result()
             except (Exception, concurrent.futures.CancelledError) as error:
                 logger.warning("a look-up failed: %r", error)
-                return Match()
+                return Match(failed=True)
         if time.monotonic() - tracked.asked_at_s > self.config.lookup_timeout_ms / 1000:
             logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
             lookup.cancel()
             self._release(tracked)
-            return Match()
+            return Match(failed=True)
         return None
 
     def _release(self, tracked: TrackedRequest) -> None:
@@ -360,15 +363,20 @@ class SchedulerSide:
         if self.geometry.groups and tracked.lookup is not None:
             self._work.released.add(tracked.request.request_id)
 
-    def _log_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:
+    def _note_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:
+        request = tracked.request
         if tracked.logged or tracked.match is None:
             return
         tracked.logged = True
+        if not request.skip_reading_prefix_cache:
+            put_off_s = None if tracked.put_off_at_s is None else time.monotonic() - tracked.put_off_at_s
+            skipped = not load and loadable_tokens(tracked.match, request.num_tokens, computed, 0, self.geometry) > 0
+            self.figures.looked_up(tracked.match, request.num_tokens, put_off_s, skipped=skipped)
         tiers = {"cpu": 0, "disk": 0} | tracked.match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",
-            tracked.request.request_id,
-            tracked.request.num_tokens,
+            request.request_id,
+            request.num_tokens,
             computed,
             tracked.match.blocks * self.geometry.block_tokens,
             ", ".join(f"{name}: {tokens}" for name, tokens in tiers.items()),

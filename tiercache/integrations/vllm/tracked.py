@@ -22,6 +22,8 @@ class TrackedRequest:
     names: list[bytes] = field(default_factory=list)
     lookup: concurrent.futures.Future[Match] | None = None
     asked_at_s: float = 0.0
+    put_off_at_s: float | None = None
+    """When the engine was first told to come again for the answer."""
     match: Match | None = None
     admitted: bool = False
     logged: bool = False

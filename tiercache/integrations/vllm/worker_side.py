@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiercache.bridge import CacheThread
@@ -22,11 +22,12 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
-from tiercache.integrations.vllm.planning import BlockGeometry
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -78,6 +79,7 @@ class WorkerSide:
         except BaseException:
             self.thread.close(0.0)
             raise
+        self.figures = WorkerFigures(self.thread, f"{engine}/{layout.rank}")
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread)
@@ -203,6 +205,10 @@ class WorkerSide:
             assert move is not None
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
+        took_s = time.monotonic() - loading.began_s
+        whole = arrived == len(load.transfers) and not load.impossible
+        outcome = "whole" if whole else "part" if arrived else "failed"
+        self.figures.loaded(self._bytes_of(load.transfers[:arrived]), took_s, outcome)
         if self.geometry.groups:
             self._end_grouped_load(loading, arrived)
             return
@@ -214,7 +220,7 @@ class WorkerSide:
             sum(blocks[:arrived]) * self.geometry.block_tokens,
             sum(blocks) * self.geometry.block_tokens,
             load.request_id,
-            1000 * (time.monotonic() - loading.began_s),
+            1000 * took_s,
             "; the rest is computed instead" if missing else "",
         )
         for transfer in missing:
@@ -245,7 +251,8 @@ class WorkerSide:
     def _begin_save(self, save: Save) -> None:
         # A slot that does not come free soon is not worth holding the engine's blocks for.
         wait_s = self.config.queue_wait_s
-        until_s = time.monotonic() + self.config.blocking_timeout_secs + _MARGIN_S
+        began_s = time.monotonic()
+        until_s = began_s + self.config.blocking_timeout_secs + _MARGIN_S
         keys = keys_from_hashes(self._namespace, [transfer.name for transfer in save.transfers])
         move = self.mover.put(self.thread, keys, save.transfers, wait_s)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
@@ -259,7 +266,9 @@ class WorkerSide:
             if (error := done.exception()) is not None:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
-            stored = tokens * done.result() // len(keys)
+            chunks = done.result()
+            self.figures.stored(self._bytes_of(save.transfers[:chunks]), time.monotonic() - began_s)
+            stored = tokens * chunks // len(keys)
             logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 
         self._storing[move.future] = save.request_id
@@ -270,6 +279,10 @@ class WorkerSide:
         if not self.geometry.groups:
             return sum(transfer.chunk_blocks for transfer in save.transfers) * self.geometry.block_tokens
         return max(Counter(transfer.group for transfer in save.transfers).values()) * self.geometry.chunk_tokens
+
+    def _bytes_of(self, transfers: Sequence[BlockTransfer]) -> int:
+        """That move to or from the engine's blocks."""
+        return sum(len(transfer.blocks) * self.mover.kvs[transfer.group].bytes_per_block for transfer in transfers)
 
     def _has_ended(self, saving: _Saving) -> bool:
         if not saving.move.is_off_blocks():

@@ -1,0 +1,61 @@
+"""The Grafana dashboard names metrics that a running cache exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("prometheus_client", reason="tiercache[control] is not installed")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
+from tiercache import TierCache
+from tiercache.control.families import figures_of
+from tiercache.control.metrics import exposition
+
+DASHBOARD = Path(__file__).parents[2] / "examples" / "observability" / "dashboard.json"
+WISHED = (
+    *("Hit rate by tier", "Bytes loaded and saved", "Latency of reads by tier", "Queue depth", "Evictions"),
+    *("Breakers that are not closed", "Flash bytes a day"),
+)
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return found
+
+
+def names_in(panel: dict[str, Any]) -> set[str]:
+    """Of the metrics that a panel's expressions name."""
+    expressions = " ".join(target["expr"] for target in panel["targets"])
+    return set(re.findall(r"\b(?:vllm:|tiercache_)\w+", expressions))
+
+
+def of_vllm_only(panel: dict[str, Any]) -> bool:
+    return str(panel["title"]).endswith("(vLLM)")
+
+
+def test_dashboard_has_the_panels_that_were_asked_for() -> None:
+    titles = [panel["title"] for panel in panels()]
+    assert [wish for wish in WISHED if not any(title.startswith(wish) for title in titles)] == []
+    assert all(names_in(panel) for panel in panels())
+
+
+async def test_every_metric_of_a_panel_is_exported_by_a_running_cache(tmp_path: Path) -> None:
+    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
+        await cache.flush()
+        cache.clear_hot()
+        async with cache.get(cache.keys(TOKENS)[0]) as lease:
+            assert lease is not None
+        text = exposition({Path("c.sock"): figures_of(cache)}).decode()
+    exported = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    for panel in panels():
+        if not of_vllm_only(panel):
+            assert names_in(panel) <= exported, panel["title"]

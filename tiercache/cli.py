@@ -188,6 +188,18 @@ def serve_control(
 
 
 @app.command()
+def top(
+    socket: Annotated[list[Path], typer.Option(help="The control_socket of a cache; all its ranks. May be repeated.")],
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
+) -> None:
+    """What caches do now, by tier: hits, bytes, times, queues, evictions, breakers."""
+    from tiercache.control.top import top_command
+
+    raise typer.Exit(top_command(socket, every_s, once))
+
+
+@app.command()
 def torture(
     seeds: Annotated[int | None, typer.Option(min=1, help="So many seeds; without --minutes: 1000.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="For so long at most.")] = None,

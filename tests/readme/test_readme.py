@@ -109,6 +109,20 @@ def serve(command: str, shell: Shell, place: Path) -> None:
             assert shape.search(log), f"the log has no line like {shape.pattern}"
 
 
+def top(command: str, shell: Shell, place: Path) -> None:
+    """Once, of an embedded cache: it would go on until Ctrl-C."""
+    asyncio.run(watched(command, place, shell))
+
+
+async def watched(command: str, place: Path, shell: Shell) -> None:
+    from tests.control.test_socket import LAYOUT, config_of
+    from tiercache import TierCache
+
+    async with TierCache.open(config_of(place), LAYOUT):
+        said = await asyncio.to_thread(shell, f"{command.replace('PATH', str(place / 'c.sock'))} --once")
+    assert "disk" in said.stdout and "closed" in said.stdout
+
+
 def control(command: str, shell: Shell, place: Path) -> None:
     """The three commands belong together: a token, the server, a request. The cache behind them is an embedded one."""
     asyncio.run(controlled(command, place, shell))
@@ -155,6 +169,7 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
     rf"tiercache serve-control {PLAIN}": control,
+    r"tiercache top --socket PATH": top,
     rf"curl -H {PLAIN}\$\(cat token\){PLAIN}": control,
 }
 

@@ -1,0 +1,73 @@
+"""`tiercache top` over the control socket of a real cache."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cli.conftest import tiercache
+from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of
+from tiercache import TierCache
+from tiercache.control.families import figures_of
+from tiercache.control.top import rows_of
+
+
+@pytest.fixture
+async def cache(tmp_path: Path) -> AsyncIterator[TierCache]:
+    """Twelve chunks on disk, of which three were read from there and one of them again from RAM."""
+    async with TierCache.open(config_of(tmp_path), LAYOUT) as cache:
+        await cache.store(TOKENS, [np.full(LAYOUT.chunk_bytes, number, np.uint8) for number in range(CHUNKS)])
+        await cache.flush()
+        cache.clear_hot()
+        for number in (0, 1, 2, 2):
+            async with cache.get(cache.keys(TOKENS)[number]) as lease:
+                assert lease is not None
+        yield cache
+
+
+def megabytes(chunks: int) -> str:
+    return f"{chunks * LAYOUT.chunk_bytes / 1e6:,.1f}"
+
+
+async def test_rows_are_what_the_cache_counts(cache: TierCache) -> None:
+    cpu, disk = rows_of(figures_of(cache), None, 0.0)
+    assert cpu[:3] == ("cpu", "1", "25.0")
+    assert disk[:5] == ("disk", "3", "100.0", megabytes(3), "")
+    assert float(disk[5]) > 0 and float(disk[8]) > 0, "reads and writes took some time"
+    assert disk[6] == megabytes(CHUNKS)
+    assert disk[9] == "0" and disk[11] == "0"
+    assert disk[-2:] == ("closed", "closed")
+
+
+async def test_rates_are_of_what_came_since_the_last_refresh(cache: TierCache) -> None:
+    before = figures_of(cache)
+    async with cache.get(cache.keys(TOKENS)[5]) as lease:
+        assert lease is not None
+    _, disk = rows_of(figures_of(cache), before, 0.5)
+    assert disk[3:5] == (megabytes(4), f"{LAYOUT.chunk_bytes / 1e6 / 0.5:,.1f}")
+    _, idle = rows_of(before, before, 0.5)
+    assert (idle[4], idle[5]) == ("0.0", "")
+
+
+async def test_one_refresh_shows_a_running_cache(cache: TierCache, tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tiercache", "top", "--once", "--socket", str(tmp_path / "c.sock")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = (part.decode() for part in await asyncio.wait_for(process.communicate(), 60))
+    assert process.returncode == 0, err
+    assert "c.sock: m, rank 0 of 1" in out
+    (line,) = (line for line in out.splitlines() if "disk" in line)
+    assert megabytes(CHUNKS) in line and line.count("closed") == 2
+
+
+def test_without_a_cache_it_says_so(tmp_path: Path) -> None:
+    run = tiercache("top", "--once", "--socket", tmp_path / "none.sock")
+    assert run.returncode == 2
+    assert "no cache has a socket open" in run.stderr

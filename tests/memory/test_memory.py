@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gc
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import Arena, ArenaSettings, numa_node_for
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import FEWEST_SLOTS, SlotPool
 from tiercache.memory.workers import Workers, to_the_end
 
 SIZE = 8 << 20
@@ -284,3 +285,13 @@ def test_workers_with_a_hung_call_do_not_hang_the_interpreters_exit() -> None:
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=True)
     assert run.stdout == "leaving\n"
+
+
+@pytest.mark.parametrize("chunk_bytes", [1_179_648, 1_400_000, 2_000_000])
+def test_what_is_said_to_be_enough_is_and_is_more_than_there_was(chunk_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="raise it to") as refused:
+        SlotPool(Arena(ArenaSettings(size_bytes=4 << 20)), chunk_bytes)
+    had_gb, enough_gb = map(float, re.findall(r"max_local_cpu_size: (.*) GB.*raise it to (.*) or more", str(refused.value))[0])
+    assert enough_gb > had_gb
+    pool = SlotPool(Arena(ArenaSettings(size_bytes=int(enough_gb * 2**30))), chunk_bytes)
+    assert pool.count >= FEWEST_SLOTS

@@ -20,17 +20,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiercache.control.client import ask
 from tiercache.control.messages import Statistics
 from tiercache.core.distribution import Distribution
-from tiercache.demo.server import MODEL_NAME, Server, open_url, serving
+from tiercache.demo.server import MODEL_NAME, Server, open_url, quickest_dtype, serving
 from tiercache.integrations.vllm.exported import EXPORTED, SAMPLED
 
 CONFIG = """\
 chunk_size: 128
-max_local_cpu_size: 0.0035
+max_local_cpu_size: {cpu_gb}
 local_disk: {directory}/kv
 max_local_disk_size: 1.0
 control_socket: {socket}
 """
-"""In RAM there is room for three chunks of the shortened model, and the prompts have five."""
+"""In RAM there is room for four chunks of the shortened model, and the prompts have five."""
+CPU_GB = 0.0045 if quickest_dtype() == "float32" else 0.00225
 CHUNK_TOKENS = 128
 SHORT = "Hi"
 """Less than a block: no chunk comes or goes for it, and a step is taken."""
@@ -96,7 +97,7 @@ def asked(
     place = tmp_path_factory.mktemp("server")
     socket = place / "c.sock"
     config = place / "tiercache.yaml"
-    config.write_text(CONFIG.format(directory=place, socket=socket))
+    config.write_text(CONFIG.format(directory=place, socket=socket, cpu_gb=CPU_GB))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
         with serving(Path(model), place / "server.log", config) as server:

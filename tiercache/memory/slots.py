@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -43,10 +44,11 @@ class SlotPool:
         self.slot_bytes = aligned(chunk_bytes)
         self.count = arena.size_bytes // self.slot_bytes
         if self.count < FEWEST_SLOTS:
+            enough_gb = math.ceil(1000 * FEWEST_SLOTS * self.slot_bytes / 2**30) / 1000
             raise ConfigError(
-                f"max_local_cpu_size: {arena.size_bytes / 2**30:.3f} GB hold {self.count} chunks of "
+                f"max_local_cpu_size: {arena.size_bytes / 2**30:.4g} GB hold {self.count} chunks of "
                 f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
-                f"{FEWEST_SLOTS * self.slot_bytes / 2**30:.3f} or more, or lower chunk_size"
+                f"{enough_gb:g} or more, or lower chunk_size"
             )
         self._memory = arena.memory[: self.count * self.slot_bytes].reshape(self.count, self.slot_bytes)
         self._free: list[Slot] = list(range(self.count - 1, -1, -1))

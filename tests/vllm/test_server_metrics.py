@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.vllm.engines import REPOSITORY
 from tiercache.control.client import ask
 from tiercache.control.messages import Statistics
 from tiercache.core.distribution import Distribution
@@ -30,8 +31,8 @@ local_disk: {directory}/kv
 max_local_disk_size: 1.0
 control_socket: {socket}
 """
-"""In RAM there is room for four chunks of the shortened model, and the prompts have five."""
-CPU_GB = 0.0045 if quickest_dtype() == "float32" else 0.00225
+"""In RAM there is room for five chunks of the shortened model (seven in bfloat16), and the prompts have nine."""
+CPU_GB = 0.0045 if quickest_dtype() == "float32" else 0.0035
 CHUNK_TOKENS = 128
 SHORT = "Hi"
 """Less than a block: no chunk comes or goes for it, and a step is taken."""
@@ -101,8 +102,9 @@ def asked(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOG_STATS_INTERVAL", "1")
         with serving(Path(model), place / "server.log", config) as server:
+            licence = (REPOSITORY / "LICENSE").read_text()
             for _ in range(2):
-                for prompt in (*prompts, continued):
+                for prompt in (*prompts, continued, licence[3000:4400], licence[8000:9400]):
                     complete(server, prompt)
                     server.forget_prefix_cache()
             until_s = time.monotonic() + 60

@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.ahead import Ahead, check_loop, check_number, check_seconds
 from tiercache.closing import Closing
 from tiercache.config import Config
-from tiercache.core.keys import ChunkKey, check_key, check_keys, chunk_keys
+from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
@@ -179,9 +179,7 @@ class TierCache:
         LayoutError for device memory that is not laid out as it must be.
         """
         parts = self._in_use()
-        check_keys(keys)
-        if len(keys) != len(payloads):
-            raise ValueError(f"expected one payload a key: {len(keys)} keys, {len(payloads)} payloads")
+        check_one_each(keys, payloads, "payload")
         host, chunks = parts.by_memory(keys, payloads)
         stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
         if chunks and parts.on_device is not None:
@@ -262,9 +260,7 @@ class TierCache:
         are written after the driver's event `after`, by default after what the calling thread's stream has been given.
         """
         parts = self._in_use()
-        check_keys(keys)
-        if len(keys) != len(buffers):
-            raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(buffers)} buffers")
+        check_one_each(keys, buffers, "buffer")
         if parts.on_device is not None and (there := parts.on_device.all_of(buffers)):
             with parts.closing.operations, parts.on_device.event(after) as event:
                 delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s))
@@ -275,9 +271,7 @@ class TierCache:
     async def get_to(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None) -> int:
         """As `get_into`, with a callable for each chunk that gets a read-only uint8 vector on a worker thread."""
         parts = self._in_use()
-        check_keys(keys)
-        if len(keys) != len(sinks):
-            raise ValueError(f"expected one buffer a key: {len(keys)} keys, {len(sinks)} buffers")
+        check_one_each(keys, sinks, "buffer")
         with parts.closing.reads:
             delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s))
         parts.used(keys[:delivered])
@@ -366,6 +360,12 @@ class TierCache:
         return self._running.statistics()
 
     # Upkeep
+
+    def computing_takes(self, chunk_s: float) -> None:
+        """Say in how many seconds the engine computes a chunk now (at first what `prefill_tokens_per_s` says, if it does).
+        What is loaded slower is a miss from now on, and a load that takes longer than it should ends with what has come."""
+        check_seconds("chunk_s", chunk_s)
+        self.parts.reader.settings.recompute_s = chunk_s
 
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
         """Wait until all that was put is written to its tiers, for up to `timeout_s`."""

@@ -1,6 +1,6 @@
 """Whether a load is worth it."""
 
-from tiercache.core.estimate import TransferEstimate
+from tiercache.core.estimate import TransferEstimate, worth_waiting_s
 from tiercache.core.remembered import RememberedKeys
 
 
@@ -46,3 +46,28 @@ def test_remembered_keys_are_bounded_age_and_count_their_bytes() -> None:
     assert known.bytes_known == 100
     known.clear()
     assert len(known) == known.bytes_known == 0
+
+
+def test_a_load_is_waited_for_as_long_as_computing_takes_or_until_it_is_unusual() -> None:
+    assert worth_waiting_s(None, 2.0) == 2.0, "nobody knows how long it should take"
+    assert worth_waiting_s(0.1, 2.0) == 0.4
+    assert worth_waiting_s(0.01, 2.0) == 0.2, "a tenth of computing is a bargain"
+    assert worth_waiting_s(1.5, 2.0) == 2.0, "computing begins when it would have ended"
+    assert worth_waiting_s(30.0, 2.0) == 0.2, "it was slow: it may be well again, and is tried"
+    assert worth_waiting_s(0.0, 0.0) > 0
+
+
+def test_reads_that_take_too_long_already_keep_others_from_beginning() -> None:
+    estimate = TransferEstimate(4)
+    estimate.add(0.01, 0.0)
+    assert estimate.worthwhile(4, 0.5, 1.0, oldest_s=0.2)
+    assert not estimate.worthwhile(4, 0.5, 1.0, oldest_s=0.21)
+    assert estimate.worthwhile(4, None, 1.0, oldest_s=10.0)
+    assert estimate.worthwhile(4, 0.5, 100.0, oldest_s=31.0), "what hangs for good keeps nobody for good"
+
+
+def test_who_is_ahead_counts() -> None:
+    estimate = TransferEstimate(4)
+    assert estimate.lasting_s(4) is None
+    estimate.add(0.5, 0.0)
+    assert [estimate.lasting_s(4, ahead) for ahead in (0, 1, 4, 5)] == [0.5, 1.0, 1.0, 1.5]

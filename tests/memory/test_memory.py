@@ -291,7 +291,8 @@ def test_workers_with_a_hung_call_do_not_hang_the_interpreters_exit() -> None:
 def test_what_is_said_to_be_enough_is_and_is_more_than_there_was(chunk_bytes: int) -> None:
     with pytest.raises(ConfigError, match="raise it to") as refused:
         SlotPool(Arena(ArenaSettings(size_bytes=4 << 20)), chunk_bytes)
-    had_gb, enough_gb = map(float, re.findall(r"max_local_cpu_size: (.*) GB.*raise it to (.*) or more", str(refused.value))[0])
+    (found,) = re.findall(r"max_local_cpu_size: (.*) GB.*raise it to (.*) or more", str(refused.value))
+    had_gb, enough_gb = map(float, found)
     assert enough_gb > had_gb
     pool = SlotPool(Arena(ArenaSettings(size_bytes=int(enough_gb * 2**30))), chunk_bytes)
     assert pool.count >= FEWEST_SLOTS

@@ -318,3 +318,47 @@ async def test_read_without_room_gives_the_probe_to_the_next(bench: Bench) -> No
     lease = await reader.fetch(chunk(1)[0], now() + 0.5)
     assert lease is not None, "nobody had asked the tier since its pause was over"
     lease.release()
+
+
+async def deliver(reader: Reader, *numbers: int) -> tuple[int, float]:
+    """How many of these chunks came, and after how long."""
+    began = now()
+    arrived = await reader.deliver(keys_of(*numbers), [lambda view: None for _ in numbers], began + 10.0)
+    return arrived, now() - began
+
+
+async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_follows_until_it_is_well(bench: Bench) -> None:
+    """Two are read at a time, each in 10 ms; the engine computes a chunk in half a second. Then a read takes 80 times as
+    long, and later it is well again."""
+    server = Server("a", range(1, 30), read_s=0.01)
+    reader = Reader(bench.cpu, [server], ReaderSettings(deadline_s=10.0, recompute_s=0.5))
+    await reader.lookup(keys_of(*range(1, 30)))
+    assert (await deliver(reader, 1, 2, 3, 4))[0] == 4
+    server.read_s = 0.8
+    arrived, took_s = await deliver(reader, 1, 5, 6, 7)
+    assert arrived == 1, "what was there is used"
+    assert took_s == pytest.approx(0.15, abs=0.05), "a tenth of what computing three chunks takes"
+    arrived, took_s = await deliver(reader, 8, 9)
+    assert (arrived, took_s) == (0, pytest.approx(0.0, abs=0.05)), "a read that hangs says enough"
+    assert (await reader.lookup(keys_of(8, 9)))[0] == 0
+    while reader.flights.lingering:
+        await asyncio.sleep(0.1)
+    assert (await reader.lookup(keys_of(5, 6)))[0] == 2, "what came late is kept"
+    assert (await deliver(reader, 8, 9))[0] == 2, "less than computing the two takes"
+    server.read_s = 0.01
+    await asyncio.sleep(31.0)
+    arrived, took_s = await deliver(reader, 10, 11, 12, 13)
+    assert (arrived, took_s) == (4, pytest.approx(0.02, abs=0.05))
+
+
+async def test_a_load_that_hangs_is_waited_for_as_long_as_somebody_else_would_compute(bench: Bench) -> None:
+    hung = FaultyTier(Server("a", range(1, 9)))
+    hung.gate.clear()
+    reader = Reader(bench.cpu, [hung], ReaderSettings(deadline_s=10.0, recompute_s=0.25))
+    arrived, took_s = await deliver(reader, 1, 2, 3, 4)
+    assert (arrived, took_s) == (0, pytest.approx(1.0, abs=0.1)), "it was never read from: nobody knows better"
+    assert (await deliver(reader, 5, 6))[1] == pytest.approx(0.0, abs=0.05)
+    hung.gate.set()
+    while reader.flights.lingering:
+        await asyncio.sleep(0)
+    assert bench.is_whole()

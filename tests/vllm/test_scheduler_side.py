@@ -364,3 +364,17 @@ def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_find
     given = {transfer.name for transfer in saved(engine.steps((request, 100)))}
     adapter.there.set()
     assert len(given) == 3 and not given & {*NAMES, *adapter.names(engine)}
+
+
+def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """Of a request whose prefill and decoding go on without a pause; once, as long as it stays the same."""
+    now_s = [100.0]
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler_side.time.monotonic", lambda: now_s[0])
+    request = SimpleNamespace(request_id="elsewhere", num_computed_tokens=0)
+    told = []
+    for _ in range(10):
+        for tokens in (400, 400, 100, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1):
+            told.append(engine.steps((request, tokens)).token_s)
+            now_s[0] += 0.02 + 0.001 * tokens
+    (found,) = [token_s for token_s in told if token_s is not None]
+    assert found == pytest.approx(0.001, rel=0.05)

@@ -79,7 +79,9 @@ class ConfigFields:
     blocking_timeout_secs: int = _key(Whole(1, unit="seconds"), 10, "longest wait for a load or for room")
     lookup_timeout_ms: int = _key(Whole(1, unit="milliseconds"), 3000, "longest wait for a lookup")
     prefill_tokens_per_s: float = _key(
-        Number(unit="tokens/s"), 0.0, "how fast the engine computes KV: what a tier loads slower is left to it; 0: unknown",
+        Number(unit="tokens/s"),
+        0.0,
+        "how fast the engine computes KV, until it is measured: what a tier loads slower is left to it; 0: unknown",
         ours=True,
     )  # fmt: skip
     close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)

@@ -52,7 +52,7 @@ async def _watch(fleet: Fleet, every_s: float, once: bool, console: Console) -> 
             except ControlError as error:
                 if turn == 0:
                     raise
-                answers = {path: error for path in before}
+                answers = dict.fromkeys(before, error)
             now_s = time.monotonic()
             tables = list(tables_of(answers, before, now_s - asked_s))
             if live is not None:

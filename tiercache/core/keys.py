@@ -57,6 +57,13 @@ def check_keys(keys: Iterable[ChunkKey]) -> None:
             raise _no_key(key)
 
 
+def check_one_each(keys: Sequence[ChunkKey], things: Sequence[object], name: str) -> None:
+    """As `check_keys`; ValueError also where there are not as many `things`, one of which is called `name`."""
+    check_keys(keys)
+    if len(keys) != len(things):
+        raise ValueError(f"expected one {name} a key: {len(keys)} keys, {len(things)} {name}s")
+
+
 def check_key(key: ChunkKey) -> None:
     """As `check_keys`, for one."""
     if type(key) is not bytes or len(key) != KEY_BYTES:

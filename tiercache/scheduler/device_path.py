@@ -219,6 +219,10 @@ class DevicePath:
         has returned or raised - but for a device that does not finish a copy within 30 s, which DeviceError says."""
         if after is not None and not await self._has_happened(after, deadline_s):
             return 0
+        # Each of the two knows how quick it is itself; a chunk may come by either.
+        waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
+        if waits:
+            deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
         counters = self._host_reader.counters
         landing = DeviceLanding(self._copies, self.staging, self._gets, counters, payloads, deadline_s)
         return await deliver(self, keys, landing, deadline_s)

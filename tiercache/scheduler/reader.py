@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tiercache.core.budget import Purpose
+from tiercache.core.estimate import worth_waiting_s
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Sink
@@ -92,7 +93,28 @@ class Reader:
         Hot chunks go in one hand-over for each copying thread; the others are read meanwhile. Sinks behind a gap may have
         run. No sink runs after this has returned or raised. A sink that raises ends the prefix.
         """
-        return await deliver(self, keys, _Sinks(sinks, self.cpu.copiers, self.counters), deadline_s)
+        landing = _Sinks(sinks, self.cpu.copiers, self.counters)
+        if (wait_s := self.worth_waiting_s(keys)) is not None:
+            deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
+        return await deliver(self, keys, landing, deadline_s)
+
+    def worth_waiting_s(self, keys: Sequence[ChunkKey]) -> float | None:
+        """For the chunks that are not hot, before the engine had better compute what is not there. None: nobody knows what
+        that takes, or no tier is known to have any of them."""
+        recompute_s = self.settings.recompute_s
+        if recompute_s is None:
+            return None
+        position, by_tier = self.where(keys)
+        unknown = len(keys) - position
+        expected: list[float | None] = []
+        for tier in self.tiers:
+            if chunks := by_tier[tier.name] + (unknown if tier.tier.traits.shared else 0):
+                expected.append(tier.lasting_s(chunks))
+        if not expected:
+            return None
+        known = [lasting_s for lasting_s in expected if lasting_s is not None]
+        expected_s = sum(known) if len(known) == len(expected) else None
+        return worth_waiting_s(expected_s, recompute_s * (len(keys) - by_tier[self.cpu.name]))
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
         """Promote chunks into the hot cache; returns how many of the prefix are hot (or were, on arrival)."""

@@ -26,14 +26,15 @@ logger = logging.getLogger("tiercache.reader")
 _LEAST_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReaderSettings:
     deadline_s: float = 10.0
     """For a caller that names none."""
     probe_deadline_s: float = 3.0
     """How long a look-up waits for a shared tier to say what it has."""
     recompute_s: float | None = None
-    """What the engine takes to compute one chunk: what takes longer to load is left to it. None: not known."""
+    """What the engine takes to compute one chunk: what takes longer to load is left to it. None: not known. It changes, as
+    the engine is measured."""
 
 
 @dataclass
@@ -105,6 +106,8 @@ class TierReader:
         self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
         """Of those who wait for a place."""
         self.reads = TierReadStatistics()
+        self._begun: dict[asyncio.Task[int | None], float] = {}
+        """Reads under way, the oldest first, and since when."""
         self._late: dict[ChunkKey, _Read] = {}
         """Those that nobody waited for to the end."""
         self._stuck: set[asyncio.Task[int | None]] = set()
@@ -137,7 +140,12 @@ class TierReader:
         return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
 
     def _worthwhile(self, chunks: int, now_s: float) -> bool:
-        return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s)
+        oldest_s = now_s - next(iter(self._begun.values()), now_s)
+        return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
+
+    def lasting_s(self, chunks: int) -> float | None:
+        """What a demand read of so many chunks should take as it is now, behind those that are there; None: not known."""
+        return self.estimate.lasting_s(chunks, self.taken[READ] + len(self.turns.waiting[READ]))
 
     def _until_s(self, deadline_s: float, began_s: float) -> float:
         """When to go on with the next tier, having begun then."""
@@ -233,6 +241,7 @@ class TierReader:
             if not placed or slot is None or flight.forgotten or not self.may_have(key):
                 return None
             task = asyncio.create_task(read(key, self.cpu.pool.view(slot)))
+            self._begun[task] = asyncio.get_running_loop().time()
             begun = _Read(key, slot, purpose, flight.parent, self.cpu.under_way.begin([key]), task)
             slot, placed = None, False
         finally:
@@ -294,7 +303,6 @@ class TierReader:
             took_s = loop.time() - began_s
             self.breaker.succeeded(loop.time(), took_s)
             if length is not None:
-                self.estimate.add(took_s, loop.time())
                 self.reads.seconds.add(took_s)
         elif isinstance(error, CorruptChunk):
             self._called_off(began_s)  # an answer, which says nothing about the tier's health
@@ -357,7 +365,11 @@ class TierReader:
         self._leave(read.purpose)
         self.reads.reading -= 1
         self.cpu.under_way.end(read.passage)
+        now_s = asyncio.get_running_loop().time()
+        began_s = self._begun.pop(read.task)
         lease = None
+        if length is not None:
+            self.estimate.add(now_s - began_s, now_s)  # also of one that nobody waited for to its end
         if length is None or self._closed or read.passage.forgot(read.key):
             self.cpu.abandon(read.slot, read.purpose)
         else:

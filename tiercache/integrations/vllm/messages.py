@@ -42,6 +42,8 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     forget_hot: bool = False
     generation: bytes = b""
     """With `forget_hot`: what names are made with from now on, see `BlockNames`."""
+    token_s: float | None = None
+    """What one token more costs the engine, in seconds, when that has changed."""
     turns: list[Turn] = field(default_factory=list)
     """What requests say about themselves, in the order in which they came and finished."""
 

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
+from tiercache.core.prefill_cost import PrefillCost
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.figures import SchedulerFigures
@@ -42,6 +43,7 @@ class SchedulerSide:
         self._unconfirmed: set[str] = set()
         self._work = StepWork()
         self._warned: set[str] = set()
+        self._prefill = PrefillCost()
 
     # Loading
 
@@ -150,6 +152,7 @@ class SchedulerSide:
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
+        self._measure(work, output)
         try:
             if self.geometry.groups:
                 self._note_given_away(work, output)
@@ -230,6 +233,14 @@ class SchedulerSide:
             tracked.names, tracked.lookup, tracked.match = [], None, None
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         self._work.forget_hot = True
+
+    def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
+        """How quick the engine is, for the workers to know what is worth loading."""
+        tokens = output.num_scheduled_tokens
+        self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
+        if not all(load.asynchronous for load in work.loads):
+            self._prefill.disturbed()
+        work.token_s = self._prefill.news()
 
     def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
         """Only called when no synchronous load is unconfirmed: what a step computes beside a load that fails is wrong, for

@@ -101,6 +101,9 @@ class WorkerSide:
             self._names.follow(work.generation)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         self._lookups.release(work.released)
+        if work.token_s is not None:
+            chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, len(self.geometry.groups))
+            self.thread.loop.call_soon_threadsafe(self.thread.cache.computing_takes, chunk_s)
         for loading in [self._begin_load(load) for load in work.loads]:
             if loading.load.asynchronous:
                 self._receiving[loading.load.request_id] = loading

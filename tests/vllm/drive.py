@@ -356,6 +356,45 @@ class Driver:
             "steps": steps,
         }
 
+    def crowd(
+        self, prompts: list[list[int]], requests: list[dict[str, Any]], happenings: dict[str, list[Any]]
+    ) -> dict[str, Any]:
+        from crowd import run_crowd  # it lies beside this script
+
+        return run_crowd(self, prompts, requests, happenings)
+
+    def generate_traced(self, prompt: list[int], headers: dict[str, str] | None) -> list[dict[str, Any]]:
+        """What the cache's own tracer was told meanwhile, as an exporter gets it."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+        from vllm import SamplingParams
+
+        if not isinstance(trace.get_tracer_provider(), TracerProvider):
+            trace.set_tracer_provider(TracerProvider())
+        exporter = InMemorySpanExporter()
+        provider: Any = trace.get_tracer_provider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        engine = self.llm.llm_engine
+        wanted = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        engine.add_request(f"traced-{time.monotonic_ns()}", {"prompt_token_ids": prompt}, wanted, trace_headers=headers)
+        while engine.has_unfinished_requests():
+            engine.step()
+        self.idle()
+        self.flush()
+        return [
+            {
+                "name": span.name,
+                "trace": f"{span.context.trace_id:032x}",
+                "parent": f"{span.parent.span_id:016x}",
+                "seconds": (span.end_time - span.start_time) / 1e9,
+                "attributes": dict(span.attributes),
+            }
+            for span in exporter.get_finished_spans()
+            if span.name.startswith("tiercache.")
+        ]
+
     def left_behind(self) -> dict[str, int]:
         """What is still held when nothing is to be done any more: blocks, leases, slots, requests."""
         from tiercache.integrations.vllm.lookup import _local

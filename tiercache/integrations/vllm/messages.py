@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from tiercache.integrations.vllm.planning import BlockTransfer
+from tiercache.integrations.vllm.spans import Trace
 from tiercache.integrations.vllm.turns import Turn
 
 
@@ -17,6 +18,7 @@ class Load:
     asynchronous: bool
     impossible: tuple[int, ...] = ()
     """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
+    trace: Trace | None = None
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Save:
     request_id: str
     transfers: list[BlockTransfer]
     request_tokens: int
+    trace: Trace | None = None
 
 
 @dataclass

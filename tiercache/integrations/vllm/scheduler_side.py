@@ -16,6 +16,7 @@ from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behin
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
+from tiercache.integrations.vllm.spans import add_span, trace_of
 from tiercache.integrations.vllm.tracked import TrackedRequest
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, wishes_of
 
@@ -103,7 +104,7 @@ class SchedulerSide:
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        load = Load(request.request_id, [], self._loads_later)
+        load = Load(request.request_id, [], self._loads_later, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
                 self._names(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
@@ -286,7 +287,7 @@ class SchedulerSide:
             )
             if transfers:
                 tracked.saves_begun += 1
-                work.saves.append(Save(request.request_id, transfers, request.num_tokens))
+                work.saves.append(Save(request.request_id, transfers, request.num_tokens, trace_of(request)))
                 if tracked.wishes.forget:
                     tracked.stored += [transfer.name for transfer in transfers]
         tracked.tail_saved |= last
@@ -383,6 +384,8 @@ class SchedulerSide:
             put_off_s = None if tracked.put_off_at_s is None else time.monotonic() - tracked.put_off_at_s
             skipped = not load and loadable_tokens(tracked.match, request.num_tokens, computed, 0, self.geometry) > 0
             self.figures.looked_up(tracked.match, request.num_tokens, put_off_s, skipped=skipped)
+        hits = {f"{tier}_tokens": tokens for tier, tokens in tracked.match.tokens_by_tier.items()}
+        add_span("lookup", trace_of(request), tracked.asked_at_s, request_tokens=request.num_tokens, **hits)
         tiers = {"cpu": 0, "disk": 0} | tracked.match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",

@@ -28,6 +28,7 @@ from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.spans import add_span
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -70,6 +71,7 @@ class WorkerSide:
         self.geometry = geometry
         self.mover = mover
         self._names = names
+        self._rank = layout.rank
         self.thread = CacheThread(config, layout, device=mover.driver, naming=AnnouncedPrompts(names, geometry))
         self._namespace = self.thread.cache.namespace
         try:
@@ -211,7 +213,9 @@ class WorkerSide:
         took_s = time.monotonic() - loading.began_s
         whole = arrived == len(load.transfers) and not load.impossible
         outcome = "whole" if whole else "part" if arrived else "failed"
-        self.figures.loaded(self._bytes_of(load.transfers[:arrived]), took_s, outcome)
+        payload_bytes = self._bytes_of(load.transfers[:arrived])
+        self.figures.loaded(payload_bytes, took_s, outcome)
+        add_span("load", load.trace, loading.began_s, bytes=payload_bytes, outcome=outcome, rank=self._rank)
         if self.geometry.groups:
             self._end_grouped_load(loading, arrived)
             return
@@ -270,7 +274,9 @@ class WorkerSide:
                 logger.warning("storing tokens of request %s failed: %r", save.request_id, error)
                 return
             chunks = done.result()
-            self.figures.stored(self._bytes_of(save.transfers[:chunks]), time.monotonic() - began_s)
+            payload_bytes = self._bytes_of(save.transfers[:chunks])
+            self.figures.stored(payload_bytes, time.monotonic() - began_s)
+            add_span("save", save.trace, began_s, bytes=payload_bytes, rank=self._rank)
             stored = tokens * chunks // len(keys)
             logger.info("Stored %d out of total %d tokens for request %s", stored, save.request_tokens, save.request_id)
 

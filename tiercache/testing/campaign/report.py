@@ -134,4 +134,5 @@ def _grown(growth: Growth) -> str:
     return (
         f"{first.rss_bytes / 2**20:.1f} MiB after {first.at_s:.0f} s, {last.rss_bytes / 2**20:.1f} after {last.at_s:.0f} "
         f"({percent:+.1f} %); descriptors {first.descriptors}, {last.descriptors}; threads {first.threads}, {last.threads}"
+        + ("; by sixths " + ", ".join(f"{part / 2**20:.1f}" for part in growth.course) if growth.course else "")
     )

@@ -12,9 +12,12 @@ from tiercache.memory.arena import SHM_DIRECTORY
 from tiercache.tiers.files.mounts import mounts
 
 SOAK_S = 600.0
-"""A campaign that lasts so long is a soak: whatever is allocated once has been by its first tenth."""
+"""A campaign that lasts so long is a soak."""
+SETTLED_S = 600.0
+"""Whatever is allocated once has been by then, or by the first quarter of a soak that is shorter."""
 GROWTH = 0.02
-"""Of the resident memory, between the first and the last tenth of a soak."""
+"""Of the resident memory, from when it has settled to the last tenth of a soak."""
+PARTS = 6
 WARM_UP_BYTES = 24 << 20
 """What a process may take in a shorter one: modules, threads and tables that are filled for the first time."""
 DESCRIPTORS, THREADS = 8, 32
@@ -42,23 +45,27 @@ def usage_of(pid: int, at_s: float) -> Usage | None:
 
 @dataclass(frozen=True)
 class Growth:
-    """Between the end of the first tenth and the end. Memory in a soak is the median of the samples around each: what a
-    process has at one moment depends on what it did last."""
+    """From the end of the first tenth, in a soak from when it has settled, to the end. Memory in a soak is the median of the
+    samples around each: what a process has at one moment depends on what it did last."""
 
     first: Usage
     last: Usage
     leaks: tuple[str, ...]
+    course: tuple[int, ...] = ()
+    """The median of the resident memory in each sixth of a soak, in bytes: what leaks grows in all of them."""
 
 
 def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) -> Growth | None:
     """None with fewer than two samples."""
     if len(samples) < 2:
         return None
-    early = [sample for sample in samples if sample.at_s <= seconds / 10]
+    soaks = seconds >= SOAK_S
+    settled_s = min(SETTLED_S, seconds / 4) if soaks else seconds / 10
+    early = [sample for sample in samples if sample.at_s <= settled_s]
     first, last = early[-1] if early else samples[0], samples[-1]
     allowed_bytes = WARM_UP_BYTES
-    if seconds >= SOAK_S:
-        first = _typical(first, [sample for sample in early if sample.at_s >= seconds / 20])
+    if soaks:
+        first = _typical(first, [sample for sample in early if sample.at_s >= settled_s / 2])
         last = _typical(last, [sample for sample in samples if sample.at_s >= last.at_s - seconds / 10])
         allowed_bytes = int(GROWTH * first.rss_bytes)
     leaks = []
@@ -70,7 +77,14 @@ def growth(samples: Sequence[Usage], seconds: float, descriptors_kept: int = 0) 
     ):
         if now - was > allowed:
             leaks.append(f"{name}: {was}, then {now}")
-    return Growth(first, last, tuple(leaks))
+    return Growth(first, last, tuple(leaks), _course(samples, seconds) if soaks else ())
+
+
+def _course(samples: Sequence[Usage], seconds: float) -> tuple[int, ...]:
+    parts: list[list[int]] = [[] for _ in range(PARTS)]
+    for sample in samples:
+        parts[min(PARTS - 1, int(PARTS * sample.at_s / seconds))].append(sample.rss_bytes)
+    return tuple(int(median(part)) for part in parts if part)
 
 
 def _typical(sample: Usage, around: Sequence[Usage]) -> Usage:

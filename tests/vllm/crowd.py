@@ -67,8 +67,10 @@ def run_crowd(
 
 def _begin(engine: Any, name: str, tokens: list[int], request: dict[str, Any]) -> None:
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     wanted: dict[str, Any] = {"max_tokens": request["tokens"], "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    wanted["output_kind"] = RequestOutputKind.FINAL_ONLY
     prompt: dict[str, Any] = {"prompt_token_ids": tokens}
     priority = 0
     match request["kind"]:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("imported")
 REQUESTS = int(os.environ.get("TIERCACHE_TEST_REQUESTS", "120"))
 TOKENS = 12
 KINDS = ["plain"] * 5 + ["salted", "prompt logprobs", "urgent"]
-HAPPENINGS = ["preempt", "damage", "remove", "clear hot", "clear hot", "weights changed"]
+HAPPENINGS = ["clear hot", "preempt", "damage", "clear hot", "remove", "preempt", "weights changed"]
 
 
 def workload(
@@ -45,8 +45,8 @@ def workload(
         for _ in range(REQUESTS)
     ]
     happenings: dict[str, list[Any]] = {}
-    for step in range(20, 20000, 20):
-        match numbers.choice(HAPPENINGS):
+    for number, step in enumerate(range(15, 20000, 15)):
+        match HAPPENINGS[number % len(HAPPENINGS)]:
             case "damage":
                 happenings[str(step)] = ["damage", str(directory), numbers.choice(["flip", "truncate"]), 5]
             case "remove":
@@ -103,7 +103,6 @@ def test_requests_of_every_kind(
             again,
         ],
     )
-    print(found["steps"], found["aborted"], found["preempted"], found["happened"], statistics["reader"])
     assert len(found["answers"]) + found["aborted"] == REQUESTS
     for name, answer in found["answers"].items():
         request = requests[int(name[1:])]
@@ -112,8 +111,8 @@ def test_requests_of_every_kind(
         if request["kind"] != "two":
             assert answer["logprobs"][0] == pytest.approx(right["logprobs"][0][: request["tokens"]], abs=1e-3), name
     assert left == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
-    assert found["aborted"] > 3 and found["preempted"] > 3 and len(found["happened"]) > 3
-    assert min(statistics["reader"]["hits"].values()) > 10
+    assert found["aborted"] > 3 and found["preempted"] > 3 and set(found["happened"]) == set(HAPPENINGS)
+    assert min(statistics["reader"]["hits"].values()) > 0
     assert corrupted > 0 and any(
         wrong["answers"][name]["tokens"] != answer["tokens"] for name, answer in oracle["answers"].items()
     ), "with wrong KV this has to fail, or it proves nothing"

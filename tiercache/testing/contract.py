@@ -126,6 +126,23 @@ class TierContract:
         await tier.close()
         await tier.close()
 
+    async def test_opening_that_is_cancelled_leaves_no_task(self, tmp_path: Path) -> None:
+        """It is not closed: who never got a tier has nothing to close."""
+        before = asyncio.all_tasks()
+        for steps in range(12):
+            tier = await self.make_tier(tmp_path)
+            opening = asyncio.ensure_future(tier.open())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await tier.close()
+            if left := asyncio.all_tasks() - before:
+                await asyncio.wait(left, timeout=10.0)
+            left = {task for task in asyncio.all_tasks() - before if not task.done()}
+            assert not left, f"cancelled after {steps} steps of the loop: {left}"
+
     async def test_cancelled_read_leaves_the_tier_usable(self, tier: Tier) -> None:
         key, payload = chunk(1)
         await tier.write(key, payload, self.chunk_bytes)

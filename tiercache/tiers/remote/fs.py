@@ -131,9 +131,13 @@ class FsTier(Tier):
         self._coming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Waits `timeout_s` at most. Raises ConfigError for what does not pass by waiting."""
+        """Waits `timeout_s` at most. Raises ConfigError for what does not pass by waiting. Cancelled, it closes again."""
         self._coming = asyncio.create_task(self._come_up(), name=f"tiercache-open-{self.name}")
-        await asyncio.wait([self._coming], timeout=self.settings.timeout_s)
+        try:
+            await asyncio.wait([self._coming], timeout=self.settings.timeout_s)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         if self._coming.done():
             self._coming.result()
             return

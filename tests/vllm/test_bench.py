@@ -54,6 +54,14 @@ def test_each_workload_is_measured_in_turn_with_what_it_is_compared_with(
             assert f"{other}.{name}" in figures.compared[name]
 
 
+def test_each_workload_hits_what_it_says(figures: Figures) -> None:
+    for name in ("vllm", "alone.vllm"):
+        assert figures.samples[f"{name}.new.hit_part"] == [0]
+        assert figures.samples[f"{name}.engine_hits.hit_part"][0] > 0.9
+    assert figures.samples["ceiling.vllm.documents.hit_part"][0] > 0.1
+    assert figures.samples["vllm.documents.hit_part"][0] > 0.1
+
+
 def test_the_slow_disk_is_slow_and_the_others_are_not(figures: Figures) -> None:
     if (reason := why_no_fuse()) is not None:
         pytest.skip(reason)

@@ -19,11 +19,13 @@ _PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Answered:
-    """`ttft_s` runs from sending to the first token; None when the client went before."""
+    """`ttft_s` runs from sending to the first token; None when the client went before. `hit_tokens` of the prompt were in
+    the engine's cache or in ours; None when the client went before vLLM said so."""
 
     ttft_s: float | None
     prompt_tokens: int
     answer_tokens: int
+    hit_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Run:
     @property
     def tokens(self) -> int:
         return sum(answer.prompt_tokens + answer.answer_tokens for answer in self.answered)
+
+    @property
+    def hit_part(self) -> float:
+        """Of all tokens of prompts that were answered to the end."""
+        ended = [answer for answer in self.answered if answer.hit_tokens is not None]
+        return sum(answer.hit_tokens or 0 for answer in ended) / max(1, sum(answer.prompt_tokens for answer in ended))
 
 
 async def ask_all(server: Server, asks: Sequence[Ask], clients: int = CLIENTS) -> Run:
@@ -98,10 +106,11 @@ async def _ask(connection: httpx.AsyncClient, server: Server, ask: Ask) -> Answe
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     began = time.perf_counter()
     first_s: float | None = None
-    tokens = 0
+    tokens, hit_tokens = 0, None
     try:
         async with connection.stream("POST", f"{server.url}/v1/completions", json=body) as response:
             if response.status_code != httpx.codes.OK:
@@ -114,12 +123,15 @@ async def _ask(connection: httpx.AsyncClient, server: Server, ask: Ask) -> Answe
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise server.failed(f"vLLM answered with an error: {event['error']}")
-                first_s = first_s or time.perf_counter() - began
-                tokens += len(event["choices"])
+                if event["choices"]:
+                    first_s = first_s or time.perf_counter() - began
+                    tokens += 1
+                if usage := event.get("usage"):
+                    hit_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 if ask.hang_up_after is not None and tokens >= ask.hang_up_after:
                     break
     except httpx.HTTPError as error:
         raise server.failed(f"vLLM stopped answering: {error!r}") from error
     if first_s is None:
         raise server.failed("vLLM answered without a token")
-    return Answered(first_s, len(ask.prompt), tokens)
+    return Answered(first_s, len(ask.prompt), tokens, hit_tokens)

@@ -44,7 +44,7 @@ _SHOWN = ("total_s", "tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "cpu_s")
 
 def measure_vllm(figures: Figures, plan: Plan, amounts: Amounts | None = None, model: Path | None = None) -> None:
     """Figures of real servers, each `.total_s`, `.tokens_per_s`, `.ttft_mean_ms`, `.ttft_p99_ms`, `.cpu_s` (of all its
-    processes, until everything is written), for the workloads
+    processes, until everything is written) and `.hit_part` (of the prompts' tokens), for the workloads
 
     - `vllm.new`: no prompt was ever seen, so nothing hits; beside vLLM alone;
     - `vllm.engine_hits`: all is in the engine's own prefix cache; beside vLLM alone;
@@ -107,6 +107,7 @@ class Bench:
         )  # fmt: skip
         for what, value in zip(_SHOWN, values, strict=True):
             self.figures.add(f"{side_name}.{workload}.{what}", value)
+        self.figures.add(f"{side_name}.{workload}.hit_part", run.hit_part)
 
     def compare(self, workload: str, *others: str) -> None:
         for what in _SHOWN:

@@ -54,7 +54,7 @@ class Amounts:
     """So many more than `waiting` are sent, and are answered before the rest is taken back."""
 
 
-FULL = Amounts(16, 60, 24, 60, 0.25, 5, 2, 2, 12, 30, 0.125, 64, 24)
+FULL = Amounts(12, 60, 24, 60, 0.25, 5, 1, 1, 8, 20, 0.12, 64, 24)
 QUICK = Amounts(3, 6, 6, 8, 0.12, 1, 1, 1, 3, 4, 0.12, 64, 4)
 
 

@@ -15,7 +15,7 @@ from tiercache.bench.vllm.workload import Amounts
 from tiercache.bench.workload import QUICK, Plan
 from tiercache.testing.hf3fs import why_no_fuse
 
-TINY = Amounts(2, 3, 4, 6, 0.03, 1, 1, 1, 2, 3, 0.03, 64, 2)
+TINY = Amounts(2, 3, 4, 6, 0.03, 1, 1, 1, 4, 5, 0.03, 64, 2)
 RUN = ("total_s", "tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "cpu_s")
 STATES = ("well", "slow", "hanging", "well_again")
 

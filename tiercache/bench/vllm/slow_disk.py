@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,27 +48,30 @@ class SlowDisk:
 
     def _slow_down(self) -> None:
         """Found out by reading: how many calls a read takes is the kernel's business."""
-        self.well_s = self._read_s()
-        self.emulator.control.pace(_pace(_TRIED_S))
-        self.emulator.control.pace(_pace(call_s(self.well_s, self._read_s(), _TRIED_S)))
-        self.slow_s = self._read_s()
-
-    def _read_s(self) -> float:
         found = (path for path in self.emulator.mount.rglob("*") if path.is_file())
+        # Before it is slow: looking at each directory takes longer than reading then.
         chunks = [path for path in found if path.stat().st_size > _CHUNK_BYTES][:_FILES]
-        taken = []
-        for path in chunks:
-            began = time.perf_counter()
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                size = os.fstat(descriptor).st_size
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                while size > 0:
-                    size -= len(os.read(descriptor, size))
-            finally:
-                os.close(descriptor)
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+        self.well_s = _read_s(chunks)
+        self.emulator.control.pace(_pace(_TRIED_S))
+        self.emulator.control.pace(_pace(call_s(self.well_s, _read_s(chunks), _TRIED_S)))
+        self.slow_s = _read_s(chunks[:1])
+
+
+def _read_s(paths: Sequence[Path]) -> float:
+    """The median of some files, from the file system and not from the page cache."""
+    taken = []
+    for path in paths:
+        began = time.perf_counter()
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            while size > 0:
+                size -= len(os.read(descriptor, size))
+        finally:
+            os.close(descriptor)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
 
 
 def call_s(well_s: float, tried_s: float, added_s: float) -> float:

@@ -55,7 +55,7 @@ class Amounts:
 
 
 FULL = Amounts(12, 60, 24, 60, 0.25, 5, 1, 1, 8, 20, 0.12, 64, 24)
-QUICK = Amounts(3, 6, 6, 8, 0.12, 1, 1, 1, 3, 4, 0.12, 64, 4)
+QUICK = Amounts(3, 6, 6, 8, 0.12, 1, 1, 1, 4, 5, 0.12, 64, 4)
 
 
 def new_prompts(text: Sequence[int], seed: int, count: int) -> list[Ask]:

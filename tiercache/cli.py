@@ -89,7 +89,8 @@ def bench(
     only: Annotated[
         str,
         typer.Option(
-            help="Comma list of: core, cpu, disk, prefetch, loop, restart; only when named: hf3fs, redis, mooncake, s3."
+            help="Comma list of: core, cpu, disk, prefetch, loop, restart; "
+            "only when named: hf3fs, redis, mooncake, s3, vllm."
         ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,

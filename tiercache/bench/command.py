@@ -23,15 +23,17 @@ from tiercache.bench.prefetch_figures import measure_prefetch
 from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
+from tiercache.bench.vllm.goals import compared_with_goals
+from tiercache.bench.vllm.installed import require_installed
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
 from tiercache.commands.findings import complain
 from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
-PARTS = (*DEFAULT_PARTS, "hf3fs", "mooncake", "redis", "s3")
-"""All but the default ones are measured when asked for: they want an emulator or a server, and a machine that does nothing
-else."""
+PARTS = (*DEFAULT_PARTS, "hf3fs", "mooncake", "redis", "s3", "vllm")
+"""All but the default ones are measured when asked for: they want an emulator, a server or vLLM, and a machine that does
+nothing else."""
 
 
 def bench_command(
@@ -66,7 +68,7 @@ def bench_command(
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
 
-            plan = Plan(pairs, QUICK if quick else FULL, place, progress, peer_python)
+            plan = Plan(pairs, QUICK if quick else FULL, place, progress, peer_python, quick)
             for part in parts:
                 _measure(part, figures, plan)
     except (TierCacheError, OSError) as error:
@@ -76,6 +78,8 @@ def bench_command(
         if made and not any(directory.iterdir()):
             directory.rmdir()
     show_figures(figures.table(), Console())
+    for line in compared_with_goals(figures):
+        print(line)
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": facts, **figures.to_dict()}, indent=2) + "\n")
     if problem is not None:
@@ -110,5 +114,10 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
         asyncio.run(measure_redis(figures, plan))
     elif part == "s3":
         asyncio.run(measure_s3(figures, plan))
+    elif part == "vllm":
+        require_installed()
+        from tiercache.bench.vllm.measure import measure_vllm  # its clients import httpx
+
+        measure_vllm(figures, plan)
     else:
         asyncio.run(measure_hf3fs(figures, plan))

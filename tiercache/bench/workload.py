@@ -53,6 +53,8 @@ class Plan:
     progress: Progress
     peer_python: Path | None = None
     """A Python that has LMCache; None measures no peer."""
+    quick: bool = False
+    """Whether `sizes` are those that only show that everything works."""
 
     def count(self, chunk_bytes: int) -> int:
         return max(4, self.sizes.total_bytes // chunk_bytes)

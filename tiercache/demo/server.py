@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from pathlib import Path
 from tiercache.demo.evidence import Found, found_for, stored_tokens
 
 MODEL_NAME = "smollm2-135m"
+CONNECTOR = "tiercache.integrations.vllm:TierCacheConnector"
 _START_S = 1200.0
 _STOP_S = 30.0
 _POLL_S = 0.05
@@ -35,16 +36,27 @@ class ServerFailed(RuntimeError):
 class Server:
     url: str
     log: Path
+    group: int
+    """Its process group."""
 
     def found_for(self, request_id: str) -> Found | None:
         """What the connector logged about the hits of a request; None when it logged nothing."""
         return found_for(request_id, self.log.read_text(errors="replace"))
 
-    def forget_prefix_cache(self) -> None:
-        """Empty vLLM's own prefix cache, so that the next hit has to come from ours."""
+    def forget_prefix_cache(self, timeout_s: float = 30.0) -> None:
+        """Empty vLLM's own prefix cache, so that the next hit has to come from ours. It refuses while a request holds
+        blocks, also one whose client has hung up or whose blocks are being stored: asked again until then."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST")
+        until = time.monotonic() + timeout_s
         try:
-            open_url(request, timeout=30).close()
+            while True:
+                with open_url(request, timeout=30) as response:
+                    answer = response.read()
+                if not answer or json.loads(answer).get("success", True):
+                    return
+                if time.monotonic() > until:
+                    raise self.failed(f"blocks were still in use after {timeout_s:.0f} s")
+                time.sleep(_POLL_S)
         except OSError as error:
             raise self.failed(f"vLLM did not reset its prefix cache: {error}") from error
 
@@ -62,25 +74,29 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
+def serving(
+    model: Path,
+    log: Path,
+    config: Path | None,
+    *,
+    connector: str = CONNECTOR,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
     """Run a server with prefix caching and our connector, configured by `config` (a tiercache.yaml), until the block ends.
 
-    Ends the whole process group, whatever happens in the block, so that nothing is left running.
+    `connector` is a module and a class in it; without `config` there is none. `arguments` and `environment` come after our
+    own and win over them. Ends the whole process group, whatever happens in the block, so that nothing is left running.
     """
     port = _free_port()
-    transfer = {
-        "kv_connector": "TierCacheConnector",
-        "kv_connector_module_path": "tiercache.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
         *("--max-model-len", "8192", "--max-num-seqs", "4", "--dtype", quickest_dtype()),
         "--enforce-eager",  # compiling takes longer than all that the demo asks
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--kv-transfer-config", json.dumps(transfer)),
+        *(_with_connector(connector) if config is not None else ()),
+        *arguments,
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -88,15 +104,26 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=_environment(config),
+            env=_environment(config) | dict(environment or {}),
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", log)
+    server = Server(f"http://127.0.0.1:{port}", log, process.pid)
     try:
         _wait_until_healthy(process, server)
         yield server
     finally:
         _stop(process)
+
+
+def _with_connector(connector: str) -> tuple[str, str]:
+    module, _, name = connector.partition(":")
+    transfer = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    return "--kv-transfer-config", json.dumps(transfer)
 
 
 def quickest_dtype(cpu: Path = Path("/proc/cpuinfo")) -> str:
@@ -105,13 +132,14 @@ def quickest_dtype(cpu: Path = Path("/proc/cpuinfo")) -> str:
     return "bfloat16" if flags and {"avx512_bf16", "amx_bf16", "bf16"} & set(flags[1].split()) else "float32"
 
 
-def _environment(config: Path) -> dict[str, str]:
+def _environment(config: Path | None) -> dict[str, str]:
     """Ours, without what would change the demo's own configuration."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     kept.pop("VLLM_API_KEY", None)
+    if config is not None:
+        kept["TIERCACHE_CONFIG_FILE"] = str(config)
     return kept | {
         "HF_HUB_OFFLINE": "1",
-        "TIERCACHE_CONFIG_FILE": str(config),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache

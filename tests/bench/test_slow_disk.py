@@ -1,0 +1,35 @@
+"""The disk of `tiercache bench --only vllm` that can be slowed down: a real mount, and a real cache on it."""
+
+from pathlib import Path
+
+import pytest
+
+from tiercache.bench.vllm.servers import Side
+from tiercache.bench.vllm.slow_disk import SlowDisk
+from tiercache.bench.workload import MIB, config_of, items_of, layout_of, new_keys, payloads
+from tiercache.cache import TierCache
+from tiercache.demo.server import Server
+from tiercache.testing.hf3fs import Hf3fsEmulator, why_no_fuse
+
+pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
+
+
+async def test_a_read_takes_far_longer_while_it_is_slow_and_what_was_stored_is_there_when_it_is_well_again(
+    tmp_path: Path,
+) -> None:
+    keys, sources = new_keys(6), payloads(12 * MIB, 2 * MIB)
+    with Hf3fsEmulator(tmp_path, fuse=True) as emulator:
+        disk = SlowDisk(emulator, Side("", Server("", tmp_path / "log", 0)))
+        config = config_of(64 * MIB, emulator.mount / "kv", 64 * MIB)
+        async with TierCache.open(config, layout_of(2 * MIB)) as cache:
+            await cache.put_from(items_of(keys, sources))
+            await cache.flush(60)
+            cache.clear_hot()
+            with disk.being("slow"):
+                assert disk.slow_s > 20 * disk.well_s
+            with disk.being("hanging"):
+                pass
+            for number, key in enumerate(keys):
+                async with cache.get(key) as lease:
+                    assert lease is not None
+                    assert bytes(lease.view) == sources[number % len(sources)].tobytes()

@@ -1,0 +1,138 @@
+"""What the benchmark with real servers asks, and what it makes of the answers: all that needs no server."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tiercache.bench.figures import Figures
+from tiercache.bench.vllm.goals import GOALS, compared_with_goals
+from tiercache.bench.vllm.installed import require_installed
+from tiercache.bench.vllm.servers import Side
+from tiercache.bench.vllm.slow_disk import SLOWER, call_s
+from tiercache.bench.vllm.steps import steps_s
+from tiercache.bench.vllm.workload import (
+    ANSWER_TOKENS,
+    BLOCK_TOKENS,
+    CLIENTS,
+    DOCUMENT_TOKENS,
+    ENGINE_BLOCKS,
+    FULL,
+    LONGEST_TOKENS,
+    Ask,
+    crowd,
+    engine_hits,
+    new_prompts,
+    questions,
+    with_hang_ups,
+)
+from tiercache.demo.server import Server
+from tiercache.errors import TierCacheError
+
+TEXT = range(20_000)
+
+
+def first_blocks(asks: list[Ask]) -> set[tuple[int, ...]]:
+    return {ask.prompt[:BLOCK_TOKENS] for ask in asks}
+
+
+def test_a_seed_is_a_workload() -> None:
+    for make in (new_prompts, engine_hits, crowd):
+        assert make(TEXT, 3, 5) == make(TEXT, 3, 5) != make(TEXT, 4, 5)
+    assert questions(TEXT, 3, 4, 9) == questions(TEXT, 3, 4, 9) != questions(TEXT, 4, 4, 9)
+
+
+def test_new_prompts_share_no_block_with_any_other() -> None:
+    found = [*new_prompts(TEXT, 0, 40), *new_prompts(TEXT, 1, 40), *crowd(TEXT, 0, 40)]
+    assert len(first_blocks(found)) == 120
+
+
+def test_documents_are_asked_about_equally_often_or_once_more() -> None:
+    asks = questions(TEXT, 0, 24, 60)
+    assert len(asks) == 60
+    times = Counter(ask.prompt[: DOCUMENT_TOKENS[0]] for ask in asks)
+    assert len(times) == 24
+    assert set(times.values()) == {2, 3}
+    assert len({ask.prompt for ask in asks}) == 60, "each question is another"
+
+
+def test_documents_are_more_than_the_small_engine_cache_holds_and_each_fits_the_engine() -> None:
+    asks = questions(TEXT, 0, FULL.documents, FULL.requests)
+    blocks = {ask.prompt[:DOCUMENT_TOKENS[0]]: len(ask.prompt) // BLOCK_TOKENS for ask in asks}  # fmt: skip
+    assert sum(blocks.values()) > 3 * ENGINE_BLOCKS
+    assert max(len(ask.prompt) + ask.answer_tokens for ask in asks) <= LONGEST_TOKENS
+
+
+def test_engine_hits_are_whole_blocks_and_fit_into_the_small_engine_cache() -> None:
+    before, asks = engine_hits(TEXT, 0, 60)
+    known = {ask.prompt for ask in before}
+    for ask in asks:
+        whole = len(ask.prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert ask.prompt[:whole] in known
+    of_their_own = max(-(-(len(ask.prompt) + ask.answer_tokens) // BLOCK_TOKENS) - 8 for ask in asks)
+    assert len(known) * 8 + CLIENTS * of_their_own <= ENGINE_BLOCKS
+
+
+def test_three_of_ten_clients_go_in_the_middle_and_nothing_else_changes() -> None:
+    asks = questions(TEXT, 0, 24, 60)
+    found = with_hang_ups(asks, 0)
+    assert [ask.prompt for ask in found] == [ask.prompt for ask in asks]
+    gone = [ask.hang_up_after for ask in found if ask.hang_up_after is not None]
+    assert len(gone) == 18
+    assert gone.count(0) == 6 and max(gone) < ANSWER_TOKENS
+
+
+def test_steps_count_from_as_many_waiting_requests_on() -> None:
+    assert steps_s("63 0.5\n64 0.003\n70 0.001\n0 0.9\n", 64) == [0.001, 0.003]
+
+
+def test_a_goal_is_met_up_to_its_ratio_and_not_mentioned_when_it_was_not_measured() -> None:
+    figures = Figures()
+    for ours_s, ceiling_s in ((10.4, 10.0), (10.6, 10.0), (8.4, 8.0)):
+        figures.add("vllm.documents.total_s", ours_s)
+        figures.add("ceiling.vllm.documents.total_s", ceiling_s)
+    figures.add("vllm.step_median_ms", 0.25)
+    assert compared_with_goals(figures) == [
+        "reached: vllm.documents.total_s / ceiling.vllm.documents.total_s is 1.050, the goal is at most 1.05",
+        "missed: vllm.step_median_ms is 0.250, the goal is at most 0.2",
+    ]
+    assert compared_with_goals(Figures()) == []
+
+
+def test_each_goal_has_a_figure_of_ours() -> None:
+    assert all(goal.name.startswith("vllm.") for goal in GOALS)
+    assert len({goal.name for goal in GOALS}) == len(GOALS)
+
+
+@pytest.mark.parametrize(("calls", "expected_s"), [(1, 0.99), (3, 0.33), (0, 0.99)])
+def test_a_slow_disk_reads_a_hundred_times_as_long_however_many_calls_that_is(calls: int, expected_s: float) -> None:
+    well_s, tried_s = 0.01, 0.02
+    found_s = call_s(well_s, well_s + calls * tried_s, tried_s)
+    assert found_s == pytest.approx(expected_s)
+    if calls:
+        assert well_s + calls * found_s == pytest.approx(SLOWER * well_s)
+
+
+async def test_a_server_is_busy_with_all_of_its_processes_and_settled_without() -> None:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    at = Side("busy", Server("", Path("none"), process.pid))
+    try:
+        while at.cpu_s() < 0.5 or not await at.busy_part():
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGSTOP)
+        await at.settle()
+        assert await at.busy_part() == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_what_is_missing_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiercache.bench.vllm.installed.find_spec", lambda name: None if name == "vllm" else name)
+    with pytest.raises(TierCacheError, match=r"^--only vllm needs vllm: install vLLM's CPU build and tiercache\[demo\], as"):
+        require_installed()

@@ -1,0 +1,83 @@
+"""`tiercache bench --only vllm` with real servers, tiny: what is measured has names, pairs and a clean end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tiercache.bench.figures import Figures
+from tiercache.bench.vllm.goals import GOALS, compared_with_goals
+from tiercache.bench.vllm.measure import measure_vllm
+from tiercache.bench.vllm.workload import Amounts
+from tiercache.bench.workload import QUICK, Plan
+from tiercache.testing.hf3fs import why_no_fuse
+
+TINY = Amounts(2, 3, 4, 6, 0.03, 1, 1, 1, 4, 5, 0.03, 64, 2)
+RUN = ("total_s", "tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "cpu_s")
+STATES = ("well", "slow", "hanging", "well_again")
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def figures(model: str, said: list[str], tmp_path_factory: pytest.TempPathFactory) -> Figures:
+    found = Figures()
+    plan = Plan(1, QUICK, tmp_path_factory.mktemp("bench"), said.append, quick=True)
+    measure_vllm(found, plan, TINY, Path(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workload", "others"),
+    [
+        ("new", ["alone"]),
+        ("engine_hits", ["alone"]),
+        ("documents", ["alone", "ceiling"]),
+        ("hang_ups", ["ceiling"]),
+        *((f"disk_{state}", ["alone"]) for state in (STATES if why_no_fuse() is None else ())),
+    ],
+)
+def test_each_workload_is_measured_in_turn_with_what_it_is_compared_with(
+    figures: Figures, workload: str, others: list[str]
+) -> None:
+    for what in RUN:
+        name = f"vllm.{workload}.{what}"
+        assert len(figures.samples[name]) == 1, name
+        for other in others:
+            assert figures.ratio(name, f"{other}.{name}"), name
+            assert f"{other}.{name}" in figures.compared[name]
+
+
+def test_each_workload_hits_what_it_says(figures: Figures) -> None:
+    for name in ("vllm", "alone.vllm"):
+        assert figures.samples[f"{name}.new.hit_part"] == [0]
+        assert figures.samples[f"{name}.engine_hits.hit_part"][0] > 0.9
+    assert figures.samples["ceiling.vllm.documents.hit_part"][0] > 0.1
+    assert figures.samples["vllm.documents.hit_part"][0] > 0.1
+
+
+def test_the_slow_disk_is_slow_and_the_others_are_not(figures: Figures) -> None:
+    if (reason := why_no_fuse()) is not None:
+        pytest.skip(reason)
+    (well_ms,), (slow_ms,) = (figures.samples[f"vllm.disk_{state}.file_read_ms"] for state in ("well", "slow"))
+    assert slow_ms > 20 * well_ms
+
+
+def test_steps_with_64_waiting_requests_were_seen(figures: Figures) -> None:
+    (count,), (median_ms,) = figures.samples["vllm.step_count"], figures.samples["vllm.step_median_ms"]
+    assert count >= 10
+    assert 0 < median_ms <= figures.samples["vllm.step_p99_ms"][0]
+
+
+def test_every_goal_has_its_figures(figures: Figures) -> None:
+    assert len(compared_with_goals(figures)) == len(GOALS)
+
+
+def test_progress_is_shown(figures: Figures, said: list[str]) -> None:
+    assert "vLLM: documents, pair 1 of 1" in said

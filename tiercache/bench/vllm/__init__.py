@@ -1,0 +1,1 @@
+"""Real vLLM servers on the CPU: with tiercache, without any connector, and with an engine cache that holds everything."""

@@ -13,7 +13,7 @@ from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import Pool
+from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -73,20 +73,22 @@ def test_index_tells_of_what_comes_goes_and_is_evicted() -> None:
 async def test_hot_cache_tells_of_what_comes_is_evicted_and_removed() -> None:
     arena = Arena(ArenaSettings(size_bytes=4 * CHUNK_BYTES))
     copiers = Workers("copy", 1)
-    tier = CpuTier(Pool(arena, CHUNK_BYTES), copiers)
+    tier = CpuTier(SlotPool(arena, CHUNK_BYTES), copiers)
     await tier.open()
     followed = Followed(tier)
-    for number in range(6):
+    numbers = range(tier.pool.count + 2)
+    for number in numbers:
         key, payload = chunk(number)
         slot = tier.try_reserve(WRITE)
         assert slot is not None
         np.copyto(tier.pool.view(slot, CHUNK_BYTES), payload)
         tier.publish(key, slot, CHUNK_BYTES, WRITE).release()
-        assert followed.has == {key for key in keys(*range(6)) if tier.contains(key)}
-    assert followed.has == keys(2, 3, 4, 5)
-    tier.forget(chunk(3)[0])
-    assert followed.has == keys(2, 4, 5)
-    assert tier.clear() == 3
+        assert followed.has == {key for key in keys(*numbers) if tier.contains(key)}
+    assert len(followed.has) == tier.pool.count
+    kept = set(followed.has)
+    tier.forget(max(kept))
+    assert followed.has == kept - {max(kept)}
+    assert tier.clear() == len(kept) - 1
     assert followed.has == set()
     await tier.close()
     copiers.close()

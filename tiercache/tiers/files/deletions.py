@@ -1,4 +1,4 @@
-"""What others delete in a directory leaves the index as soon as the kernel says so, not when somebody asks for it in vain."""
+"""What others delete in a directory leaves the index as soon as the kernel tells of it, not when somebody asks for it."""
 
 from __future__ import annotations
 

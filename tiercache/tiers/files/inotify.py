@@ -1,4 +1,4 @@
-"""The kernel's word about what happens in a directory: Linux's inotify, by ctypes. It knows what processes of this host do."""
+"""The kernel's word about what happens in a directory: Linux's inotify, by ctypes. It knows what this host does there."""
 
 from __future__ import annotations
 

@@ -62,8 +62,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
+def serving(model: Path, log: Path, config: Path, *more: str) -> Iterator[Server]:
     """Run a server with prefix caching and our connector, configured by `config` (a tiercache.yaml), until the block ends.
+    `more` are further arguments of vLLM's.
 
     Ends the whole process group, whatever happens in the block, so that nothing is left running.
     """
@@ -81,6 +82,7 @@ def serving(model: Path, log: Path, config: Path) -> Iterator[Server]:
         "--enforce-eager",  # compiling takes longer than all that the demo asks
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--kv-transfer-config", json.dumps(transfer)),
+        *more,
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(

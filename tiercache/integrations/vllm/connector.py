@@ -209,11 +209,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @survives(lambda: None)
     def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
-        """What has come to this worker's tiers and gone from them; None where nothing has, or nobody wants to know."""
-        if self._worker is None or self._worker.residency is None:
-            return None
-        changes = self._worker.residency.take()
-        return ResidencyChanges(changes) if changes else None
+        report = self._worker.take_residency() if self._worker is not None else None
+        return ResidencyChanges(report) if report is not None else None
 
     def _step_work(self) -> StepWork:
         work = self._get_connector_metadata()
@@ -253,7 +250,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
         if self._scheduler.kv_events is not None and isinstance(connector_output.kv_cache_events, ResidencyChanges):
-            self._scheduler.kv_events.announced.changed(connector_output.kv_cache_events.get_all_events())
+            self._scheduler.kv_events.reported(connector_output.kv_cache_events.get_all_events())
 
     @survives(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -277,8 +274,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step is wanted, since the workers are told with a step what requests said and that all is reset."""
-        return self._scheduler is not None and self._scheduler.has_news
+        """True: one more step is wanted, since with a step the workers are told what requests said and that all is reset,
+        and routers what the tiers have."""
+        if self._scheduler is None:
+            return False
+        events = self._scheduler.kv_events
+        return self._scheduler.has_news or (events is not None and events.wants_step)
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:

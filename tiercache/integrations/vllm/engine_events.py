@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, 
 from vllm.v1.core import kv_cache_utils
 
 from tiercache.integrations.vllm.grouped import name_of
-from tiercache.integrations.vllm.kv_events import AnnouncedBlocks, Change, ChunkBlocks, Removed, Stored
+from tiercache.integrations.vllm.kv_events import AnnouncedBlocks, ChunkBlocks, Removed, Report, Stored
 from tiercache.integrations.vllm.logs import survives
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
 
@@ -21,15 +22,18 @@ _LOCALITY = {"locality": "LOCAL"} if "locality" in BlockStored.__struct_fields__
 """Older vLLMs say nothing about that."""
 
 
-class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
-    """What workers send with a step: `Change`s, each of which says whose it is, so that none has to wait for its like."""
+_LINGER_S = 1.0
 
-    def __init__(self, changes: Sequence[Change]) -> None:
-        self._changes = list(changes)
+
+class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
+    """What workers send with a step: a `Report` each. What one says has not to wait for what another one says."""
+
+    def __init__(self, report: Report) -> None:
+        self._reports: list[Report] = [report]
         self._workers = 1
 
     def add_events(self, events: list[Any]) -> None:
-        self._changes += events
+        self._reports += events
 
     def aggregate(self) -> ResidencyChanges:
         return self
@@ -38,16 +42,13 @@ class ResidencyChanges(KVConnectorKVEvents):  # type: ignore[misc]
         self._workers += count
 
     def get_all_events(self) -> list[Any]:
-        return self._changes
+        return self._reports
 
     def get_number_of_workers(self) -> int:
         return self._workers
 
     def clear_events(self) -> None:
-        self._changes.clear()
-
-    def __len__(self) -> int:
-        return len(self._changes)
+        self._reports.clear()
 
 
 class KvEvents:
@@ -59,6 +60,21 @@ class KvEvents:
         self._geometry = geometry
         self._groups = groups
         self._hash_tokens = hash_tokens
+        self._busy: set[int] = set()
+        """Ranks that may soon have more to say."""
+        self._reported_s = 0.0
+
+    @property
+    def wants_step(self) -> bool:
+        """One more step is worth having, though no request needs it: events go out with steps, and what was written since
+        the last one, and evicted for it, would be told only with the next request. Not for long where a tier hangs."""
+        return bool(self._busy) and time.monotonic() - self._reported_s < _LINGER_S
+
+    def reported(self, reports: Sequence[Report]) -> None:
+        self._reported_s = time.monotonic()
+        for report in reports:
+            self.announced.changed(report.changes)
+            (self._busy.add if report.is_busy else self._busy.discard)(report.rank)
 
     @survives(lambda: None)
     def moves(self, request: Request, names: Sequence[bytes], first: int, transfers: Sequence[BlockTransfer]) -> None:

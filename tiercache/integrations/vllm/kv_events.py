@@ -33,6 +33,15 @@ class Change(NamedTuple):
     parts: int
 
 
+class Report(NamedTuple):
+    """Of one worker, with a step."""
+
+    rank: int
+    changes: list[Change]
+    is_busy: bool
+    """More may follow soon, without a request: chunks are being written."""
+
+
 @dataclass(frozen=True)
 class ChunkBlocks:
     """The engine's blocks in a chunk, as vLLM's own events have them."""

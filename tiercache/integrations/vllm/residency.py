@@ -10,7 +10,8 @@ from itertools import islice
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm.kv_events import MEDIA, Change
+from tiercache.integrations.vllm.kv_events import MEDIA, Change, Report
+from tiercache.scheduler.writer import TierWriter
 from tiercache.tiers.base import Tier
 
 _MOST_AT_ONCE = 8192
@@ -32,6 +33,8 @@ class Residency:
         self._there: dict[str, set[ChunkKey]] = {}
         self._lock = threading.Lock()
         self._changes: dict[tuple[bytes, str], bool] = {}
+        self._writers: list[TierWriter] = []
+        self._was_busy = False
         self._call(self._begin)
 
     def watch(self, watching: Mapping[bytes, bool]) -> None:
@@ -39,20 +42,25 @@ class Residency:
         if watching:
             self._call(self._watch, watching)
 
-    def take(self) -> list[Change]:
-        """What changed since the last call, or a part of it."""
-        if not self._changes:
-            return []
+    def take(self, *, is_storing: bool) -> Report | None:
+        """What changed since the last call, or a part of it; None where there is no news. `is_storing`: blocks are on their
+        way into the hot cache."""
+        # The lengths of two dictionaries a tier, which may be looked at from here.
+        is_busy = is_storing or any(writer.pending for writer in self._writers)
+        if not self._changes and is_busy == self._was_busy:
+            return None
+        self._was_busy = is_busy
         with self._lock:
             taken = list(islice(self._changes.items(), _MOST_AT_ONCE))
             for change, _ in taken:
                 del self._changes[change]
         layout = self._layout
         own, shared = (layout.rank, layout.world_size), (layout.shard, layout.shards)
-        return [
+        changes = [
             Change(name, tier, there, layout.rank, *(own if tier == "cpu" else shared))
             for (name, tier), there in taken
         ]
+        return Report(layout.rank, changes, is_busy or bool(self._changes))
 
     def _call(self, call: object, *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the cache is closed: nothing changes any more
@@ -66,6 +74,7 @@ class Residency:
         for tier in self._tiers:
             self._there[tier.name] = set()
             tier.tell(self._look)
+        self._writers = [writer for writer in cache.parts.fan_out.writers if writer.tier in self._tiers]
 
     def _watch(self, watching: Mapping[bytes, bool]) -> None:
         keys = keys_from_hashes(self._thread.cache.namespace, list(watching))

@@ -24,6 +24,7 @@ from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
+from tiercache.integrations.vllm.kv_events import Report
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
@@ -178,6 +179,11 @@ class WorkerSide:
         progress = StepReport(dict(self._saves_ended), self._loads_ended)
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
+
+    def take_residency(self) -> Report | None:
+        """What has come to the tiers and gone from them since the last call; None where nothing has, or nobody wants to
+        know."""
+        return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:
         """Write what is under way and queued, for up to `close_timeout_s`, and end the cache. Idempotent."""

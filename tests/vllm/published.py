@@ -14,7 +14,8 @@ class Subscriber:
     """Listens from the start; engines connect to `endpoint`."""
 
     def __init__(self) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self._socket.subscribe("")
         self._socket.rcvtimeo = 200
@@ -34,6 +35,7 @@ class Subscriber:
         self._ended.set()
         self._thread.join()
         self._socket.close(0)
+        self._context.term()
 
     def until(self, time_s: float = float("inf")) -> list[Any]:
         """What was published before that time."""

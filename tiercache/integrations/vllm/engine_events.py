@@ -18,7 +18,8 @@ from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, K
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_LOCALITY = {"locality": "LOCAL"} if "locality" in BlockStored.__struct_fields__ else {}
+_FIELDS = frozenset(BlockStored.__struct_fields__)
+_LOCALITY = {"locality": "LOCAL"} if "locality" in _FIELDS else {}
 """Older vLLMs say nothing about that."""
 
 
@@ -60,6 +61,7 @@ class KvEvents:
         self._geometry = geometry
         self._groups = groups
         self._hash_tokens = hash_tokens
+        self._kinds = {group.index: _kind_of(group) for group in groups}
         self._busy: set[int] = set()
         """Ranks that may soon have more to say."""
         self._reported_s = 0.0
@@ -92,7 +94,10 @@ class KvEvents:
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))
 
     def take(self) -> list[KVCacheEvent]:
-        return [_removed(event) if isinstance(event, Removed) else _stored(event) for event in self.announced.take()]
+        return [
+            _removed(event) if isinstance(event, Removed) else _stored(event, self._kinds[event.chunk.group])
+            for event in self.announced.take()
+        ]
 
     def _described(self, request: Request, position: int, start: int, end: int) -> ChunkBlocks:
         """Blocks `start` .. `end` of the geometry's, as the group counts them."""
@@ -120,7 +125,16 @@ class KvEvents:
         )
 
 
-def _stored(event: Stored) -> KVCacheEvent:
+def _kind_of(group: KvGroup) -> dict[str, str]:
+    """What vLLM's events say about such blocks."""
+    if group.spec is None or "kv_cache_spec_kind" not in _FIELDS:
+        return {}
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
+
+    return {"kv_cache_spec_kind": get_kv_cache_spec_kind(group.spec).value}
+
+
+def _stored(event: Stored, kind: dict[str, str]) -> KVCacheEvent:
     chunk, first = event.chunk, event.first
     parent = chunk.hashes[first - 1] if first else chunk.parent
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", list)  # older vLLMs have no tags
@@ -135,6 +149,7 @@ def _stored(event: Stored) -> KVCacheEvent:
         # What the engine says of its own blocks has an entry a block, None for nothing.
         extra_keys=untagged(chunk.extra_keys[first:] if chunk.extra_keys else [None] * (len(chunk.hashes) - first)),
         group_idx=chunk.group,
+        **kind,
         **_LOCALITY,
     )
 

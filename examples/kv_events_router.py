@@ -121,7 +121,7 @@ class Router:
         return StreamingResponse(content(), answer.status_code, headers)
 
     async def tokens_of(self, body: dict[str, Any]) -> list[int]:
-        """None where the engine cannot say: it will say why when it gets the request."""
+        """Empty where the engine cannot say: it will say why when it gets the request."""
         prompt = body.get("prompt")
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt

@@ -19,7 +19,6 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files import deletions
 from tiercache.tiers.files.inotify import OVERFLOW, Happening, Inotify
 
@@ -197,7 +196,3 @@ async def test_inotify_is_given_back(tmp_path: Path) -> None:
 def descriptors() -> int:
     """Of inotify, in this process."""
     return sum(str(path.readlink()) == "anon_inode:inotify" for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-
-
-def test_only_disks_are_followed_by_the_kernel() -> None:
-    assert DiskTier.tell is not Tier.tell and CpuTier.tell is not Tier.tell

@@ -13,6 +13,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.published import Subscriber, there
+from tests.vllm.test_parallel import GENERATE, PROMPT_TOKENS, engine_of, settings_of
+from tests.vllm.tiny import tiny_llama, tiny_mla
 from tiercache.core.keys import keys_from_hashes
 
 HI = ["generate", ["Hi"], 2]
@@ -133,3 +135,30 @@ def test_of_several_groups_of_layers_those_that_see_every_token_are_published(
     gpu, cpu, storage = (blocks_of(events, medium) for medium in ("GPU", "CPU", "STORAGE"))
     assert len(cpu) == 3 * CHUNK_TOKENS // BLOCK_TOKENS and cpu == storage
     assert {block: gpu[block] for block in cpu} == cpu
+
+
+def test_what_every_rank_has_is_published_once_and_what_one_has_lost_is_taken_back(
+    tmp_path: Path, subscriber: Subscriber, imported: None
+) -> None:
+    engine = engine_of(tiny_llama(tmp_path / "model", kv_heads=2), settings_of(tmp_path, **NO_TAILS))
+    hi = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
+    steps = [GENERATE, ["on_workers", "flush"], hi, ["now"], ["lose_tail", 1], hi]
+    (_, _, _, stored_s, kept, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
+    chunks = PROMPT_TOKENS // CHUNK_TOKENS
+    assert kept == [chunks, chunks - 1]
+    now = there(subscriber.until(stored_s))
+    assert len(now["CPU"]) == len(now["STORAGE"]) == chunks * CHUNK_TOKENS // BLOCK_TOKENS
+    now = there(subscriber.until())
+    assert len(now["CPU"]) == len(now["STORAGE"]) == (chunks - 1) * CHUNK_TOKENS // BLOCK_TOKENS
+
+
+def test_what_ranks_have_alike_is_published_once(tmp_path: Path, subscriber: Subscriber, imported: None) -> None:
+    engine = engine_of(tiny_mla(tmp_path / "model"), settings_of(tmp_path, **NO_TAILS))
+    hi = ["generate", [{"prompt_token_ids": [2, 3]}], 2, True]
+    steps = [GENERATE, ["on_workers", "flush"], hi, ["now"], ["on_workers", "clear_hot"], hi]
+    (_, _, _, stored_s, _, _), _ = drive(engine | {"kv_events_config": subscriber.config}, steps)
+    blocks = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS // BLOCK_TOKENS
+    now = there(subscriber.until(stored_s))
+    assert len(now["CPU"]) == len(now["STORAGE"]) == blocks
+    now = there(subscriber.until())
+    assert not now["CPU"] and len(now["STORAGE"]) == blocks

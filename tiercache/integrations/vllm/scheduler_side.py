@@ -13,7 +13,7 @@ from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.engine_events import KvEvents
 from tiercache.integrations.vllm.figures import SchedulerFigures
-from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
+from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, given_away, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
@@ -163,7 +163,7 @@ class SchedulerSide:
         self._measure(work, output)
         try:
             if self.geometry.groups:
-                self._note_given_away(work, output)
+                work.given_away |= given_away(output, self.geometry)
             if not self._unconfirmed:
                 self._plan_saves(work, output)
         except Exception:
@@ -271,18 +271,6 @@ class SchedulerSide:
                     lambda request_id=request_id: state.get_block_ids(request_id),
                     last=False,
                 )
-
-    def _note_given_away(self, work: StepWork, output: SchedulerOutput) -> None:
-        """A window's blocks may have been another request's a step ago, and be on their way into the cache still."""
-        cached = output.scheduled_cached_reqs
-        for new in output.scheduled_new_reqs:
-            work.given_away |= blocks_behind(new.block_ids, new.num_computed_tokens, self.geometry)
-        for request_id, tables, tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            known = tokens if request_id in cached.resumed_req_ids else 0
-            work.given_away |= blocks_behind(tables or (), known, self.geometry)
-        work.given_away.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
 
     def _plan_save(self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""

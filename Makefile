@@ -16,13 +16,17 @@ STAMP := $(VENV)/installed-$(shell cat requirements/*.txt pyproject.toml Makefil
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test lint bench gpu-check setup clean
+.PHONY: demo test long-test lint bench gpu-check setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
 
 test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+
+long-test: setup
+	TIERCACHE_LONG_TESTS=1 TIERCACHE_TEST_REQUESTS=1000 $(BIN)/python -m pytest -q tests/vllm/test_router_example.py \
+	  tests/vllm/test_bench.py tests/vllm/test_every_request.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -105,6 +106,10 @@ def settings_of(engine: dict[str, Any]) -> dict[str, Any]:
     extra = settings.pop("tiercache", None)
     if extra is not None:
         settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+    if (events := settings.get("kv_events_config")) is not None:
+        from vllm.config import KVEventsConfig
+
+        settings["kv_events_config"] = KVEventsConfig(**events)
     ours = {"max_model_len": 4096, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True, "dtype": "float32"}
     return ours | {"seed": 0} | settings
 
@@ -397,6 +402,7 @@ class Driver:
 
     def left_behind(self) -> dict[str, int]:
         """What is still held when nothing is to be done any more: blocks, leases, slots, requests."""
+        from tiercache.core.budget import Purpose
         from tiercache.integrations.vllm.lookup import _local
 
         self.idle()
@@ -410,9 +416,11 @@ class Driver:
             return [server.claims.held if server.claims else 0, *server.thread.cache.cpu.budget.held]
 
         claims, *leases = server.thread.submit(held()).result(10)
+        prefetched = leases.pop(Purpose.PREFETCH)
         return {
             "claims": claims,
             "leases": sum(leases),
+            "prefetched": prefetched,
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "requests": len(scheduler.requests) + len(side._requests) + len(side._finishing),
         }
@@ -446,6 +454,38 @@ class Driver:
         for path in files:
             path.unlink()
         return len(files)
+
+    def evict_elsewhere(self, directory: str, cap_bytes: int) -> list[str]:
+        """Another process opens the directory with that cap, and deletes what is too much. The chunks that are left, and
+        known to be: by name of their files."""
+        code = (
+            "import asyncio, pathlib, sys\n"
+            "from tiercache.tiers.disk import DiskTier\n"
+            "from tiercache.tiers.files.settings import FileSettings\n"
+            "async def main():\n"
+            "    tier = DiskTier(FileSettings((pathlib.Path(sys.argv[1]),), int(sys.argv[2])), b'f' * 16)\n"
+            "    await tier.open()\n"
+            "    await tier.scanned()\n"
+            "    await tier.close()\n"
+            "asyncio.run(main())\n"
+        )
+        subprocess.run([sys.executable, "-c", code, directory, str(cap_bytes)], check=True, timeout=120)
+        return self.known_files(directory)
+
+    def known_files(self, directory: str) -> list[str]:
+        """The chunk files, once the tier knows of exactly these; or after 10 s."""
+        until_s = time.monotonic() + 10.0
+        while True:
+            files = sorted(path.name for path in Path(directory).glob("??/*") if path.is_file())
+            if self.statistics()["tiers"]["disk"]["resident"] == len(files) or time.monotonic() > until_s:
+                return files
+
+    def namespace(self) -> str:
+        """What chunk keys are made with, besides the engine's hashes."""
+        return str(cache_thread().cache.namespace.hex())
+
+    def now(self) -> float:
+        return time.time()
 
     def reset_prefix_cache(self) -> bool:
         return bool(self.llm.reset_prefix_cache())

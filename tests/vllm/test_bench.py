@@ -8,12 +8,15 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from tests.long import takes_minutes
 from tiercache.bench.figures import Figures
 from tiercache.bench.vllm.goals import GOALS, compared_with_goals
 from tiercache.bench.vllm.measure import measure_vllm
 from tiercache.bench.vllm.workload import Amounts
 from tiercache.bench.workload import QUICK, Plan
 from tiercache.testing.hf3fs import why_no_fuse
+
+pytestmark = takes_minutes
 
 TINY = Amounts(2, 3, 4, 6, 0.03, 1, 1, 1, 4, 5, 0.03, 64, 2)
 RUN = ("total_s", "tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "cpu_s")

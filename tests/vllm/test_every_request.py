@@ -110,6 +110,8 @@ def test_requests_of_every_kind(
         assert answer["tokens"] == [right["tokens"][0][: request["tokens"]]] * (2 if request["kind"] == "two" else 1), name
         if request["kind"] != "two":
             assert answer["logprobs"][0] == pytest.approx(right["logprobs"][0][: request["tokens"]], abs=1e-3), name
+    # What was promoted for a request that was then given up is kept for another while: nobody else came for it.
+    assert left.pop("prefetched") < 20
     assert left == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
     assert found["aborted"] > 3 and found["preempted"] > 3 and set(found["happened"]) == set(HAPPENINGS)
     assert min(statistics["reader"]["hits"].values()) > 0

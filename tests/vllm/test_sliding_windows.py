@@ -75,7 +75,7 @@ def test_a_hit_is_the_prefix_caches_answer_and_loads_what_windows_leave(
     for answer in (hot, disk, later):
         assert answer["cached"] == reference["cached"] == HIT_TOKENS
         assert same_answer(answer, reference)
-    assert left == left_later == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+    assert left == left_later == {"claims": 0, "leases": 0, "prefetched": 0, "blocks": 0, "requests": 0}
     windows = LAYERS - FULL_LAYERS
     kept = WINDOW_TOKENS  # whole blocks, and chunks, are a part of it
     a_token = 2 * 256 * (2 if gemma["dtype"] == "bfloat16" else 4)
@@ -108,7 +108,7 @@ def test_wrong_kv_in_windows_changes_the_answer_or_is_seen(
     assert corrupted == 5 * (HIT_TOKENS // CHUNK_TOKENS) and damaged > 10
     assert wrong["cached"] == HIT_TOKENS and not same_answer(wrong, reference)
     assert seen["cached"] < HIT_TOKENS and seen["tokens"] == first["tokens"]
-    assert left == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+    assert left == {"claims": 0, "leases": 0, "prefetched": 0, "blocks": 0, "requests": 0}
     assert "of no use" not in log
 
 
@@ -160,6 +160,6 @@ def test_preempted_and_aborted_requests_leave_nothing_behind_and_the_others_are_
     for answers in (first, second, third):
         assert {name: oracle[int(name[1:])]["tokens"] for name in answers["tokens"]} == answers["tokens"]
     assert all(cached > 0 for cached in third["cached"].values())
-    assert left == left_second == left_third == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
+    assert left == left_second == left_third == {"claims": 0, "leases": 0, "prefetched": 0, "blocks": 0, "requests": 0}
     assert corrupted > 0 and wrong["tokens"] != third["tokens"], "with wrong KV this has to fail, or it proves nothing"
     assert "of no use" not in log

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiercache.core.eviction import EvictionOrder
 from tiercache.core.keys import ChunkKey
@@ -19,6 +19,8 @@ class CappedIndex:
         self.order = order
         self.used_bytes = 0
         self._sizes: dict[int, int] = {}
+        self.on_change: Callable[[ChunkKey], None] | None = None
+        """Called when a key has come or gone."""
 
     def __len__(self) -> int:
         return len(self.order.entries)
@@ -52,6 +54,8 @@ class CappedIndex:
         else:
             self.order.insert(key, occupied_bytes, parent)
         self.used_bytes += occupied_bytes
+        if self.on_change is not None:
+            self.on_change(key)
         if len(self._sizes) > 4096:
             self._sizes.clear()
 
@@ -68,6 +72,8 @@ class CappedIndex:
         occupied = self.order.discard(key)
         if occupied is not None:
             self.used_bytes -= occupied
+            if self.on_change is not None:
+                self.on_change(key)
         return occupied
 
     def age(self, keys: Sequence[ChunkKey]) -> None:
@@ -88,4 +94,6 @@ class CappedIndex:
             self.used_bytes -= occupied
             needed_bytes -= occupied
             victims.append((key, occupied))
+            if self.on_change is not None:
+                self.on_change(key)
         return victims

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -96,6 +96,10 @@ class Tier(ABC):
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
         """Whether the tier knows that it has `key`. From memory, at once; may err in both directions on shared tiers."""
+
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:  # noqa: B027 - of most nobody wants to know
+        """Once it is open: call `on_change` on the loop, and with little delay, when `contains` says another thing of a key,
+        also because of what others do. A key may be named though nothing has changed."""
 
     def offers(self, key: ChunkKey) -> bool:
         """As `contains`, without what is being removed."""

@@ -56,6 +56,7 @@ class CpuTier(Tier):
         """Called when a chunk was evicted, and not when somebody removed it."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         """Called when a chunk was removed that is held for somebody to come."""
+        self._on_change: Callable[[ChunkKey], None] | None = None
 
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -82,6 +83,9 @@ class CpuTier(Tier):
             if key not in entries:
                 return position
         return len(keys)
+
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
+        self._on_change = on_change
 
     def lease(self, key: ChunkKey, *, writes: bool = False, noted: bool = False) -> Lease | None:
         """Hold a resident chunk; None when it is not here. A reader's lease counts as a use unless that use is `noted`
@@ -206,6 +210,7 @@ class CpuTier(Tier):
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
+        self._changed(key)
         lease = Lease(self, entry, purpose)
         if tier is not None:
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
@@ -229,6 +234,7 @@ class CpuTier(Tier):
             return False
         entry.hot = False
         self._leave_order(entry)
+        self._changed(key)
         if entry.held_for is None:
             self._evictable -= 1
             self.pool.give_back(entry.slot)
@@ -317,6 +323,7 @@ class CpuTier(Tier):
         elif not self.keep:
             del self._entries[entry.key]
             self._leave_order(entry)
+            self._changed(entry.key)
             self.pool.give_back(entry.slot)
         else:
             self._evictable += 1
@@ -328,6 +335,10 @@ class CpuTier(Tier):
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
+
+    def _changed(self, key: ChunkKey) -> None:
+        if self._on_change is not None:
+            self._on_change(key)
 
     def _note_use(self, entry: Entry) -> None:
         if entry.parked:
@@ -365,6 +376,7 @@ class CpuTier(Tier):
             del self._entries[key]
             self._evictable -= 1
             self._statistics.evicted += 1
+            self._changed(key)
             if self.on_evict is not None:
                 self.on_evict(key)
             return entry.slot

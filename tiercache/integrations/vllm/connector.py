@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
 from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain
 from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
 from tiercache.integrations.vllm.logs import show_our_log, survives
@@ -41,6 +43,7 @@ from tiercache.integrations.vllm.worker_side import WorkerSide
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent, KVConnectorKVEvents
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -118,7 +121,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
-        return SchedulerSide(self._config, self._geometry, names, client, workers)
+        events = KvEvents(self._geometry, self._groups, self._hash_tokens) if self._tells_routers else None
+        return SchedulerSide(self._config, self._geometry, names, client, workers, events)
+
+    @property
+    def _tells_routers(self) -> bool:
+        config = self._vllm_config.kv_events_config
+        return config is not None and config.enable_kv_cache_events
 
     def _names(self) -> BlockNames:
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
@@ -137,7 +146,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layout = make_layout(
                 self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
             )
-            self._worker = WorkerSide(self._config, self._geometry, layout, mover, self._engine, self._names())
+            self._worker = WorkerSide(
+                self._config,
+                self._geometry,
+                layout,
+                mover,
+                self._engine,
+                self._names(),
+                kv_events=self._tells_routers,
+            )
         except BaseException:
             mover.close()
             raise
@@ -190,6 +207,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.take_progress() if self._worker is not None else None
 
+    @survives(lambda: None)
+    def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
+        report = self._worker.take_residency() if self._worker is not None else None
+        return ResidencyChanges(report) if report is not None else None
+
     def _step_work(self) -> StepWork:
         work = self._get_connector_metadata()
         assert isinstance(work, StepWork)
@@ -227,6 +249,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.received(connector_output.finished_recving)
         if isinstance(connector_output.kv_connector_worker_meta, StepReport):
             self._scheduler.progress(connector_output.kv_connector_worker_meta)
+        if self._scheduler.kv_events is not None and isinstance(connector_output.kv_cache_events, ResidencyChanges):
+            self._scheduler.kv_events.reported(connector_output.kv_cache_events.get_all_events())
+
+    @survives(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """BlockStored and BlockRemoved of the tiers of this host, since the last call."""
+        if self._scheduler is None or self._scheduler.kv_events is None:
+            return ()
+        return self._scheduler.kv_events.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
@@ -243,8 +274,12 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.holds_blocks
 
     def has_pending_push_work(self) -> bool:
-        """True: one more step is wanted, since the workers are told with a step what requests said and that all is reset."""
-        return self._scheduler is not None and self._scheduler.has_news
+        """True: one more step is wanted, since with a step the workers are told what requests said and that all is reset,
+        and routers what the tiers have."""
+        if self._scheduler is None:
+            return False
+        events = self._scheduler.kv_events
+        return self._scheduler.has_news or (events is not None and events.wants_step)
 
     @survives(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
@@ -23,6 +24,9 @@ from tiercache.integrations.vllm.planning import (
     plan_save,
     stored_ends,
 )
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 Tables = Sequence[Sequence[int]]
 """A request's block ids by group, as vLLM numbers groups. Block 0 is the null block."""
@@ -170,6 +174,19 @@ def blocks_behind(tables: Tables, computed_tokens: int, geometry: BlockGeometry)
         for block in table[computed_tokens // sizes[index] if index in sizes else 0 :]
     }
     return behind - {NULL_BLOCK}
+
+
+def given_away(output: SchedulerOutput, geometry: BlockGeometry) -> set[int]:
+    """Blocks that requests get in a step. A window's may have been another request's a step ago, and be on their way into
+    the cache still."""
+    cached, given = output.scheduled_cached_reqs, set()
+    for new in output.scheduled_new_reqs:
+        given |= blocks_behind(new.block_ids, new.num_computed_tokens, geometry)
+    for request_id, tables, tokens in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        known = tokens if request_id in cached.resumed_req_ids else 0
+        given |= blocks_behind(tables or (), known, geometry)
+    given.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
+    return given
 
 
 def plan_saves(

@@ -47,6 +47,8 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """With `forget_hot`: what names are made with from now on, see `BlockNames`."""
     token_s: float | None = None
     """What one token more costs the engine, in seconds, when that has changed."""
+    watching: dict[bytes, bool] = field(default_factory=dict)
+    """Chunks, by name, of which routers are told from now on where they are; with False, no longer."""
     turns: list[Turn] = field(default_factory=list)
     """What requests say about themselves, in the order in which they came and finished."""
 

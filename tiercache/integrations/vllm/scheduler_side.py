@@ -11,8 +11,9 @@ from tiercache.config import Config
 from tiercache.core.prefill_cost import PrefillCost
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.engine_events import KvEvents
 from tiercache.integrations.vllm.figures import SchedulerFigures
-from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, blocks_behind, held_names, plan_loads, plan_saves
+from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, given_away, held_names, plan_loads, plan_saves
 from tiercache.integrations.vllm.lookup import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
@@ -31,8 +32,11 @@ class SchedulerSide:
     """All methods are called by the engine's scheduler thread."""
 
     def __init__(
-        self, config: Config, geometry: BlockGeometry, names: BlockNames, client: LookupClient, workers: int
-    ) -> None:
+        self, config: Config, geometry: BlockGeometry, names: BlockNames, client: LookupClient, workers: int,
+        kv_events: KvEvents | None = None,
+    ) -> None:  # fmt: skip
+        """`kv_events`: where routers are to be told which blocks the tiers have."""
+        self.kv_events = kv_events
         self.config = config
         self.geometry = geometry
         self.names = names
@@ -119,6 +123,9 @@ class SchedulerSide:
             # The engine counts on these blocks now, so it has to be told that they are not filled.
             logger.exception("request %s: the load could not be planned, it is computed instead", request.request_id)
             load.transfers, load.impossible = [], wanted or (NULL_BLOCK,)
+        if self.kv_events is not None:
+            first = tracked.load_from // self.geometry.block_tokens
+            self.kv_events.moves(request, tracked.names, first, load.transfers)
         tracked.loaded_blocks = frozenset(wanted)
         if self.geometry.groups:
             self._work.given_away.update(wanted)
@@ -156,11 +163,13 @@ class SchedulerSide:
         self._measure(work, output)
         try:
             if self.geometry.groups:
-                self._note_given_away(work, output)
+                work.given_away |= given_away(output, self.geometry)
             if not self._unconfirmed:
                 self._plan_saves(work, output)
         except Exception:
             logger.exception("some chunks are not stored")
+        if self.kv_events is not None:
+            work.watching = self.kv_events.announced.take_watching()
         return work
 
     def progress(self, progress: StepReport) -> None:
@@ -234,6 +243,8 @@ class SchedulerSide:
             tracked.names, tracked.lookup, tracked.match = [], None, None
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         self._work.forget_hot = True
+        if self.kv_events is not None:
+            self.kv_events.announced.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
         """How quick the engine is, for the workers to know what is worth loading."""
@@ -261,18 +272,6 @@ class SchedulerSide:
                     last=False,
                 )
 
-    def _note_given_away(self, work: StepWork, output: SchedulerOutput) -> None:
-        """A window's blocks may have been another request's a step ago, and be on their way into the cache still."""
-        cached = output.scheduled_cached_reqs
-        for new in output.scheduled_new_reqs:
-            work.given_away |= blocks_behind(new.block_ids, new.num_computed_tokens, self.geometry)
-        for request_id, tables, tokens in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            known = tokens if request_id in cached.resumed_req_ids else 0
-            work.given_away |= blocks_behind(tables or (), known, self.geometry)
-        work.given_away.update(copy.dst_block_id for copy in output.kv_cache_block_copies or ())
-
     def _plan_save(self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
         request = tracked.request
@@ -282,10 +281,13 @@ class SchedulerSide:
         ready = min(ready_tokens, limit) // self.geometry.block_tokens
         last = last or (ready_tokens >= request.num_prompt_tokens and not tracked.tail_saved)
         if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
+            first = tracked.saved_blocks
             transfers, tracked.saved_blocks = plan_saves(
-                self._names(tracked), tracked.saved_blocks, ready, tables(), self.geometry, last=last
+                self._names(tracked), first, ready, tables(), self.geometry, last=last
             )
             if transfers:
+                if self.kv_events is not None:
+                    self.kv_events.moves(request, tracked.names, first, transfers)
                 tracked.saves_begun += 1
                 work.saves.append(Save(request.request_id, transfers, request.num_tokens, trace_of(request)))
                 if tracked.wishes.forget:

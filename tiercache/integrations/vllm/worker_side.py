@@ -24,10 +24,12 @@ from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
+from tiercache.integrations.vllm.kv_events import Report
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.moves import Move, Mover
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.residency import Residency
 from tiercache.integrations.vllm.spans import add_span
 
 logger = logging.getLogger("tiercache.vllm")
@@ -65,8 +67,17 @@ class WorkerSide:
     """Owns the mover. All methods are called by the engine's thread."""
 
     def __init__(
-        self, config: Config, geometry: BlockGeometry, layout: Layout, mover: Mover, engine: str, names: BlockNames
+        self,
+        config: Config,
+        geometry: BlockGeometry,
+        layout: Layout,
+        mover: Mover,
+        engine: str,
+        names: BlockNames,
+        *,
+        kv_events: bool = False,
     ) -> None:
+        """`kv_events`: routers are to be told which chunks are where."""
         self.config = config
         self.geometry = geometry
         self.mover = mover
@@ -82,6 +93,7 @@ class WorkerSide:
             self.thread.close(0.0)
             raise
         self.figures = WorkerFigures(self.thread, f"{engine}/{layout.rank}")
+        self.residency = Residency(self.thread, layout) if kv_events else None
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._turns = SessionTurns(self.thread)
@@ -106,6 +118,8 @@ class WorkerSide:
         if work.token_s is not None:
             chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, len(self.geometry.groups))
             self.thread.loop.call_soon_threadsafe(self.thread.cache.computing_takes, chunk_s)
+        if self.residency is not None:
+            self.residency.watch(work.watching)
         for loading in [self._begin_load(load) for load in work.loads]:
             if loading.load.asynchronous:
                 self._receiving[loading.load.request_id] = loading
@@ -165,6 +179,11 @@ class WorkerSide:
         progress = StepReport(dict(self._saves_ended), self._loads_ended)
         self._saves_ended, self._loads_ended = Counter(), set()
         return progress
+
+    def take_residency(self) -> Report | None:
+        """What has come to the tiers and gone from them since the last call; None where nothing has, or nobody wants to
+        know."""
+        return self.residency.take(is_storing=bool(self._storing)) if self.residency is not None else None
 
     def close(self) -> None:
         """Write what is under way and queued, for up to `close_timeout_s`, and end the cache. Idempotent."""

@@ -11,6 +11,7 @@ from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
 from tiercache.memory.workers import Workers
+from tiercache.tiers.files.deletions import Deletions
 from tiercache.tiers.files.listing import Refresher
 from tiercache.tiers.files.parts import Knowledge
 from tiercache.tiers.files.scanning import Shelf
@@ -28,6 +29,10 @@ class OwnIndex(Knowledge):
 
     def make_index(self) -> CappedIndex:
         return CappedIndex(make_order(self._shelves.settings.policy))
+
+    def follow_deletions(self, shelf: Shelf) -> None:
+        deletions = Deletions(self._shelves, shelf)
+        self._shelves.begin(deletions.follow(), f"deletions-{shelf.volume.root}")
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         shelves = self._shelves
@@ -60,6 +65,9 @@ class FollowedIndex(OwnIndex):
 
     def make_index(self) -> CappedIndex:
         return SharedIndex(make_order(self._shelves.settings.policy))
+
+    def follow_deletions(self, shelf: Shelf) -> None:
+        """Its refresher does."""
 
     def begin(self, shelf: Shelf) -> None:
         shelves = self._shelves

@@ -103,6 +103,9 @@ class Knowledge(ABC):
     def missed(self, shelf: Shelf) -> None:  # noqa: B027
         """Somebody read a chunk that is in no index."""
 
+    def follow_deletions(self, shelf: Shelf) -> None:  # noqa: B027 - what follows everything needs nothing for it
+        """What others delete is to leave the index soon, and not when somebody asks for it."""
+
     async def refreshed(self) -> None:  # noqa: B027
         """Wait until the index has what others did before this call, where it follows them."""
 

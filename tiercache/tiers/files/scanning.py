@@ -51,6 +51,15 @@ class Shelf:
         self.replacing = asyncio.Lock()
         self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
 
+    def begin_anew(self, volume: Volume, index: CappedIndex) -> None:
+        """Nothing of what was known is there any more."""
+        known, self.volume, self.index = self.index, volume, index
+        self.scanned, self.explained_bytes = False, 0
+        index.on_change = known.on_change
+        if index.on_change is not None:
+            for key in known.order.entries:
+                index.on_change(key)
+
     @property
     def is_doubtful(self) -> bool:
         """Whether more is counted than there is known to be."""

@@ -120,6 +120,12 @@ class Shelves:
         self._tasks.add(task)
         return task
 
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
+        """As `Tier.tell`."""
+        for shelf in self.all:
+            shelf.index.on_change = on_change
+            self.knowledge.follow_deletions(shelf)
+
     # Where chunks are
 
     def contains(self, key: ChunkKey) -> bool:
@@ -280,8 +286,7 @@ class Shelves:
                 if self.closed:
                     self.metadata.later(fresh.close)
                     raise TierUnavailable(f"{self.name} is closed")
-                shelf.volume, shelf.index, shelf.scanned = fresh, self.knowledge.make_index(), False
-                shelf.explained_bytes = 0
+                shelf.begin_anew(fresh, self.knowledge.make_index())
                 self.metadata.later(stale.close)
                 self.begin_scan(shelf, first=True)
         if not shelf.volume.ledger.trusted:

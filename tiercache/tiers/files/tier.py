@@ -98,6 +98,9 @@ class FileTier(DeviceTier):
     def contains(self, key: ChunkKey) -> bool:
         return self.shelves.contains(key)
 
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
+        self.shelves.tell(on_change)
+
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         return self.shelves.prefix(keys)
 

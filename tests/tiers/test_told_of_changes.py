@@ -1,0 +1,198 @@
+"""`Tier.tell`: whoever wants to know which chunks a tier has is told of every change, also of those that others make."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.tiers.test_disk import fill, is_hit, opened
+from tiercache.core.budget import WRITE
+from tiercache.core.eviction import make_order
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.files import deletions
+from tiercache.tiers.files.inotify import OVERFLOW, Happening, Inotify
+
+SOON_S = 30.0
+
+
+class Followed:
+    """What a tier has by its own word alone."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.has: set[ChunkKey] = set()
+        self._news = asyncio.Event()
+        tier.tell(self._look)
+
+    def _look(self, key: ChunkKey) -> None:
+        if self.tier.contains(key):
+            self.has.add(key)
+        else:
+            self.has.discard(key)
+        self._news.set()
+
+    async def comes_to(self, numbers: set[int]) -> None:
+        wanted = keys(*numbers)
+        async with asyncio.timeout(SOON_S):
+            while self.has != wanted:
+                await self._news.wait()
+                self._news.clear()
+
+
+def keys(*numbers: int) -> set[ChunkKey]:
+    return {chunk(number)[0] for number in numbers}
+
+
+def test_index_tells_of_what_comes_goes_and_is_evicted() -> None:
+    told: list[ChunkKey] = []
+    index = CappedIndex(make_order("LRU"))
+    index.on_change = told.append
+    one, other = (chunk(number)[0] for number in (1, 2))
+    index.add(one, 10)
+    index.add(other, 10)
+    index.add(one, 12)
+    index.touch(one)
+    index.age([one])
+    assert told == [one, other]
+    assert index.evict(1)[0][0] == one
+    assert index.remove(other) and index.remove(other) is None
+    assert told == [one, other, one, other]
+
+
+async def test_hot_cache_tells_of_what_comes_is_evicted_and_removed() -> None:
+    arena = Arena(ArenaSettings(size_bytes=4 * CHUNK_BYTES))
+    copiers = Workers("copy", 1)
+    tier = CpuTier(SlotPool(arena, CHUNK_BYTES), copiers)
+    await tier.open()
+    followed = Followed(tier)
+    numbers = range(tier.pool.count + 2)
+    for number in numbers:
+        key, payload = chunk(number)
+        slot = tier.try_reserve(WRITE)
+        assert slot is not None
+        np.copyto(tier.pool.view(slot, CHUNK_BYTES), payload)
+        tier.publish(key, slot, CHUNK_BYTES, WRITE).release()
+        assert followed.has == {key for key in keys(*numbers) if tier.contains(key)}
+    assert len(followed.has) == tier.pool.count
+    kept = set(followed.has)
+    tier.forget(max(kept))
+    assert followed.has == kept - {max(kept)}
+    assert tier.clear() == len(kept) - 1
+    assert followed.has == set()
+    await tier.close()
+    copiers.close()
+    arena.close()
+
+
+async def test_disk_tells_of_its_own_evictions(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=4) as tier:
+        await tier.scanned()
+        followed = Followed(tier)
+        await fill(tier, range(12))
+        assert 0 < len(followed.has) < 12
+        assert followed.has == {key for key in keys(*range(12)) if tier.contains(key)}
+        await tier.remove(chunk(11)[0])
+        assert chunk(11)[0] not in followed.has
+
+
+async def test_disk_tells_of_what_another_instance_removes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier, opened(tmp_path) as other:
+        followed = Followed(tier)
+        await fill(tier, range(8))
+        assert await other.probe([chunk(number)[0] for number in range(8)]) == 8
+        for number in (1, 3, 7):
+            assert await other.remove(chunk(number)[0])
+        await followed.comes_to({0, 2, 4, 5, 6})
+
+
+async def test_without_somebody_who_listens_others_removals_are_seen_when_they_are_asked_for(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier, opened(tmp_path) as other:
+        await fill(tier, range(1))
+        assert await other.probe([chunk(0)[0]]) == 1
+        assert await other.remove(chunk(0)[0])
+        assert tier.contains(chunk(0)[0])
+        assert not await is_hit(tier, 0)
+        assert not tier.contains(chunk(0)[0])
+
+
+async def test_a_chunk_that_was_deleted_and_stored_again_stays(tmp_path: Path) -> None:
+    async with opened(tmp_path) as tier, opened(tmp_path) as other:
+        followed = Followed(tier)
+        for _ in range(20):
+            await fill(tier, range(3))
+            await other.remove(chunk(1)[0])
+            tier.shelves.all[0].index.remove(chunk(1)[0])
+        await fill(tier, range(3))
+        Path(tier.path(chunk(2)[0])).unlink()  # the last that the kernel tells of
+        await followed.comes_to({0, 1})
+        assert await is_hit(tier, 1)
+
+
+async def test_disk_tells_that_its_directory_was_emptied_and_goes_on_in_the_new_one(tmp_path: Path) -> None:
+    async with opened(tmp_path / "kv") as tier, opened(tmp_path / "other") as unconcerned:
+        followed = Followed(tier)
+        await fill(tier, range(4))
+        await fill(unconcerned, range(4))
+        shutil.rmtree(tmp_path / "kv")
+        await followed.comes_to(set())
+        await fill(tier, range(4, 8))
+        assert followed.has == keys(4, 5, 6, 7)
+        Path(tier.path(chunk(5)[0])).unlink()
+        await followed.comes_to({4, 6, 7})
+
+
+async def test_what_the_kernel_had_no_room_to_tell_is_found_by_looking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops what nobody takes in time, and says so."""
+    happened = Inotify.happened
+
+    def overflowing(self: Inotify) -> list[Happening]:
+        return [Happening(-1, OVERFLOW, "")] if happened(self) else []
+
+    async with opened(tmp_path) as tier:
+        followed = Followed(tier)
+        await fill(tier, range(4))
+        monkeypatch.setattr(Inotify, "happened", overflowing)
+        for number in (0, 1):
+            Path(tier.path(chunk(number)[0])).unlink()
+        await followed.comes_to({2, 3})
+
+
+async def test_without_watches_the_tier_serves_and_says_what_is_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> Inotify:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(deletions, "Inotify", refuse)
+    async with opened(tmp_path) as tier:
+        followed = Followed(tier)
+        await fill(tier, range(4))
+        assert followed.has == keys(0, 1, 2, 3)
+        assert "max_user_instances" in caplog.text
+
+
+async def test_inotify_is_given_back(tmp_path: Path) -> None:
+    before = descriptors()
+    async with opened(tmp_path) as tier:
+        Followed(tier)
+        await tier.scanned()
+        await fill(tier, range(1))
+        assert descriptors() == before + 1
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """Of inotify, in this process."""
+    return sum(str(path.readlink()) == "anon_inode:inotify" for path in Path("/proc/self/fd").iterdir() if path.is_symlink())

@@ -1,0 +1,208 @@
+"""examples/kv_events_router.py: what it makes of events, and two real engines behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.long import takes_minutes
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY
+from tiercache.demo.server import MODEL_NAME, Server, _free_port, quickest_dtype, serving
+
+EXAMPLE = REPOSITORY / "examples" / "kv_events_router.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = importlib.util.spec_from_file_location("kv_events_router", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their annotations there
+    spec.loader.exec_module(module)
+    return module
+
+
+def stored(*blocks: int, medium: str = "CPU", before: int | None = None) -> dict[str, Any]:
+    """Of two tokens each, which are the block's number twice."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(blocks),
+        "parent_block_hash": before,
+        "token_ids": [token for block in blocks for token in (block, block)],
+        "block_size": 2,
+        "medium": medium,
+    }
+
+
+def removed(*blocks: int, medium: str = "CPU") -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(blocks), "medium": medium}
+
+
+PROMPT = [1, 1, 2, 2, 3, 3, 4]
+
+
+def test_router_counts_on_a_prefix_in_the_engine_or_in_tiers(example: Any) -> None:
+    engine = example.Engine("", "")
+    assert engine.holds(PROMPT) == 0
+    engine.follow(0, [stored(1), stored(2, 3, before=1, medium="STORAGE")])
+    assert engine.holds(PROMPT) == 6
+    assert engine.holds([]) == 0
+    assert engine.holds(PROMPT[:6]) == 4, "the last token is computed"
+    assert engine.holds([1, 1, 3, 3, 4]) == 2
+    engine.follow(1, [removed(1)])
+    assert engine.holds(PROMPT) == 0
+    engine.follow(2, [stored(1, 2, medium="GPU")])
+    assert engine.holds(PROMPT) == 4, "not what follows it in a tier: a hit there begins at the first chunk"
+
+
+def test_router_keeps_nothing_of_what_is_nowhere(example: Any) -> None:
+    engine = example.Engine("", "")
+    engine.follow(0, [stored(1, 2), stored(1, 2, medium="STORAGE"), removed(1, 2), removed(9)])
+    assert engine.holds(PROMPT) == 4
+    engine.follow(1, [removed(1, 2, medium="STORAGE")])
+    assert engine.holds(PROMPT) == 0 and not engine.blocks and not engine.follower
+
+
+def test_router_that_missed_a_batch_begins_anew(example: Any) -> None:
+    engine = example.Engine("", "")
+    engine.follow(7, [stored(1)])
+    assert engine.holds(PROMPT) == 2
+    engine.follow(8, [stored(2, before=1)])
+    assert engine.holds(PROMPT) == 4
+    engine.follow(10, [stored(3, before=2)])
+    assert engine.holds(PROMPT) == 0
+    engine.follow(11, [stored(1), {"type": "AllBlocksCleared"}])
+    assert engine.holds(PROMPT) == 0
+
+
+def test_router_takes_the_longest_prefix_and_then_who_has_least_to_do(example: Any) -> None:
+    engines = [example.Engine(name, "") for name in "abc"]
+    engines[2].follow(0, [stored(1)])
+    engines[0].outstanding = 1
+    router = example.Router(engines)
+    assert router.choose([1, 1, 5])[0].url == "c"
+    assert router.choose([5, 5, 5])[0].url == "b"
+    taking_turns = example.Router(engines, round_robin=True)
+    assert [taking_turns.choose([1, 1, 5])[0].url for _ in range(4)] == ["a", "b", "c", "a"]
+
+
+CONFIG = """\
+chunk_size: {chunk}
+save_unfull_chunk: false
+max_local_cpu_size: 0.012
+local_disk: {place}/kv
+max_local_disk_size: {disk_gb}
+"""
+CONVERSATIONS, PROMPT_TOKENS, REQUESTS, AT_ONCE = 100, 133, 500, 4
+DISK_GB = 0.045 if quickest_dtype() == "float32" else 0.024
+"""Of each engine: for some 35 conversations of two chunks."""
+WARM = 120
+"""Requests before anything is counted: from then on everything is full, and each chunk that comes evicts another one."""
+
+
+@dataclass
+class Asked:
+    hit_tokens: int
+    prompt_tokens: int
+    stale: int
+    """Requests of which less was found than the router had counted on."""
+    requests: int
+    wrong: list[tuple[int, int, int]]
+    """Of those: which request, found, counted on."""
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.prompt_tokens
+
+
+@contextmanager
+def engine(model: str, place: Path) -> Iterator[tuple[Server, str]]:
+    """A server and the endpoint of its events."""
+    place.mkdir()
+    config = place / "tiercache.yaml"
+    config.write_text(CONFIG.format(chunk=CHUNK_TOKENS, place=place, disk_gb=DISK_GB))
+    endpoint = f"ipc://{place}/events"
+    events = json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint})
+    small = ("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "48", "--max-model-len", "1024")
+    with serving(Path(model), place / "server.log", config, arguments=(*small, "--kv-events-config", events)) as server:
+        yield server, endpoint
+
+
+@contextmanager
+def routing(engines: list[tuple[Server, str]], log: Path, *more: str) -> Iterator[str]:
+    """The example, in a process of its own; its URL."""
+    port = _free_port()
+    named = [word for server, endpoint in engines for word in ("--engine", f"{server.url},{endpoint}")]
+    with log.open("wb") as output:
+        command = [sys.executable, str(EXAMPLE), *named, "--port", str(port), *more]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            until_s = time.monotonic() + 60
+            while "running on" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+async def ask_all(url: str, seed: int) -> Asked:
+    """Conversations come back at random, a few at once, and more of them than both engines have room for."""
+    numbers = random.Random(seed)
+    prompts = [[numbers.randrange(1000, 40000) for _ in range(PROMPT_TOKENS)] for _ in range(CONVERSATIONS)]
+    turns = iter(enumerate(numbers.choices(prompts, k=WARM + REQUESTS)))
+    counted = Asked(0, 0, 0, 0, [])
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        for number, prompt in turns:
+            body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+            answer = await client.post(f"{url}/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            hit = (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+            if number >= WARM:
+                counted.hit_tokens += hit
+                counted.prompt_tokens += len(prompt)
+                if hit < (expected := int(answer.headers["x-kv-tokens"])):
+                    counted.stale += 1
+                    counted.wrong.append((number, hit, expected))
+                counted.requests += 1
+
+    async with httpx.AsyncClient(timeout=300, trust_env=False) as client:
+        await asyncio.gather(*(ask(client) for _ in range(AT_ONCE)))
+    return counted
+
+
+@takes_minutes
+def test_router_finds_more_than_taking_turns_and_is_hardly_ever_wrong_while_everything_is_evicted(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with ExitStack() as stack:
+        engines = [stack.enter_context(engine(model, tmp_path / name)) for name in "ab"]
+        with routing(engines, tmp_path / "turns.log", "--round-robin") as url:
+            taking_turns = asyncio.run(ask_all(url, seed=1))
+        with routing(engines, tmp_path / "router.log") as url:
+            routed = asyncio.run(ask_all(url, seed=2))
+    print(
+        f"\nhit rate {routed.hit_rate:.3f}, taking turns {taking_turns.hit_rate:.3f}; stale {routed.stale} of "
+        f"{routed.requests} routed, {taking_turns.stale} of {taking_turns.requests} taking turns: {routed.wrong}"
+    )
+    assert routed.hit_rate > taking_turns.hit_rate + 0.1
+    assert routed.stale < 0.01 * routed.requests
+    assert 0.2 < routed.hit_rate < 0.97, "not everything fits"

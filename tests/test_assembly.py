@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tiercache import Config, Layout
-from tiercache.assembly import make_device
+from tiercache.assembly import make_device, make_tiers
 from tiercache.device.driver import DeviceError
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
@@ -59,3 +59,20 @@ def test_driver_that_was_handed_in_has_to_work() -> None:
     with pytest.raises(DeviceError, match="lost"):
         make_device(Config(), LAYOUT, driver)
     driver.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("max_local_disk_size", {"local_disk": "DIR", "max_local_disk_size": 1e-6}),
+        (
+            "remote_storage_plugin.fs.a.max_size",
+            {"remote_storage_plugins": "fs.a", "remote_storage_plugin.fs.a.base_path": "DIR"},
+        ),
+        ("max_hf3fs_size", {"remote_storage_plugins": "hf3fs", "hf3fs_base_path": "DIR"}),
+    ],
+)
+def test_cap_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, values: dict[str, Any]) -> None:
+    settings = {name: str(tmp_path) if value == "DIR" else value for name, value in values.items()}
+    with pytest.raises(ConfigError, match=f"^{key}: .* GB hold no chunk"):
+        make_tiers(Config.load(overrides=settings | {key: 1e-6}), Layout("m", 16, 4096))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tiercache.config import Config
 from tiercache.config.plan import ON, PlannedTier, plan_of
+from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import available_memory_bytes
 from tiercache.core.budget import SlotBudget
 from tiercache.core.header import file_bytes
@@ -97,17 +98,26 @@ def make_twin() -> TwinDriver:
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
     """The tiers of the plan below the hot cache, in its order. Raises ConfigError for a cap that holds no chunk, a library
     that is missing, settings that do not do."""
-    needed_bytes = file_bytes(layout.chunk_bytes)
-    for name, cap_bytes in (("max_local_disk_size", config.disk_bytes), ("max_gds_size", config.gds_bytes)):
-        if 0 < cap_bytes < needed_bytes:
-            raise ConfigError(
-                f"{name}: {cap_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, or lower "
-                "chunk_size"
-            )
     _, *below = plan_of(config)
+    for planned in below:
+        if planned.state == ON:
+            _check_cap(planned, file_bytes(layout.chunk_bytes))
     tiers = [make_tier(config, layout, device, planned) for planned in below if planned.state == ON]
     _check_no_directory_is_used_twice(tiers)
     return tiers
+
+
+_CAPS = {"disk": "max_local_disk_size", "gds": "max_gds_size", "weka": "max_gds_size", "hf3fs": "max_hf3fs_size"}
+"""The keys of caps, by kind; fs has one for each instance."""
+
+
+def _check_cap(planned: PlannedTier, needed_bytes: int) -> None:
+    if planned.cap_bytes is not None and planned.cap_bytes < needed_bytes:
+        key = _CAPS.get(planned.kind, f"{PLUGIN_PREFIX}{planned.name}.max_size")
+        raise ConfigError(
+            f"{key}: {planned.cap_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, or lower "
+            "chunk_size"
+        )
 
 
 def make_tier(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:

@@ -216,6 +216,12 @@ class Closing:
         self.lingering.keep(self._left_behind())
         await self.lingering.ended(min(self.deadline.until_s, asyncio.get_running_loop().time() + GRACE_S))
 
+    async def let_end(self) -> None:
+        """Those that waited for memory are told that there will be none, and need a moment to end."""
+        if self.operations.under_way:
+            deadline = Deadline(asyncio.get_running_loop().time() + _LEAST_S)
+            await deadline.bounds(self.operations.ended())
+
     async def run(self) -> None:
         """Give everything back by the deadline, with `GRACE_S` from now at least."""
         self.deadline.least_s = asyncio.get_running_loop().time() + GRACE_S

@@ -226,6 +226,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         await to_the_end(copiers.submit(device.pin, arena.memory))
     cpu = CpuTier(pool, copiers, policy=config.cache_policy, keep=config.local_cpu)
     await cpu.open()
+    closing.taken.push_async_callback(closing.let_end)
     closing.taken.push_async_callback(cpu.close)
     closing.taken.push_async_callback(closing.settle)
     opened: list[Part] = []

@@ -37,6 +37,13 @@ def test_an_unknown_variable_fails_with_its_name(variable: str) -> None:
         Config.load(environ={variable: "1"})
 
 
+@pytest.mark.parametrize("name", ["shm_name", "tenant_salt", "control_socket", "local_disk"])
+@pytest.mark.parametrize("text", ["/a\0b", "/a\ud800b"])
+def test_what_no_name_can_hold_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: expected a?.*(UTF-8|NUL|path that a file can have)"):
+        Config.load(overrides={name: text})
+
+
 @pytest.mark.parametrize("variable", ["LMCACHE_MODEL_ID", "TIERCACHE_MODEL_ID"])
 def test_an_empty_name_of_a_model_is_refused_in_a_variable_too(variable: str) -> None:
     with pytest.raises(ConfigError, match=f"model_id: expected a name .* found '' .environment variable {variable}"):

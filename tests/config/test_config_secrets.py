@@ -88,6 +88,20 @@ def test_neither_is_what_other_settings_hold(load_text: Callable[..., Config], s
     assert said and "Hush" not in said
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "remote_storage_plugins: redis://bob:Hush@cache:6379",
+        "remote_storage_plugins: [redis, 'redis:Hush@cache']",
+        "remote_url: {'redis://bob:Hush@cache': 1}",
+        "local_disk: {'redis://bob:Hush@cache': 1}",
+    ],
+)
+def test_neither_is_what_stands_under_a_wrong_key(load_text: Callable[..., Config], text: str) -> None:
+    said = everything_shown(lambda: load_text(text))
+    assert "cache" in said and "Hush" not in said
+
+
 def test_what_is_no_secret_is_shown(load_text: Callable[..., Config]) -> None:
     config = load_text("remote_url: redis://user:Hush@host:6379/2?db=3&auth=Hush")
     assert explain(config).to_dict()["values"]["remote_url"]["value"] == "redis://***@host:6379/2?db=3&auth=***"

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,3 +116,10 @@ def test_ranks_that_hold_the_same_bytes_have_one_fingerprint_whatever_their_numb
     assert fingerprint(0, 2, 2) == fingerprint(1, 2, 2) == fingerprint(3, 4, 4) == fingerprint(0, 1, 1)
     assert fingerprint(2, 4, 2) == fingerprint(3, 4, 2) == fingerprint(1, 2, 1)
     assert fingerprint(1, 4, 2) == fingerprint(0, 2, 1) != fingerprint(1, 2, 1)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, lambda ids: memoryview(bytes(ids))])
+def test_bytes_are_ids_like_any_other_numbers(kind: Callable[[range], Any]) -> None:
+    """And not four of them one."""
+    namespace = Layout("m", 16, 4096).namespace()
+    assert chunk_keys(namespace, kind(range(64)), 16) == chunk_keys(namespace, list(range(64)), 16)

@@ -18,7 +18,7 @@ from tiercache.config.remotes import (
     read_remotes,
     split_paths,
 )
-from tiercache.config.secrets import hidden
+from tiercache.config.secrets import hidden, hidden_url
 
 _SOCKET_PATH_BYTES = 96
 """Linux takes 107; ranks are appended."""
@@ -101,6 +101,13 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
     listed = values.get("remote_storage_plugins", ())
     for plugin in listed:
         kind = plugin_type(plugin)
+        if "://" in plugin or "@" in plugin:
+            yield (
+                ("remote_storage_plugins",),
+                f"remote_storage_plugins: expected a type or type.instance such as redis.a, whose URL is "
+                f"{PLUGIN_PREFIX}redis.a.url, found {hidden_url(plugin)!r}",
+            )
+            continue
         own_class = [name for name in ("module_path", "class_name") if plugins.get(f"{plugin}.{name}")]
         if len(own_class) == 1:
             yield (

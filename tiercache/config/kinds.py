@@ -105,7 +105,7 @@ class Text:
     def parse(self, raw: Any) -> str:
         if isinstance(raw, bool) or not isinstance(raw, (str, int, float)):
             raise ValueError(f"expected {self.expected}")
-        return str(raw).strip()
+        return _plain(str(raw).strip(), self.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Name:
     def parse(self, raw: Any) -> str:
         if isinstance(raw, bool) or not isinstance(raw, (str, int, float)) or not (name := str(raw).strip()):
             raise ValueError(f"expected {self.expected}")
-        return name
+        return _plain(name, self.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,13 @@ class Optional:
         return None if raw is None or (isinstance(raw, str) and not raw.strip()) else self.kind.parse(raw)
 
 
+def _plain(text: str, expected: str) -> str:
+    """An environment variable may hold bytes that are no UTF-8."""
+    if "\0" in text or (not text.isascii() and text.encode(errors="ignore").decode() != text):
+        raise ValueError(f"expected {expected}, in UTF-8 and without NUL characters")
+    return text
+
+
 def _path(text: str) -> str:
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -180,6 +187,10 @@ def _path(text: str) -> str:
         raise ValueError("expected a path or file:// (other schemes are for remote_url)")
     if "\0" in text:
         raise ValueError("expected a path without NUL characters")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError("expected a path that a file can have") from None
     return os.path.expanduser(text)
 
 

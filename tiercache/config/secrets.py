@@ -39,10 +39,15 @@ def hidden(name: str, value: Any, *, secret: bool = False, depth: int = 4) -> An
     if depth == 0:
         return "..."
     if isinstance(value, Mapping):
-        return {key: hidden(str(key), item, depth=depth - 1) for key, item in value.items()}
+        # Of a mapping that stands where a text should, a key may be the secret.
+        return {_hidden_key(key): hidden(str(key), item, depth=depth - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(hidden(name, item, depth=depth - 1) for item in value)
     return value
+
+
+def _hidden_key(key: Any) -> Any:
+    return hidden_url(key) if isinstance(key, str) and ("@" in key or "://" in key) else key
 
 
 def hidden_url(url: str) -> str:

@@ -104,6 +104,8 @@ def _token_bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
         return np.ascontiguousarray(tokens, dtype=_LITTLE_ENDIAN).data.cast("B")
     if hasattr(tokens, "numpy"):
         return _token_bytes(tokens.numpy())
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        tokens = list(tokens)  # an array would take four of them for one id
     packed = array(_TOKEN_TYPECODE, tokens)
     if sys.byteorder == "big":
         packed.byteswap()

@@ -301,3 +301,25 @@ async def test_slot_that_comes_free_at_the_very_deadline_is_not_lost(bench: Benc
     for slot in slots:
         bench.cpu.abandon(slot, Purpose.READ)
     assert bench.is_whole()
+
+
+async def test_large_batch_of_hot_chunks_leaves_the_loop_to_others_and_ends_by_its_deadline(bench: Bench) -> None:
+    for number in range(1, 5):
+        bench.make_hot(number).release()
+    reader, numbers = reader_of(bench), [1, 2, 3, 4] * 1500
+    keys, sinks = [chunk(number)[0] for number in numbers], [expect(number) for number in numbers]
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(others())
+    assert await reader.deliver(keys, sinks, soon(60.0)) == len(keys)
+    beside.cancel()
+    assert turns > len(keys) / 600
+    came = await reader.deliver(keys, sinks, asyncio.get_running_loop().time())
+    assert 0 < came < len(keys) / 2, "what there was time for"
+    assert bench.is_whole()

@@ -65,16 +65,6 @@ def test_pauses_do_not_count() -> None:
     assert cost.token_s == pytest.approx(TOKEN_S, rel=1e-6)
 
 
-def test_steps_that_waited_for_a_load_do_not_count() -> None:
-    cost = PrefillCost()
-    end_s = watch(cost, engine([900, 300, 1700] * 3))
-    cost.began(["r"], 10, end_s)
-    cost.disturbed()
-    for step in range(8):
-        cost.began(["r"], 1, end_s + 20 + step * (BASE_S + TOKEN_S))
-    assert cost.token_s == pytest.approx(TOKEN_S, rel=1e-6)
-
-
 def test_noise_does_not_make_the_engine_quick_beyond_belief() -> None:
     cost, now_s = PrefillCost(), 0.0
     for step in range(400):

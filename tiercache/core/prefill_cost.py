@@ -54,10 +54,6 @@ class PrefillCost:
             self._sample = [0, 0, 0.0]
         self._requests, self._tokens, self._began_s = requests, tokens, now_s
 
-    def disturbed(self) -> None:
-        """The step that began last waits for something else than computing, too."""
-        self._requests, self._sample = (), [0, 0, 0.0]
-
     def _add(self, steps: float, tokens: float, seconds: float) -> None:
         self._steps_steps = _KEPT * self._steps_steps + steps * steps
         self._steps_tokens = _KEPT * self._steps_tokens + steps * tokens

@@ -247,12 +247,12 @@ class SchedulerSide:
             self.kv_events.announced.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
-        """How quick the engine is, for the workers to know what is worth loading."""
-        tokens = output.num_scheduled_tokens
-        self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
-        if not all(load.asynchronous for load in work.loads):
-            self._prefill.disturbed()
-        work.token_s = self._prefill.news()
+        """How quick the engine is, for the workers to know what is worth loading. Only where a load that is cut short harms
+        nobody: of a synchronous one, requests beside it may have the blocks in common."""
+        if self.config.enable_async_loading:
+            tokens = output.num_scheduled_tokens
+            self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
+            work.token_s = self._prefill.news()
 
     def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
         """Only called when no synchronous load is unconfirmed: what a step computes beside a load that fails is wrong, for

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import isfinite
+from operator import index
 
 from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey, check_keys
 from tiercache.core.prediction import Sessions
 from tiercache.core.prediction.base import Prediction
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.errors import ConfigError
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
 from tiercache.tiers.cpu import CpuTier
@@ -76,6 +78,14 @@ class Ahead:
     def prefetch(
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
+        """See `TierCache.prefetch`."""
+        if not isfinite(due_in_s):
+            raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
+        check_seconds("ttl", ttl_s)
+        priority = index(priority)
+        if not self.cpu.keep:
+            raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
+        check_keys(keys)
         now_s = self._loop.time()
         hint = self.foresight.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         return self.prefetcher.begin(hint, now_s + look_s)

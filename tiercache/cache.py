@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from _thread import get_ident
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from math import isfinite
-from operator import index, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
-from tiercache.errors import CacheClosed, ConfigError, TierCacheError
+from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.parts import Get, Parts, build
 from tiercache.payloads import Sink, Source, sink_of, source_of
 from tiercache.scheduler.fan_out import FlushReport
@@ -28,6 +27,7 @@ from tiercache.serving import Naming, serve
 from tiercache.statistics import Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
 
 _CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)
@@ -251,6 +251,7 @@ class TierCache:
         *,
         after: Event | None = None,
         deadline_s: float | None = None,
+        held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:
         """Copy verified chunks into writable buffers, arrays, tensors or `PagedChunk`s of exactly their length.
 
@@ -258,22 +259,26 @@ class TierCache:
         written. When this has returned or raised, nothing touches the buffers any more (but for a device that hangs in a
         copy for 30 s, which DeviceError says). Buffers are either all in host memory or all in device memory; the latter
         are written after the driver's event `after`, by default after what the calling thread's stream has been given.
+        `held` are leases that the caller has: their chunks are delivered also if they were forgotten meanwhile.
         """
         parts = self._in_use()
         check_one_each(keys, buffers, "buffer")
         if parts.on_device is not None and (there := parts.on_device.all_of(buffers)):
             with parts.closing.operations, parts.on_device.event(after) as event:
-                delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s))
+                delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s), held)
             parts.used(keys[:delivered])
             return delivered
-        return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s)
+        return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s, held=held)
 
-    async def get_to(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None) -> int:
+    async def get_to(
+        self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None,
+        held: Mapping[ChunkKey, Lease] | None = None,
+    ) -> int:  # fmt: skip
         """As `get_into`, with a callable for each chunk that gets a read-only uint8 vector on a worker thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
         with parts.closing.reads:
-            delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s))
+            delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
         parts.used(keys[:delivered])
         return delivered
 
@@ -319,15 +324,8 @@ class TierCache:
         is no hot cache to promote into.
         """
         parts = self._in_use()
-        if not isfinite(deadline):
-            raise ValueError(f"deadline: expected a number of seconds, found {deadline}")
-        check_seconds("ttl", ttl)
-        priority = index(priority)
-        if not parts.cpu.keep:
-            raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
         given = list(what)
         keys: list[Any] = given if given and isinstance(given[0], bytes) else self.keys(given)
-        check_keys(keys)
         return parts.ahead.prefetch(keys, deadline, ttl, priority, parts.reader.settings.probe_deadline_s)
 
     # Asking

@@ -57,7 +57,6 @@ def workload(
 
 
 LATER = {"enable_async_loading": True}
-"""A synchronous load that fails (chunks are damaged here) can make vLLM answer wrong where requests share its blocks."""
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
@@ -65,7 +64,7 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_ma
     ("layers", "blocks", "kinds", "more"),
     [
         # Without "two": where some of a batch are drawn and others are not, vLLM's rejection sampler draws them all.
-        (["full_attention"] * 3, 90, KINDS, {"speculative_config": SPECULATION, "tiercache": LATER}),
+        (["full_attention"] * 3, 90, KINDS, {"speculative_config": SPECULATION}),
         (["full_attention"] * 3, 90, [*KINDS, "two"], {"tiercache": LATER}),
         (["sliding_attention", "sliding_attention", "full_attention"], 150, [*KINDS, "two"], {}),
     ],

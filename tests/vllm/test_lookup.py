@@ -90,7 +90,7 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
         GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
     ):
         assert client.begin(NAMES, "r").result(10).blocks == 4
-        assert [len(worker.server.claims._held) for worker in (first, second) if worker.server.claims] == [4, 4]
+        assert [worker.server.claims.held for worker in (first, second) if worker.server.claims] == [4, 4]
         for worker in (first, second):
             worker.server.release(["r"])
             worker.thread.submit(asyncio.sleep(0)).result(10)
@@ -116,6 +116,23 @@ def test_over_sockets_the_answer_is_what_all_workers_have(engine: str, first: in
     with Worker(engine, 0, first), Worker(engine, 1, second):
         answer = ask(engine, 2)
         assert (answer.blocks, sum(answer.tokens_by_tier.values())) == (both, 16 * both)
+
+
+@pytest.mark.parametrize("room", [3, 2])
+def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: int) -> None:
+    """Two chunks and a tail, of which the second worker may hold so many."""
+    client = LookupClient(engine, 2, GEOMETRY, 5.0)
+    with Worker(engine, 0, 11) as first, Worker(engine, 1, 11) as second:
+        claims = [worker.server.claims for worker in (first, second)]
+        assert claims[0] is not None and claims[1] is not None
+        claims[1]._most = room
+        assert client.begin(NAMES, "r").result(10) == Match(11, {"cpu": 176}, held=room == 3)
+        assert [one.held for one in claims if one] == [3, 3 if room == 3 else 0]
+        for worker in (first, second):
+            worker.server.release(["r"])
+            worker.thread.submit(asyncio.sleep(0)).result(10)
+        assert [one.held for one in claims if one] == [0, 0]
+    client.close()
 
 
 def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:

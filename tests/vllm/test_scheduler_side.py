@@ -20,6 +20,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.claims import HELD_FOR_S
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
 from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
@@ -37,9 +38,9 @@ class Engine:
     def __init__(self, **settings: Any) -> None:
         name = uuid.uuid4().hex
         layout = Layout("m", chunk_tokens=32, bytes_per_token=128, block_tokens=16)
-        self.thread = CacheThread(Config(max_local_cpu_size=0.01), layout)
+        config = Config(**({"max_local_cpu_size": 0.01} | settings))
+        self.thread = CacheThread(config, layout)
         self.server = LookupServer(name, 0, self.thread, GEOMETRY)
-        config = Config(**settings)
         self.client = LookupClient(name, 1, GEOMETRY, 5.0)
         self.side = SchedulerSide(config, GEOMETRY, BlockNames("sha256", 16), self.client, 1)
 
@@ -68,12 +69,37 @@ class Engine:
         self.side.on_new_request(request)
         return request
 
-    def admits(self, request: Any, computed: int = 0) -> tuple[int, bool]:
+    def claims(self) -> int:
+        """Chunks that are held for requests."""
+        claims = self.server.claims
+        assert claims is not None
+
+        async def held() -> int:
+            return claims.held
+
+        return self.thread.submit(held()).result(10)
+
+    def forgets_hot(self, chunk: int) -> None:
+        """That one is on the disk alone."""
+        cache = self.thread.cache
+        (key,) = keys_from_hashes(cache.namespace, [NAMES[2 * chunk + 1]])
+
+        async def drop() -> bool:
+            await cache.flush()
+            return cache.cpu.forget(key)
+
+        assert self.thread.submit(drop()).result(10)
+
+    def finds(self, request: Any, computed: int = 0) -> tuple[int, bool]:
         until_s = time.monotonic() + 5
         while (answer := self.side.matched_tokens(request, computed))[0] is None:
             assert time.monotonic() < until_s
         tokens, later = answer
         assert tokens is not None
+        return tokens, later
+
+    def admits(self, request: Any, computed: int = 0) -> tuple[int, bool]:
+        tokens, later = self.finds(request, computed)
         self.side.after_allocation(request, (BLOCKS[: request.num_tokens // 16 + 1],), tokens)
         request.num_computed_tokens = computed + tokens
         return tokens, later
@@ -134,6 +160,40 @@ def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
     assert [transfer.blocks for transfer in work.loads[0].transfers] == [(100, 101), (102, 103), (104, 105)]
     engine.reports(work)
     assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[7]]
+
+
+def test_only_what_is_hot_and_held_to_the_last_chunk_is_loaded_at_once(tmp_path: Path) -> None:
+    engine = Engine(local_disk=str(tmp_path), max_local_disk_size=0.1)
+    try:
+        engine.holds(6)
+        assert engine.admits(engine.arrives(132, "hot")) == (96, False)
+        assert engine.claims() == 3
+        engine.forgets_hot(2)
+        assert engine.admits(engine.arrives(132, "cold")) == (96, True)
+        work = engine.steps()
+        assert [(load.request_id, load.asynchronous) for load in work.loads] == [("hot", False), ("cold", True)]
+    finally:
+        engine.close()
+
+
+def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """It may not be held any more when the load begins."""
+    engine.holds(6)
+    request = engine.arrives(132)
+    assert engine.finds(request) == (96, False)
+    later_s = time.monotonic() + HELD_FOR_S
+    monkeypatch.setattr("tiercache.integrations.vllm.scheduler_side.time.monotonic", lambda: later_s)
+    assert engine.finds(request) == (96, True)
+
+
+def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> None:
+    engine.holds(6)
+    computed, aborted = engine.arrives(132, "computed"), engine.arrives(132, "aborted")
+    assert engine.admits(computed, computed=96) == (0, False)
+    assert engine.finds(aborted) == (96, False)
+    assert engine.side.finished(aborted, ((),)) is False
+    assert engine.side.has_news
+    assert engine.steps().released == {"computed", "aborted"}
 
 
 def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
@@ -366,10 +426,8 @@ def test_an_adapter_of_which_nothing_is_known_in_time_has_names_that_nobody_find
     assert len(given) == 3 and not given & {*NAMES, *adapter.names(engine)}
 
 
-@pytest.mark.parametrize("engine", [{"enable_async_loading": True}, {}], indirect=True, ids=["later", "at once"])
 def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
-    """Of a request whose prefill and decoding go on without a pause; once, as long as it stays the same. Not where loads
-    must not fail."""
+    """Of a request whose prefill and decoding go on without a pause; once, as long as it stays the same."""
     now_s = [100.0]
     monkeypatch.setattr("tiercache.integrations.vllm.scheduler_side.time.monotonic", lambda: now_s[0])
     request = SimpleNamespace(request_id="elsewhere", num_computed_tokens=0)
@@ -379,4 +437,4 @@ def test_workers_are_told_what_a_token_costs_when_it_is_known(monkeypatch: pytes
             told.append(engine.steps((request, tokens)).token_s)
             now_s[0] += 0.02 + 0.001 * tokens
     found = [token_s for token_s in told if token_s is not None]
-    assert found == ([pytest.approx(0.001, rel=0.05)] if engine.side.config.enable_async_loading else [])
+    assert found == [pytest.approx(0.001, rel=0.05)]

@@ -206,6 +206,26 @@ def test_saved_blocks_come_back_in_others(worker: Worker) -> None:
     assert worker.side.take_bad_blocks() == set()
 
 
+def test_what_is_held_for_a_request_comes_whatever_became_of_it(worker: Worker) -> None:
+    """Others may go on with the blocks of a synchronous load: it must not fail."""
+    expected = worker.content(4, 9, 7, 3)
+    worker.stores(FIRST, SECOND)
+    cache, names = worker.side.thread.cache, [b"", FIRST.name, b"", SECOND.name]
+    match = worker.side.thread.submit(worker.side._lookups.find(names, "r")).result(10)
+    assert (match.blocks, match.held) == (4, True)
+    keys = keys_from_hashes(cache.namespace, [FIRST.name, SECOND.name])
+    worker.side.thread.submit(cache.forget(keys)).result(10)
+    assert not worker.has(FIRST.name)
+    worker.loads(into(FIRST, 20, 21), into(SECOND, 30, 1))
+    assert worker.side.take_bad_blocks() == set()
+    assert torch.equal(worker.content(20, 21, 30, 1), expected)
+
+    async def held() -> tuple[int, int]:
+        return len(worker.side._lookups.held), sum(cache.cpu.budget.held)
+
+    assert worker.side.thread.submit(held()).result(10) == (0, 0)
+
+
 def test_blocks_of_chunks_that_are_gone_are_reported(worker: Worker) -> None:
     expected = worker.content(4, 9)
     worker.stores(FIRST)

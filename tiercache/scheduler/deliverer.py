@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tiercache.core.keys import ChunkKey
@@ -35,6 +35,21 @@ class Cascade(Protocol):
 
     async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
         """The chunk from whichever tier has it; None on a miss or at the deadline."""
+
+
+class WithHeld:
+    """A cascade that finds chunks also where they were removed after somebody got these leases."""
+
+    def __init__(self, cascade: Cascade, held: Mapping[ChunkKey, Lease]) -> None:
+        self.cpu, self.lanes, self.fetch = cascade.cpu, cascade.lanes, cascade.fetch
+        self._lease_now = cascade.lease_now
+        self._held = held
+
+    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        lease = self._lease_now(key, noted=noted)
+        if lease is None and (held := self._held.get(key)) is not None:
+            return held.reader()
+        return lease
 
 
 _PART = 512

@@ -9,7 +9,7 @@ awaited once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tiercache.core.budget import Purpose
@@ -22,7 +22,7 @@ from tiercache.device.driver import Event
 from tiercache.device.payloads import DevicePayload
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import retrieve_exception
-from tiercache.scheduler.deliverer import deliver
+from tiercache.scheduler.deliverer import WithHeld, deliver
 from tiercache.scheduler.device_copies import DeviceCopies, DeviceLanding, turn_by, when_done
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reader import Reader
@@ -213,19 +213,25 @@ class DevicePath:
     # Getting
 
     async def get(
-        self, keys: Sequence[ChunkKey], payloads: Sequence[DevicePayload], after: Event | None, deadline_s: float
+        self,
+        keys: Sequence[ChunkKey],
+        payloads: Sequence[DevicePayload],
+        after: Event | None,
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:
         """Returns how many chunks of the contiguous prefix are in place. Nothing writes to the payloads' memory when this
-        has returned or raised - but for a device that does not finish a copy within 30 s, which DeviceError says."""
+        has returned or raised - but for a device that does not finish a copy within 30 s, which DeviceError says. `held` as
+        `Reader.deliver` has it."""
         if after is not None and not await self._has_happened(after, deadline_s):
             return 0
         # Each of the two knows how quick it is itself; a chunk may come by either.
         waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
-        if waits:
+        if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
         counters = self._host_reader.counters
         landing = DeviceLanding(self._copies, self.staging, self._gets, counters, payloads, deadline_s)
-        return await deliver(self, keys, landing, deadline_s)
+        return await deliver(self if held is None else WithHeld(self, held), keys, landing, deadline_s)
 
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
         return self._host_reader.lease_now(key, noted=noted) or self._device_reader.lease_now(key)

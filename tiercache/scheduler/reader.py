@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from tiercache.core.estimate import worth_waiting_s
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Sink
-from tiercache.scheduler.deliverer import deliver
+from tiercache.scheduler.deliverer import WithHeld, deliver
 from tiercache.scheduler.flights import Flights
 from tiercache.scheduler.tier_reader import ReaderSettings, ReaderStatistics, TierReader, TierReadStatistics
 from tiercache.tiers.base import Tier
@@ -87,13 +87,22 @@ class Reader:
         """As `fetch`, for somebody who may come: any demand read goes first, and the lease is a hold, no use."""
         return self.cpu.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH, parent)
 
-    async def deliver(self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], deadline_s: float) -> int:
+    async def deliver(
+        self,
+        keys: Sequence[ChunkKey],
+        sinks: Sequence[Sink],
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
+    ) -> int:
         """Hand each chunk to its sink on a worker thread; returns how many of the contiguous prefix were delivered.
 
         Hot chunks go in one hand-over for each copying thread; the others are read meanwhile. Sinks behind a gap may have
-        run. No sink runs after this has returned or raised. A sink that raises ends the prefix.
+        run. No sink runs after this has returned or raised. A sink that raises ends the prefix. Chunks that are `held` are
+        there whatever happened to them meanwhile, and worth waiting for.
         """
         landing = _Sinks(sinks, self.cpu.copiers, self.counters)
+        if held is not None:
+            return await deliver(WithHeld(self, held), keys, landing, deadline_s)
         if (wait_s := self.worth_waiting_s(keys)) is not None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
         return await deliver(self, keys, landing, deadline_s)

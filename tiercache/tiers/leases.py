@@ -120,6 +120,10 @@ class Lease:
         entry = self._held()
         return self._keeper.begin_lease(entry, WRITE) if entry.hot else None
 
+    def reader(self) -> Lease:
+        """One more lease on the same memory, for a reader; also when the chunk was removed meanwhile."""
+        return self._keeper.begin_lease(self._held(), READ)
+
     def release(self) -> None:
         """Idempotent."""
         entry = self._entry

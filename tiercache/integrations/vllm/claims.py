@@ -3,6 +3,9 @@
 A load of several groups that fails in part sends its request back to the first token, so a look-up promises what has been
 read and verified, and holds it. Only so much of the hot cache is held: what comes on top of that was found and verified,
 and may have to be read a second time.
+
+A synchronous load must not fail at all: requests that share its blocks go on with them (see `SchedulerSide`). So only what
+is held to the last chunk is loaded like that, and from these leases, whatever happens to the chunks meanwhile.
 """
 
 from __future__ import annotations
@@ -20,18 +23,14 @@ from tiercache.tiers.leases import Lease
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
 """For a request that waits for blocks, or of whose end nobody told."""
+HELD_FOR_S = 30.0
+"""For so long after the question what was held is there, and as long again for the load to begin."""
 
 
 @dataclass
 class _Claim:
     keys: list[ChunkKey]
     expiry: asyncio.TimerHandle
-
-
-@dataclass
-class _Held:
-    lease: Lease
-    claims: int
 
 
 class Claims:
@@ -41,13 +40,30 @@ class Claims:
         self._cache = cache
         self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
-        self._held: dict[ChunkKey, _Held] = {}
+        self._times: dict[ChunkKey, int] = {}
+        """How many claims there are on each chunk."""
+        self.leases: dict[ChunkKey, Lease] = {}
         self._most = int(cache.cpu.pool.count * _MOST_OF_THE_HOT_CACHE)
 
     @property
     def held(self) -> int:
         """Chunks."""
-        return len(self._held)
+        return len(self.leases)
+
+    def claim_hot(self, request_id: str, keys: Sequence[ChunkKey]) -> bool:
+        """Hold all of these chunks for the request if all are hot and may be held, else none of them."""
+        self.release(request_id)
+        taken: list[ChunkKey] = []
+        if self._cache.cpu.prefix(keys) == len(keys):
+            for key in keys:
+                if not self._hold(key):
+                    break
+                taken.append(key)
+        if len(taken) < len(keys):
+            self._let_go(taken)
+            return False
+        self._remember(request_id, taken)
+        return True
 
     async def claim(self, request_id: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
@@ -69,27 +85,29 @@ class Claims:
             )
         )
         self._let_go([key for key in taken if key not in needed])
-        kept = [key for key in taken if key in needed]
-        if kept:
-            loop = asyncio.get_running_loop()
-            self._claims[request_id] = _Claim(kept, loop.call_later(_LONGEST_S, self.release, request_id))
+        self._remember(request_id, [key for key in taken if key in needed])
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
-    def release(self, request_id: str) -> None:
+    def release(self, *request_ids: str) -> None:
         """Idempotent."""
-        claim = self._claims.pop(request_id, None)
-        if claim is not None:
-            claim.expiry.cancel()
-            self._let_go(claim.keys)
+        for request_id in request_ids:
+            claim = self._claims.pop(request_id, None)
+            if claim is not None:
+                claim.expiry.cancel()
+                self._let_go(claim.keys)
 
     def close(self) -> None:
-        for request_id in list(self._claims):
-            self.release(request_id)
+        self.release(*self._claims)
+
+    def _remember(self, request_id: str, taken: list[ChunkKey]) -> None:
+        if taken:
+            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, request_id)
+            self._claims[request_id] = _Claim(taken, expiry)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
         """How many of `keys` may be promised, up to the first that may not. Adds to `taken` what is held."""
-        room = max(0, self._most - len(self._held))
-        new = [key for key in keys if key not in self._held][:room]
+        room = max(0, self._most - len(self.leases))
+        new = [key for key in keys if key not in self.leases][:room]
         left_s = until_s - asyncio.get_running_loop().time()
         await self._cache.warm(new, deadline_s=max(0.0, left_s))
         tried = set(new)
@@ -97,30 +115,30 @@ class Claims:
         for position, key in enumerate(keys):
             if key in had:
                 continue
-            if self._hold(key, had):
+            if self._hold(key):
+                had.add(key)
                 taken.append(key)
             elif key in tried and not self._cache.cpu.contains(key):
                 return position
         return len(keys)
 
-    def _hold(self, key: ChunkKey, had: set[ChunkKey]) -> bool:
-        held = self._held.get(key)
-        if held is not None and held.lease.findable:
-            held.claims += 1
-        elif held is None and len(self._held) < self._most and self._cache.cpu.spare:
+    def _hold(self, key: ChunkKey) -> bool:
+        lease = self.leases.get(key)
+        if lease is None:
+            if len(self.leases) >= self._most or not self._cache.cpu.spare:
+                return False
             lease = self._cache.cpu.hold(key)
             if lease is None:
                 return False
-            self._held[key] = _Held(lease, 1)
-        else:
+            self.leases[key] = lease
+        elif not lease.findable:
             return False
-        had.add(key)
+        self._times[key] = self._times.get(key, 0) + 1
         return True
 
     def _let_go(self, keys: Sequence[ChunkKey]) -> None:
         for key in keys:
-            held = self._held[key]
-            held.claims -= 1
-            if not held.claims:
-                del self._held[key]
-                held.lease.release()
+            self._times[key] -= 1
+            if not self._times[key]:
+                del self._times[key]
+                self.leases.pop(key).release()

@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiercache.bridge import CacheThread
@@ -25,6 +25,7 @@ from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
+from tiercache.tiers.leases import Lease
 
 _POLL_S = 0.0005
 
@@ -166,7 +167,12 @@ class DeviceMover(Mover):
         return move
 
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
+        self,
+        thread: CacheThread,
+        keys: Sequence[ChunkKey],
+        transfers: Sequence[BlockTransfer],
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
     ) -> Move:
         move = _DeviceMove(self.driver, thread, len(transfers))
         chunks = [_LentChunk(move, self.kvs[transfer.group], transfer) for transfer in transfers]
@@ -174,7 +180,11 @@ class DeviceMover(Mover):
         def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
             ordered = last_first(positions) if window else positions
             return thread.cache.get_into(
-                [keys[one] for one in ordered], [chunks[one] for one in ordered], after=move.after, deadline_s=deadline_s
+                [keys[one] for one in ordered],
+                [chunks[one] for one in ordered],
+                after=move.after,
+                deadline_s=deadline_s,
+                held=held,
             )
 
         move.begin(lambda: by_group(transfers, self.windows, get_group))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
+from tiercache.tiers.leases import Lease
 
 
 class _HostMove(Move):
@@ -87,7 +88,12 @@ class HostMover(Mover):
         return move
 
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
+        self,
+        thread: CacheThread,
+        keys: Sequence[ChunkKey],
+        transfers: Sequence[BlockTransfer],
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
     ) -> Move:
         move = _HostMove(len(transfers))
         sinks = [move.sink(self.kvs, transfer) for transfer in transfers]
@@ -95,7 +101,7 @@ class HostMover(Mover):
         def get_group(positions: Sequence[int], window: bool) -> Coroutine[Any, Any, int]:
             ordered = last_first(positions) if window else positions
             return thread.cache.get_to(
-                [keys[one] for one in ordered], [sinks[one] for one in ordered], deadline_s=deadline_s
+                [keys[one] for one in ordered], [sinks[one] for one in ordered], deadline_s=deadline_s, held=held
             )
 
         move.follow(thread.submit(by_group(transfers, self.windows, get_group)))

@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,7 @@ from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.claims import Claims
 from tiercache.integrations.vllm.grouped import HitSearch, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed, chunk_ends, tail_lengths
+from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.vllm")
 
@@ -56,6 +57,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     number: int
     blocks: int
     tokens_by_tier: dict[str, int]
+    held: bool = False
 
 
 async def find(
@@ -67,15 +69,18 @@ async def find(
     claims: Claims | None = None,
     request_id: str = "",
 ) -> Match:
-    """`locate`, for a request that is here. With `claims`, what is found is held for it when this returns.
+    """`locate`, for a request that is here. With `claims`, what is found is held for it when this returns: of several groups
+    in any case, else if all of it is hot.
 
     Starts prefetching what is not hot and keeps what is, so that reading overlaps with the request's wait in the engine's
     queue; but for what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
     until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
     match, found = await locate(cache, names, geometry)
-    if claims is not None:
-        return await claims.claim(request_id, names, match, until_s) if match.blocks else match
+    if claims is not None and match.blocks:
+        if geometry.groups:
+            return await claims.claim(request_id, names, match, until_s)
+        match.held = claims.claim_hot(request_id, found)
     direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
     cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
@@ -143,7 +148,9 @@ class LookupServer:
         _local[self._key] = self
         cache = thread.cache
         direct = into_device and any(tier.serves_device for tier in cache.tiers)
-        self.claims = Claims(cache, geometry) if geometry.groups and cache.cpu.keep and not direct else None
+        # Of several groups all has to come to the hot cache for that.
+        useful = not direct if geometry.groups else not cache.config.enable_async_loading
+        self.claims = Claims(cache, geometry) if useful and cache.cpu.keep else None
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], request_id: str = "") -> Match:
@@ -152,15 +159,20 @@ class LookupServer:
             names,
             self._geometry,
             into_device=self._into_device,
-            claims=self.claims,
+            claims=self.claims if request_id else None,
             request_id=request_id,
         )
 
     def release(self, request_ids: Iterable[str]) -> None:
         """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
-        if self.claims is not None:
-            for request_id in request_ids:
-                self.thread.loop.call_soon_threadsafe(self.claims.release, request_id)
+        if self.claims is not None and (over := tuple(request_ids)):
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
+                self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
+
+    @property
+    def held(self) -> Mapping[ChunkKey, Lease]:
+        """Of all requests. Belongs to the cache's loop."""
+        return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
         _local.pop(self._key, None)
@@ -209,7 +221,7 @@ class LookupServer:
             logger.warning("a look-up failed: %r", error)
             match = Match()
         with contextlib.suppress(ConnectionError):
-            writer.write(frame(Answer(question.number, match.blocks, match.tokens_by_tier)))
+            writer.write(frame(Answer(question.number, match.blocks, match.tokens_by_tier, match.held)))
             await writer.drain()
 
 
@@ -323,7 +335,7 @@ class _Connection:
                 packed = await receive(reader, _LARGEST_MESSAGE_BYTES)
                 found = msgspec.msgpack.decode(packed, type=Answer)
                 if (answer := self._waiting.get(found.number)) is not None and not answer.done():
-                    answer.set_result(Match(found.blocks, found.tokens_by_tier))
+                    answer.set_result(Match(found.blocks, found.tokens_by_tier, held=found.held))
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, ControlError) as error:
             self.broken = True
             for answer in self._waiting.values():

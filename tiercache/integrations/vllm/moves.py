@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from tiercache.bridge import CacheThread
@@ -14,6 +14,7 @@ from tiercache.device.driver import Driver
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import BlockTransfer
+from tiercache.tiers.leases import Lease
 
 
 class Move(ABC):
@@ -76,9 +77,15 @@ class Mover(ABC):
 
     @abstractmethod
     def get(
-        self, thread: CacheThread, keys: Sequence[ChunkKey], transfers: Sequence[BlockTransfer], deadline_s: float
+        self,
+        thread: CacheThread,
+        keys: Sequence[ChunkKey],
+        transfers: Sequence[BlockTransfer],
+        deadline_s: float,
+        held: Mapping[ChunkKey, Lease] | None = None,
     ) -> Move:
-        """Load chunks into blocks. They are written when all that the engine has begun by now is done.
+        """Load chunks into blocks. They are written when all that the engine has begun by now is done. `held` as for
+        `TierCache.get_to`.
 
         Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
         """

@@ -7,7 +7,7 @@ the name of their last block, which is chained over the whole prefix, so the pos
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -81,6 +81,8 @@ class Match:
     tokens_by_tier: dict[str, int] = field(default_factory=dict)
     failed: bool = False
     """There was no answer."""
+    held: bool = False
+    """All of it is in RAM, and stays there for `HELD_FOR_S` from the question on: loading it cannot fail."""
 
     def shortened(self, blocks: int, geometry: BlockGeometry) -> Match:
         """To the first `blocks` blocks, of which those of the first tiers that are named count first."""
@@ -99,8 +101,9 @@ def agreed(answers: Sequence[Match], geometry: BlockGeometry) -> Match:
     """
     least = min(answers, key=lambda match: match.blocks)
     if all(answer.blocks == least.blocks for answer in answers):
-        return least
-    match, left = Match(geometry.whole_chunks(least.blocks)), geometry.whole_chunks(least.blocks) * geometry.block_tokens
+        return replace(least, held=all(answer.held for answer in answers))
+    match = Match(geometry.whole_chunks(least.blocks), held=all(answer.held for answer in answers))
+    left = match.blocks * geometry.block_tokens
     for tier, tokens in least.tokens_by_tier.items():
         if part := min(tokens, left):
             match.tokens_by_tier[tier] = part

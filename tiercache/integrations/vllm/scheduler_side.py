@@ -11,6 +11,7 @@ from tiercache.config import Config
 from tiercache.core.prefill_cost import PrefillCost
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.claims import HELD_FOR_S
 from tiercache.integrations.vllm.engine_events import KvEvents
 from tiercache.integrations.vllm.figures import SchedulerFigures
 from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, given_away, held_names, plan_loads, plan_saves
@@ -85,14 +86,15 @@ class SchedulerSide:
         tokens = loadable_tokens(
             tracked.match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
-        tracked.load_from = computed_tokens
+        tracked.load_from, tracked.loads_later = computed_tokens, self._loads_later(tracked, tracked.match)
         self._note_once(tracked, computed_tokens, tokens)
-        return tokens, self._loads_later and tokens > 0
+        return tokens, tracked.loads_later and tokens > 0
 
-    @property
-    def _loads_later(self) -> bool:
-        """With several groups always: only then may a load fail there (vLLM takes bad blocks from one group alone)."""
-        return self.config.enable_async_loading or bool(self.geometry.groups)
+    def _loads_later(self, tracked: TrackedRequest, match: Match) -> bool:
+        """Unless the load cannot fail. A synchronous one must not: where several requests share its blocks, vLLM 0.32 lets
+        all but the first go on before those are computed; and it takes bad blocks from a single group alone."""
+        kept = match.held and time.monotonic() - tracked.asked_at_s < HELD_FOR_S
+        return self.config.enable_async_loading or bool(self.geometry.groups) or not kept
 
     def after_allocation(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """`tables` are all block ids of the request where `external_tokens` are to be loaded."""
@@ -108,7 +110,7 @@ class SchedulerSide:
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        load = Load(request.request_id, [], self._loads_later, trace=trace_of(request))
+        load = Load(request.request_id, [], tracked.loads_later, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
                 self._names(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
@@ -247,12 +249,10 @@ class SchedulerSide:
             self.kv_events.announced.forget_everything()
 
     def _measure(self, work: StepWork, output: SchedulerOutput) -> None:
-        """How quick the engine is, for the workers to know what is worth loading. Only where a load that is cut short harms
-        nobody: of a synchronous one, requests beside it may have the blocks in common."""
-        if self.config.enable_async_loading:
-            tokens = output.num_scheduled_tokens
-            self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
-            work.token_s = self._prefill.news()
+        """How quick the engine is, for the workers to know what is worth loading."""
+        tokens = output.num_scheduled_tokens
+        self._prefill.began(tokens, sum(tokens.values()), time.monotonic())
+        work.token_s = self._prefill.news()
 
     def _plan_saves(self, work: StepWork, output: SchedulerOutput) -> None:
         """Only called when no synchronous load is unconfirmed: what a step computes beside a load that fails is wrong, for
@@ -374,7 +374,7 @@ class SchedulerSide:
 
     def _release(self, tracked: TrackedRequest) -> None:
         """What a look-up may have found is not going to be loaded."""
-        if self.geometry.groups and tracked.lookup is not None:
+        if tracked.lookup is not None:
             self._work.released.add(tracked.request.request_id)
 
     def _note_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:

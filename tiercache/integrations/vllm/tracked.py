@@ -28,6 +28,8 @@ class TrackedRequest:
     admitted: bool = False
     logged: bool = False
     load_from: int = 0
+    loads_later: bool = True
+    """While other requests compute, as the engine was told when it was told how much there is."""
     loaded_blocks: frozenset[int] = frozenset()
     load_failed: bool = False
     receiving: bool = False

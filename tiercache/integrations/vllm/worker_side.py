@@ -213,7 +213,13 @@ class WorkerSide:
         loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
             keys = keys_from_hashes(self._namespace, [transfer.name for transfer in load.transfers])
-            loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
+            if load.asynchronous:
+                loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
+            else:
+                # What is held is only copied. That may not fail, so it may take its time.
+                loading.until_s = began_s + max(limit_s, _COPY_WAIT_S) + _MARGIN_S
+                held = self._lookups.held
+                loading.move = self.mover.get(self.thread, keys, load.transfers, max(limit_s, _COPY_WAIT_S), held)
         except Exception as error:
             logger.warning("loading for request %s could not be begun: %r", load.request_id, error)
         return loading
@@ -230,6 +236,7 @@ class WorkerSide:
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         took_s = time.monotonic() - loading.began_s
+        self._lookups.release([load.request_id])
         whole = arrived == len(load.transfers) and not load.impossible
         outcome = "whole" if whole else "part" if arrived else "failed"
         payload_bytes = self._bytes_of(load.transfers[:arrived])
@@ -256,7 +263,6 @@ class WorkerSide:
     def _end_grouped_load(self, loading: _Loading, arrived: int) -> None:
         """All or nothing: the engine cannot be told of single blocks where there are several groups."""
         load = loading.load
-        self._lookups.release([load.request_id])
         failed = bool(load.impossible) or arrived < len(load.transfers)
         logger.log(
             logging.WARNING if failed else logging.INFO,

@@ -455,7 +455,7 @@ class Driver:
         """Every chunk file, behind the tier's back."""
         files = [path for path in Path(directory).glob("??/*") if path.is_file()]
         for path in files:
-            path.unlink()
+            path.unlink(missing_ok=True)
         return len(files)
 
     def evict_elsewhere(self, directory: str, cap_bytes: int) -> list[str]:

@@ -104,8 +104,9 @@ def described(answer: Any) -> dict[str, Any]:
 def settings_of(engine: dict[str, Any]) -> dict[str, Any]:
     settings = dict(engine)
     extra = settings.pop("tiercache", None)
+    role = settings.pop("kv_role", CONNECTOR["kv_role"])
     if extra is not None:
-        settings["kv_transfer_config"] = {**CONNECTOR, "kv_connector_extra_config": extra}
+        settings["kv_transfer_config"] = {**CONNECTOR, "kv_role": role, "kv_connector_extra_config": extra}
     if (events := settings.get("kv_events_config")) is not None:
         from vllm.config import KVEventsConfig
 
@@ -154,7 +155,7 @@ class Driver:
         )
         given: Any = {"prompt": prompt, **({"cache_salt": cache_salt} if cache_salt else {})}
         (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
-        return described(answer)
+        return described(answer) | {"kv_transfer_params": answer.kv_transfer_params}
 
     def control(self, path: str, command: str, fields: dict[str, Any], prompt: str | None = None) -> dict[str, Any]:
         """Tell the cache something through its control socket, as another program would; `prompt` becomes token ids."""

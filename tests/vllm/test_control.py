@@ -123,7 +123,7 @@ def test_what_is_wrong_is_said_once_and_fails_no_request(life: Life, oracle: lis
     answers, log = life
     assert same_answer(answers["wrong again"], oracle[0])
     for name in ("pin_s", "forgit", "session"):
-        assert len(re.findall(rf"kv_transfer_params: 'tiercache\.{name}' is ignored: expected", log)) == 1
+        assert len(re.findall(rf"what a request says: 'tiercache\.{name}' is ignored: expected", log)) == 1
 
 
 def test_request_says_that_it_comes_again_and_what_to_keep(life: Life) -> None:

@@ -187,7 +187,7 @@ class Engine:
             self.worker.finished()
             if (progress := self.worker.take_progress()) is not None:
                 self.side.progress(progress)
-            if not self.side.finished(request, self.tables.get(request.request_id, ((), ()))):
+            if not self.side.finished(request, self.tables.get(request.request_id, ((), ())))[0]:
                 return
             self.steps()
             assert self.until(lambda: self.worker.finished()[0])
@@ -408,7 +408,7 @@ def test_a_request_that_does_not_load_lets_go(made: Callable[..., Engine], how: 
     request = engine.arrives(132)
     assert engine.finds(request) == (128, True) and engine.claims == 6
     if how == "aborted":
-        assert not engine.side.finished(request, ((), ()))
+        assert not engine.side.finished(request, ((), ()))[0]
         assert engine.side.has_news
         engine.steps()
         assert not engine.side.has_news

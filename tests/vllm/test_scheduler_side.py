@@ -191,9 +191,54 @@ def test_nothing_is_held_for_a_request_that_loads_nothing(engine: Engine) -> Non
     computed, aborted = engine.arrives(132, "computed"), engine.arrives(132, "aborted")
     assert engine.admits(computed, computed=96) == (0, False)
     assert engine.finds(aborted) == (96, False)
-    assert engine.side.finished(aborted, ((),)) is False
+    assert engine.side.finished(aborted, ((),))[0] is False
     assert engine.side.has_news
-    assert engine.steps().released == {"computed", "aborted"}
+    assert {claim.partition("#")[0] for claim in engine.steps().released} == {"computed", "aborted"}
+
+
+def test_what_is_let_go_of_one_look_up_is_not_what_the_next_one_holds(engine: Engine) -> None:
+    """Of a request that was put back: the first is let go with a step that begins after the second look-up."""
+    engine.holds(6)
+    request = engine.arrives(132)
+    assert engine.admits(request) == (96, False)
+    first = engine.steps((request, 36)).loads[0].claim
+    assert engine.finds(request) == (96, False)
+    released = engine.steps().released
+    engine.server.release(released)
+    assert first in released and engine.claims() == 3
+
+
+def test_what_another_engine_is_storing_is_waited_for(engine: Engine) -> None:
+    engine.holds(2)
+    expecting = {"kv_transfer_params": {"tiercache.expect_tokens": 96}}
+    request = engine.arrives(132, **expecting)
+    for _ in range(100):
+        assert engine.side.matched_tokens(request, 0) == (None, False)
+    engine.holds(6)
+    assert engine.finds(request) == (96, False)
+    assert engine.finds(engine.arrives(132, "plain")) == (96, False)
+    assert engine.finds(engine.arrives(90, "short", **expecting)) == (64, False), "no more than it can use"
+
+
+@pytest.mark.parametrize("engine", [{"lookup_timeout_ms": 300}], indirect=True)
+def test_what_does_not_come_is_waited_for_as_long_as_a_look_up_may_take(engine: Engine) -> None:
+    engine.holds(2)
+    began_s = time.monotonic()
+    request = engine.arrives(132, kv_transfer_params={"tiercache.expect_tokens": 96})
+    assert engine.finds(request) == (32, False)
+    assert time.monotonic() - began_s >= 0.3
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both", "kv_consumer"])
+def test_a_producer_says_what_it_stores_and_a_consumer_stores_nothing(engine: Engine, role: str) -> None:
+    names = BlockNames("sha256", 16)
+    engine.side = SchedulerSide(engine.side.config, GEOMETRY, names, engine.client, 1, role=role)
+    request = engine.arrives(100)
+    engine.admits(request)
+    stored = saved(engine.steps((request, 100)))
+    assert len(stored) == (0 if role == "kv_consumer" else 3)
+    _, said = engine.side.finished(request, (BLOCKS[:7],))
+    assert said == ({"tiercache.expect_tokens": 96} if role == "kv_producer" else None)
 
 
 def test_nothing_is_saved_beside_an_unconfirmed_load(engine: Engine) -> None:
@@ -230,7 +275,7 @@ def test_blocks_of_a_finished_request_are_held_until_they_are_copied(engine: Eng
     request = engine.arrives(64)
     engine.admits(request)
     work = engine.steps((request, 64))
-    assert engine.side.finished(request, (BLOCKS[:4],))
+    assert engine.side.finished(request, (BLOCKS[:4],))[0]
     assert engine.side.holds_blocks
     assert engine.steps().held == {"r"}
     engine.reports(work)
@@ -241,7 +286,7 @@ def test_copied_blocks_are_given_back_at_once(engine: Engine) -> None:
     request = engine.arrives(64)
     engine.admits(request)
     engine.reports(engine.steps((request, 64)))
-    assert not engine.side.finished(request, (BLOCKS[:4],))
+    assert not engine.side.finished(request, (BLOCKS[:4],))[0]
 
 
 def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None:
@@ -249,7 +294,7 @@ def test_what_could_not_be_saved_yet_is_saved_at_the_end(engine: Engine) -> None
     request = engine.arrives(68)
     engine.admits(request)
     engine.reports(engine.steps((request, 36)))
-    assert engine.side.finished(request, (BLOCKS[:4],))
+    assert engine.side.finished(request, (BLOCKS[:4],))[0]
     work = engine.steps()
     assert [transfer.name for transfer in saved(work)] == [NAMES[3]] and work.held == {"r"}
 
@@ -260,7 +305,7 @@ def test_request_aborted_while_it_receives_is_held_by_the_load_alone(engine: Eng
     request = engine.arrives(100)
     assert engine.admits(request) == (64, True)
     assert engine.steps().loads[0].asynchronous
-    assert not engine.side.finished(request, (BLOCKS[:4],))
+    assert not engine.side.finished(request, (BLOCKS[:4],))[0]
 
 
 def test_preempted_request_is_looked_up_and_saved_again(engine: Engine) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tiercache.integrations.vllm.turns import Wishes, wishes_of
+from tiercache.integrations.vllm.turns import Wishes, said_by, wishes_of
 
 
 def test_everything_that_can_be_said() -> None:
@@ -19,9 +20,10 @@ def test_everything_that_can_be_said() -> None:
         "tiercache.pin_s": 0.5,
         "tiercache.forget": True,
         "tiercache.session_over": True,
+        "tiercache.expect_tokens": 300,
         "do_remote_prefill": False,
     }
-    assert wishes_of(said, set()) == Wishes("s", "plan", "tool", 3.0, 0.5, True, True)
+    assert wishes_of(said, set()) == Wishes("s", "plan", "tool", 3.0, 0.5, True, True, 300)
     assert not Wishes(step="plan").at_the_end and Wishes(next_in_s=0.0).at_the_end
 
 
@@ -39,6 +41,9 @@ def test_everything_that_can_be_said() -> None:
         ("pin_s", float("inf")),
         ("forget", 1),
         ("forget", "yes"),
+        ("expect_tokens", -1),
+        ("expect_tokens", True),
+        ("expect_tokens", 1e3),
         ("sesion", "s"),
         ("", None),
     ],
@@ -71,3 +76,19 @@ def test_value_that_is_nested_too_deep_to_be_shown_is_ignored_like_others() -> N
     for _ in range(100_000):
         deep = [deep]
     assert wishes_of({"tiercache.pin_s": deep, "tiercache.session": "s"}, set()) == Wishes(session="s")
+
+
+def test_vllms_own_hints_and_session_are_read_and_what_is_said_to_us_wins() -> None:
+    action = SimpleNamespace(payload={"tiercache.pin_s": 3.0, "tiercache.ended": "tool", "other.pin_s": 1.0})
+    request = SimpleNamespace(
+        session_id="chat", kv_hints=SimpleNamespace(actions=[action]), kv_transfer_params={"tiercache.ended": "user", 5: 6}
+    )
+    assert said_by(request) == {"tiercache.session": "chat", "tiercache.pin_s": 3.0, "tiercache.ended": "user"}
+    assert said_by(SimpleNamespace(session_id=None, kv_hints=None, kv_transfer_params=None)) == {}
+    assert said_by(SimpleNamespace(kv_transfer_params=[1])) == {}, "an older vLLM"
+
+
+def test_hints_are_read_as_vllm_has_them() -> None:
+    hints = pytest.importorskip("vllm.v1.kv_hints", reason="this vLLM has none")
+    said = hints.KvHintAction("1", "pin", "1", {"tiercache.pin_s": 3.0})
+    assert said_by(SimpleNamespace(kv_hints=hints.KvHintsEnvelope("1", "m", [said]))) == {"tiercache.pin_s": 3.0}

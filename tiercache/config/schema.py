@@ -68,7 +68,7 @@ class ConfigFields:
 
     chunk_size: int = _key(Whole(1, 65536, "tokens"), 256, "tokens per chunk")
     save_unfull_chunk: bool = _key(Switch(), False, "store the partial chunk at the end of a prompt")
-    enable_async_loading: bool = _key(Switch(), False, "what is hot is loaded while others compute, too (other chunks always are)")
+    enable_async_loading: bool = _key(Switch(), False, "hot chunks are loaded beside engine steps, as others always are")
     save_decode_cache: bool = _key(Switch(), False, "store the KV of generated tokens too")
     priority_limit: int | None = _key(
         Optional(Whole()), None, "requests of a lower priority (a larger number) are not stored"

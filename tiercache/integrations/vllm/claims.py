@@ -50,9 +50,9 @@ class Claims:
         """Chunks."""
         return len(self.leases)
 
-    def claim_hot(self, request_id: str, keys: Sequence[ChunkKey]) -> bool:
+    def claim_hot(self, name: str, keys: Sequence[ChunkKey]) -> bool:
         """Hold all of these chunks for the request if all are hot and may be held, else none of them."""
-        self.release(request_id)
+        self.release(name)
         taken: list[ChunkKey] = []
         if self._cache.cpu.prefix(keys) == len(keys):
             for key in keys:
@@ -62,13 +62,13 @@ class Claims:
         if len(taken) < len(keys):
             self._let_go(taken)
             return False
-        self._remember(request_id, taken)
+        self._remember(name, taken)
         return True
 
-    async def claim(self, request_id: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
+    async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
         loop time) makes the hit shorter. Cancelled, it holds nothing."""
-        self.release(request_id)
+        self.release(name)
         geometry = self._geometry
         search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
         taken: list[ChunkKey] = []
@@ -85,13 +85,13 @@ class Claims:
             )
         )
         self._let_go([key for key in taken if key not in needed])
-        self._remember(request_id, [key for key in taken if key in needed])
+        self._remember(name, [key for key in taken if key in needed])
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
-    def release(self, *request_ids: str) -> None:
+    def release(self, *names_of_claims: str) -> None:
         """Idempotent."""
-        for request_id in request_ids:
-            claim = self._claims.pop(request_id, None)
+        for name in names_of_claims:
+            claim = self._claims.pop(name, None)
             if claim is not None:
                 claim.expiry.cancel()
                 self._let_go(claim.keys)
@@ -99,10 +99,10 @@ class Claims:
     def close(self) -> None:
         self.release(*self._claims)
 
-    def _remember(self, request_id: str, taken: list[ChunkKey]) -> None:
+    def _remember(self, name: str, taken: list[ChunkKey]) -> None:
         if taken:
-            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, request_id)
-            self._claims[request_id] = _Claim(taken, expiry)
+            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, name)
+            self._claims[name] = _Claim(taken, expiry)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
         """How many of `keys` may be promised, up to the first that may not. Adds to `taken` what is held."""

@@ -122,7 +122,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
         events = KvEvents(self._geometry, self._groups, self._hash_tokens) if self._tells_routers else None
-        return SchedulerSide(self._config, self._geometry, names, client, workers, events)
+        return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
     @property
     def _tells_routers(self) -> bool:
@@ -260,14 +260,14 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.kv_events.take()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        return self._scheduler.finished(request, (block_ids,)), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """A producer's answer says what others are to find of the prompt; whoever sends them the request says it again."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request, block_ids), None
+        return self._scheduler.finished(request, block_ids)
 
     def has_pending_block_frees(self) -> bool:
         """True: blocks come free within milliseconds, which is cheaper than preempting somebody."""

@@ -50,7 +50,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Of its connection, where answers come in any order."""
     names: list[bytes]
-    request_id: str = ""
+    claim: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -67,7 +67,7 @@ async def find(
     *,
     into_device: bool = False,
     claims: Claims | None = None,
-    request_id: str = "",
+    claim: str = "",
 ) -> Match:
     """`locate`, for a request that is here. With `claims`, what is found is held for it when this returns: of several groups
     in any case, else if all of it is hot.
@@ -79,8 +79,8 @@ async def find(
     match, found = await locate(cache, names, geometry)
     if claims is not None and match.blocks:
         if geometry.groups:
-            return await claims.claim(request_id, names, match, until_s)
-        match.held = claims.claim_hot(request_id, found)
+            return await claims.claim(claim, names, match, until_s)
+        match.held = claims.claim_hot(claim, found)
     direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
     cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
     return match
@@ -153,19 +153,19 @@ class LookupServer:
         self.claims = Claims(cache, geometry) if useful and cache.cpu.keep else None
         self._server = thread.submit(self._start()).result(10)
 
-    async def find(self, names: Sequence[bytes], request_id: str = "") -> Match:
+    async def find(self, names: Sequence[bytes], claim: str = "") -> Match:
         return await find(
             self.thread.cache,
             names,
             self._geometry,
             into_device=self._into_device,
-            claims=self.claims if request_id else None,
-            request_id=request_id,
+            claims=self.claims if claim else None,
+            claim=claim,
         )
 
-    def release(self, request_ids: Iterable[str]) -> None:
+    def release(self, claims: Iterable[str]) -> None:
         """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
-        if self.claims is not None and (over := tuple(request_ids)):
+        if self.claims is not None and (over := tuple(claims)):
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing is held
                 self.thread.loop.call_soon_threadsafe(self.claims.release, *over)
 
@@ -216,7 +216,7 @@ class LookupServer:
 
     async def _answer(self, writer: asyncio.StreamWriter, question: Question) -> None:
         try:
-            match = await self.find(question.names, question.request_id)
+            match = await self.find(question.names, question.claim)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
@@ -237,11 +237,11 @@ class LookupClient:
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes], request_id: str = "") -> concurrent.futures.Future[Match]:
+    def begin(self, names: Sequence[bytes], claim: str = "") -> concurrent.futures.Future[Match]:
         """Never waits. The future ends with a Match, an empty one where a worker did not answer in time. What is found may
         be held for the request, until `LookupServer.release`."""
         if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
-            return local.thread.submit(local.find(names, request_id))
+            return local.thread.submit(local.find(names, claim))
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
@@ -255,7 +255,7 @@ class LookupClient:
                 missed.set_result(Match(failed=True))
                 return missed
             self._loop, self._thread = loop, thread
-        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names), request_id), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names), claim), self._loop)
 
     def close(self) -> None:
         if self._loop is not None and self._thread is not None:
@@ -271,11 +271,11 @@ class LookupClient:
         # One round later the transports are closed.
         self._loop.call_soon(self._loop.stop)
 
-    async def _ask_all(self, names: list[bytes], request_id: str) -> Match:
+    async def _ask_all(self, names: list[bytes], claim: str) -> Match:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
-                    answers = await asyncio.gather(*(self._ask(rank, names, request_id) for rank in range(self._ranks)))
+                    answers = await asyncio.gather(*(self._ask(rank, names, claim) for rank in range(self._ranks)))
                     least = min(answers, key=lambda match: match.blocks)
                     if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
                         return agreed(answers, self._geometry)
@@ -285,11 +285,11 @@ class LookupClient:
             logger.warning("a look-up got no answer from the workers: %r", error)
             return Match(failed=True)
 
-    async def _ask(self, rank: int, names: list[bytes], request_id: str) -> Match:
+    async def _ask(self, rank: int, names: list[bytes], claim: str) -> Match:
         connection = self._connections.get(rank)
         if connection is None or connection.broken:
             connection = self._connections[rank] = _Connection(socket_path(self._engine, rank))
-        return await connection.ask(names, request_id)
+        return await connection.ask(names, claim)
 
 
 class _Connection:
@@ -310,7 +310,7 @@ class _Connection:
         if self._writer is not None:
             self._writer.close()
 
-    async def ask(self, names: list[bytes], request_id: str) -> Match:
+    async def ask(self, names: list[bytes], claim: str) -> Match:
         async with self._connecting:
             if self._writer is None:
                 try:
@@ -324,7 +324,7 @@ class _Connection:
         answer: asyncio.Future[Match] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._writer.write(frame(Question(number, names, request_id)))
+            self._writer.write(frame(Question(number, names, claim)))
             return await answer
         finally:
             self._waiting.pop(number, None)

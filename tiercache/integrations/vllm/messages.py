@@ -16,6 +16,8 @@ class Load:
     request_id: str
     transfers: list[BlockTransfer]
     asynchronous: bool
+    claim: str = ""
+    """Under which the chunks may be held, until this has ended."""
     impossible: tuple[int, ...] = ()
     """Blocks that the engine expects filled and that no transfer fills: something went wrong while planning."""
     trace: Trace | None = None
@@ -41,7 +43,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]
     """Blocks that requests get in this step, where windows free blocks of running requests: saves from them must have
     ended."""
     released: set[str] = field(default_factory=set)
-    """Requests that will not load what a look-up has found for them."""
+    """Claims of look-ups of which nothing will be loaded."""
     forget_hot: bool = False
     generation: bytes = b""
     """With `forget_hot`: what names are made with from now on, see `BlockNames`."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
 from tiercache.core.prefill_cost import PrefillCost
-from tiercache.integrations.vllm.adapters import nobodys_key
+from tiercache.integrations.vllm.asking import Asking
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.claims import HELD_FOR_S
 from tiercache.integrations.vllm.engine_events import KvEvents
@@ -20,7 +19,7 @@ from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWor
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
 from tiercache.integrations.vllm.spans import add_span, trace_of
 from tiercache.integrations.vllm.tracked import TrackedRequest
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, wishes_of
+from tiercache.integrations.vllm.turns import EXPECT_TOKENS, RequestBegan, RequestEnded, said_by, wishes_of
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,15 +33,17 @@ class SchedulerSide:
 
     def __init__(
         self, config: Config, geometry: BlockGeometry, names: BlockNames, client: LookupClient, workers: int,
-        kv_events: KvEvents | None = None,
+        kv_events: KvEvents | None = None, role: str = "kv_both",
     ) -> None:  # fmt: skip
-        """`kv_events`: where routers are to be told which blocks the tiers have."""
+        """`kv_events`: where routers are to be told which blocks the tiers have. `role`: a "kv_consumer" stores nothing, a
+        "kv_producer" says of each request what it has stored."""
         self.kv_events = kv_events
         self.config = config
         self.geometry = geometry
         self.names = names
         self.client = client
         self._workers = workers
+        self._stores, self._announces = role != "kv_consumer", role == "kv_producer"
         self.figures = SchedulerFigures(geometry.chunk_tokens)
         self._requests: dict[str, TrackedRequest] = {}
         self._finishing: dict[str, TrackedRequest] = {}
@@ -50,6 +51,7 @@ class SchedulerSide:
         self._work = StepWork()
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
+        self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
 
     # Loading
 
@@ -58,35 +60,32 @@ class SchedulerSide:
         tracked = self._track(request)
         if request.skip_reading_prefix_cache:
             tracked.match = Match()
-        if self._awaits_adapter(tracked):
+        if self._asking.awaits_adapter(tracked):
             return
         if tracked.match is None:
-            self._begin_lookup(tracked)
+            self._asking.begin(tracked)
         self._say_beginning(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self._track(request)
-        if self._awaits_adapter(tracked):
+        if self._asking.awaits_adapter(tracked):
             return None, False
         self._say_beginning(tracked)
         if tracked.admitted:
             # Preempted or rolled back: what was found then may be gone.
             tracked.admitted = False
-            tracked.lookup = tracked.match = None
+            self._asking.forget(tracked)
         if tracked.load_failed:
             # Once is enough: the same chunk may fail again, each time for a whole deadline.
             return 0, False
-        if tracked.match is None:
-            if tracked.lookup is None:
-                self._begin_lookup(tracked)
-            tracked.match = self._answer(tracked)
-            if tracked.match is None:
-                tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
-                return None, False
+        match = self._asking.answer(tracked)
+        if match is None:
+            tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
+            return None, False
         tokens = loadable_tokens(
-            tracked.match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
+            match, request.num_tokens, computed_tokens, self.config.min_retrieve_tokens, self.geometry
         )
-        tracked.load_from, tracked.loads_later = computed_tokens, self._loads_later(tracked, tracked.match)
+        tracked.load_from, tracked.loads_later = computed_tokens, self._loads_later(tracked, match)
         self._note_once(tracked, computed_tokens, tokens)
         return tokens, tracked.loads_later and tokens > 0
 
@@ -106,14 +105,14 @@ class SchedulerSide:
                 match.blocks if self.geometry.save_tails else self.geometry.whole_chunks(match.blocks)
             )
         if external_tokens <= 0:
-            self._release(tracked)
+            self._asking.let_go(tracked)
             return
         end = tracked.load_from + external_tokens
         wanted = self._to_be_filled(tables, tracked.load_from, end)
-        load = Load(request.request_id, [], tracked.loads_later, trace=trace_of(request))
+        load = Load(request.request_id, [], tracked.loads_later, tracked.claim, trace=trace_of(request))
         try:
             load.transfers = plan_loads(
-                self._names(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
+                self._asking.names_of(tracked), match.blocks, tracked.load_from, end, tables, self.geometry
             )
             planned = tuple(block for transfer in load.transfers for block in transfer.blocks)
             short = not self.geometry.groups and len(wanted) * self.geometry.block_tokens != external_tokens
@@ -200,15 +199,21 @@ class SchedulerSide:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.load_failed, tracked.saved_blocks, tracked.tail_saved = True, 0, False
 
-    def finished(self, request: Request, tables: Tables) -> bool:
-        """Whether the request's blocks have to stay until its saves have ended."""
+    def finished(self, request: Request, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the request's blocks have to stay until its saves have ended, and what its answer is to say."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
-            return False
+            return False, None
+        held = self._finish(tracked, tables)
+        tokens = tracked.saved_blocks * self.geometry.block_tokens
+        return held, {EXPECT_TOKENS: tokens} if self._announces and tokens and not tracked.stale else None
+
+    def _finish(self, tracked: TrackedRequest, tables: Tables) -> bool:
+        request = tracked.request
         if tracked.lookup is not None:
             tracked.lookup.cancel()
         if not tracked.admitted:
-            self._release(tracked)
+            self._asking.let_go(tracked)
         if tracked.receiving:
             # The engine holds the blocks for the load already, and nothing was computed into them.
             self._say_end(tracked)
@@ -241,8 +246,8 @@ class SchedulerSide:
         """Nothing stored so far is found again: the engine resets caches when its weights have changed."""
         self._work.generation = self.names.forget_everything()
         for tracked in self._requests.values():
-            self._release(tracked)
-            tracked.names, tracked.lookup, tracked.match = [], None, None
+            tracked.names = []
+            self._asking.forget(tracked)
             tracked.saved_blocks, tracked.stale = 0, tracked.admitted
         self._work.forget_hot = True
         if self.kv_events is not None:
@@ -275,7 +280,9 @@ class SchedulerSide:
     def _plan_save(self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
         request = tracked.request
-        if tracked.stale or (self.config.priority_limit is not None and request.priority > self.config.priority_limit):
+        if not self._stores or tracked.stale:
+            return
+        if self.config.priority_limit is not None and request.priority > self.config.priority_limit:
             return
         limit = request.num_tokens if self.config.save_decode_cache else request.num_prompt_tokens
         ready = min(ready_tokens, limit) // self.geometry.block_tokens
@@ -283,7 +290,7 @@ class SchedulerSide:
         if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
             first = tracked.saved_blocks
             transfers, tracked.saved_blocks = plan_saves(
-                self._names(tracked), first, ready, tables(), self.geometry, last=last
+                self._asking.names_of(tracked), first, ready, tables(), self.geometry, last=last
             )
             if transfers:
                 if self.kv_events is not None:
@@ -302,10 +309,10 @@ class SchedulerSide:
     def _say_beginning(self, tracked: TrackedRequest) -> None:
         """Once, when its blocks can be named."""
         began, tracked.began = tracked.began, True
-        if not began and (parameters := getattr(tracked.request, "kv_transfer_params", None)):
-            tracked.wishes = wishes_of(parameters, self._warned)
+        if not began and (said := said_by(tracked.request)):
+            tracked.wishes = wishes_of(said, self._warned)
             if tracked.wishes.session:
-                names = self._names(tracked)
+                names = self._asking.names_of(tracked)
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)
                 self._work.turns.append(RequestBegan(tracked.wishes.session, tracked.wishes.step, full))
 
@@ -313,69 +320,17 @@ class SchedulerSide:
         if not tracked.wishes.at_the_end:
             return
         try:
-            names = self._names(tracked)
+            names = self._asking.names_of(tracked)
             held = [] if tracked.stale else held_names(names, min(tracked.saved_blocks, len(names)), self.geometry)
             self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held, tracked.stored))
         except Exception:
             logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
 
-    # Looking up
-
     def _track(self, request: Request) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = self._requests[request.request_id] = TrackedRequest(request)
-            if (lora := getattr(request, "lora_request", None)) is not None:
-                tracked.adapter = self.names.adapters.key_of(lora.lora_path)
+            tracked = self._requests[request.request_id] = self._asking.track(request)
         return tracked
-
-    def _awaits_adapter(self, tracked: TrackedRequest) -> bool:
-        """Its blocks cannot be named yet: what its adapter holds is being found out, as long as a look-up may take."""
-        if tracked.adapter is None or tracked.adapter_key or tracked.adapter.done():
-            return False
-        return time.monotonic() - tracked.arrived_s < self.config.lookup_timeout_ms / 1000
-
-    def _names(self, tracked: TrackedRequest) -> list[bytes]:
-        if tracked.adapter is not None and not tracked.adapter_key:
-            tracked.adapter_key = tracked.adapter.result() if tracked.adapter.done() else nobodys_key()
-        return self.names.extend(tracked.names, tracked.request, tracked.adapter_key)
-
-    def _begin_lookup(self, tracked: TrackedRequest) -> None:
-        tracked.asked_at_s = time.monotonic()
-        names = list(self._names(tracked))
-        if self.geometry.groups:
-            # The last token has to be computed, and windows are there for a hit as it is found or not at all.
-            del names[(tracked.request.num_tokens - 1) // self.geometry.block_tokens :]
-        if not names:
-            tracked.match = Match()
-            return
-        try:
-            tracked.lookup = self.client.begin(names, tracked.request.request_id)
-        except Exception as error:
-            logger.warning("a look-up could not be begun: %r", error)
-            tracked.match = Match(failed=True)
-
-    def _answer(self, tracked: TrackedRequest) -> Match | None:
-        lookup = tracked.lookup
-        if lookup is None:
-            return Match()
-        if lookup.done():
-            try:
-                return lookup.result()
-            except (Exception, concurrent.futures.CancelledError) as error:
-                logger.warning("a look-up failed: %r", error)
-                return Match(failed=True)
-        if time.monotonic() - tracked.asked_at_s > self.config.lookup_timeout_ms / 1000:
-            logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
-            lookup.cancel()
-            self._release(tracked)
-            return Match(failed=True)
-        return None
-
-    def _release(self, tracked: TrackedRequest) -> None:
-        """What a look-up may have found is not going to be loaded."""
-        if tracked.lookup is not None:
-            self._work.released.add(tracked.request.request_id)
 
     def _note_once(self, tracked: TrackedRequest, computed: int, load: int) -> None:
         request = tracked.request

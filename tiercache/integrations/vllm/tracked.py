@@ -21,7 +21,12 @@ class TrackedRequest:
     request: Request
     names: list[bytes] = field(default_factory=list)
     lookup: concurrent.futures.Future[Match] | None = None
+    claim: str = ""
+    """Of the look-up, under which what it found may be held."""
     asked_at_s: float = 0.0
+    ask_again_at_s: float = 0.0
+    """Not before; where more is expected than was found."""
+    pause_s: float = 0.0
     put_off_at_s: float | None = None
     """When the engine was first told to come again for the answer."""
     match: Match | None = None

@@ -1,6 +1,8 @@
 """What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
 
     {"tiercache.session": "chat-17", "tiercache.ended": "tool", "tiercache.next_in_s": 20}
+
+The same may come as the payload of actions in vLLM's `kv_hints`; and its `session_id` is a session.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from tiercache.control.messages import LONGEST_NAME, LONGEST_S
 logger = logging.getLogger("tiercache.vllm")
 
 PREFIX = "tiercache."
+EXPECT_TOKENS = PREFIX + "expect_tokens"
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Wishes:
     """Remove what the request stored when it has finished. What others had stored before stays."""
     session_over: bool = False
     """No turn of the session follows this one."""
+    expect_tokens: int = 0
+    """Another engine is storing so many of the prompt's first tokens just now: look-ups wait for them, as long as
+    `lookup_timeout_ms` says."""
 
     @property
     def at_the_end(self) -> bool:
@@ -64,6 +70,23 @@ class RequestEnded:
 Turn = RequestBegan | RequestEnded
 
 
+def said_by(request: Any) -> dict[str, Any]:
+    """Of what comes in several ways, `kv_transfer_params` win over `kv_hints`, and these over `session_id`."""
+    said: dict[str, Any] = {}
+    if session := getattr(request, "session_id", None):
+        said[PREFIX + "session"] = session
+    for action in getattr(getattr(request, "kv_hints", None), "actions", ()):
+        said |= {name: value for name, value in action.payload.items() if _is_ours(name)}
+    parameters = getattr(request, "kv_transfer_params", None)
+    if isinstance(parameters, Mapping):
+        said |= {name: value for name, value in parameters.items() if _is_ours(name)}
+    return said
+
+
+def _is_ours(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith(PREFIX)
+
+
 def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
     """What is wrong counts as not said, with one warning for each parameter; nothing here fails a request.
 
@@ -73,7 +96,7 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
     if not isinstance(parameters, Mapping):
         return Wishes()
     for name, value in parameters.items():
-        if not isinstance(name, str) or not name.startswith(PREFIX):
+        if not _is_ours(name):
             continue
         field = name.removeprefix(PREFIX)
         expected, parse = _KINDS.get(field, (f"one of {', '.join(_KINDS)} after {PREFIX}", lambda _: None))
@@ -81,7 +104,7 @@ def wishes_of(parameters: Any, warned: set[str]) -> Wishes:
             found[field] = parsed
         elif field[:64] not in warned and len(warned) < 100:
             warned.add(field[:64])
-            logger.warning("kv_transfer_params: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value))
+            logger.warning("what a request says: %.80r is ignored: expected %s, found %.80s", name, expected, _shown(value))
     return Wishes(**found)
 
 
@@ -104,6 +127,10 @@ def _seconds(value: Any) -> float | None:
     return float(value) if 0 <= value <= LONGEST_S else None
 
 
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
+
+
 def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
@@ -119,5 +146,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "pin_s": _SOME_SECONDS,
     "forget": _A_FLAG,
     "session_over": _A_FLAG,
+    "expect_tokens": ("a number of tokens", _count),
 }
 assert set(_KINDS) == {field.name for field in fields(Wishes)}

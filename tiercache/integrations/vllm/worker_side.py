@@ -236,7 +236,7 @@ class WorkerSide:
             self._take_back(move)
             logger.warning("loading for request %s failed, it is computed instead: %r", load.request_id, error)
         took_s = time.monotonic() - loading.began_s
-        self._lookups.release([load.request_id])
+        self._lookups.release([load.claim])
         whole = arrived == len(load.transfers) and not load.impossible
         outcome = "whole" if whole else "part" if arrived else "failed"
         payload_bytes = self._bytes_of(load.transfers[:arrived])

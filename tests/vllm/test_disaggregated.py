@@ -1,0 +1,117 @@
+"""An engine that computes prompts and one that generates: what the first says of what it stored, and examples/ for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from tests.long import takes_minutes
+from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
+from tests.vllm.gemma import tiny_gemma
+from tests.vllm.test_sliding_windows import prompt_of
+from tiercache.demo.server import MODEL_NAME, Server, _free_port, quickest_dtype, serving
+
+EXAMPLE = REPOSITORY / "examples" / "disaggregated_prefill.py"
+
+
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    "layers", [["full_attention"] * 2, ["sliding_attention", "full_attention"]], ids=["full", "windows"]
+)
+def test_one_engine_computes_and_another_generates(tmp_path: Path, layers: list[str]) -> None:
+    engine = {
+        "model": str(tiny_gemma(tmp_path / "model", layers)),
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 512,
+        "tiercache": tiercache_settings(tmp_path / "kv"),
+    }
+    prompt = prompt_of(1, 300, range(3, 2048))
+    say: Any = ["generate_saying", prompt]
+    (computed, _, files), _ = drive(
+        engine | {"kv_role": "kv_producer"}, [[*say, {}, None, 1], ["flush"], ["known_files", str(tmp_path / "kv")]]
+    )
+    said = computed["kv_transfer_params"]
+    tokens = 300 // BLOCK_TOKENS * BLOCK_TOKENS if len(set(layers)) == 1 else 300 // CHUNK_TOKENS * CHUNK_TOKENS
+    assert said == {"tiercache.expect_tokens": tokens} and files
+    (found, other, _, left), _ = drive(
+        engine | {"kv_role": "kv_consumer"},
+        [
+            [*say, said],
+            ["generate_saying", prompt_of(2, 300, range(3, 2048)), {}],
+            ["flush"],
+            ["known_files", str(tmp_path / "kv")],
+        ],
+    )
+    assert found["cached"] == tokens and not other["cached"]
+    assert sorted(left) == sorted(files), "a consumer stored something"
+    (alone,), _ = drive({**engine, "tiercache": None}, [[*say, {}]])
+    assert same_answer(found, alone)
+
+
+@contextmanager
+def proxy(prefill: Server, decode: Server) -> Iterator[str]:
+    port = _free_port()
+    command = [sys.executable, str(EXAMPLE), "--prefill", prefill.url, "--decode", decode.url, "--port", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        while "Uvicorn running" not in (line := process.stderr.readline()):
+            assert line, "the proxy ended"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+@takes_minutes
+def test_proxy_before_two_servers(tmp_path: Path) -> None:
+    from tests.remote.redis import servers
+
+    config = tmp_path / "tiercache.yaml"
+    model = tiny_gemma(tmp_path / "model", ["full_attention"] * 2)
+    prompts = [prompt_of(number, 900, range(3, 2048))["prompt_token_ids"] for number in range(5)]
+    with servers.running(tmp_path) as redis:
+        config.write_text(
+            "chunk_size: 64\nsave_unfull_chunk: true\nmax_local_cpu_size: 0.2\nremote_storage_plugins: [redis]\n"
+            f"extra_config:\n  remote_storage_plugin.redis.url: redis://127.0.0.1:{redis.port}\n"
+        )
+        _ask_through_proxy(model, config, prompts)
+
+
+def _ask_through_proxy(model: Path, config: Path, prompts: list[list[int]]) -> None:
+    place = config.parent
+    asked: dict[str, Any] = {"model": MODEL_NAME, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    asked["return_token_ids"] = True
+
+    def arguments(role: str) -> list[str]:
+        transfer = {"kv_connector": "TierCacheConnector", "kv_connector_module_path": "tiercache.integrations.vllm"}
+        return [
+            *("--skip-tokenizer-init", "--dtype", quickest_dtype(), "--max-model-len", "1024"),
+            *("--kv-transfer-config", json.dumps(transfer | {"kv_role": role})),
+        ]
+
+    with (
+        serving(model, place / "prefill.log", config, arguments=arguments("kv_producer")) as prefill,
+        serving(model, place / "decode.log", config, arguments=arguments("kv_consumer")) as decode,
+        proxy(prefill, decode) as url,
+        httpx.Client(timeout=300, trust_env=False) as client,
+    ):
+        for prompt in prompts:
+            answer = client.post(f"{url}/v1/completions", json={**asked, "prompt": prompt}).raise_for_status().json()
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= 896 - 128, usage
+            decode.forget_prefix_cache()
+            right = client.post(f"{prefill.url}/v1/completions", json={**asked, "prompt": prompt}).json()
+            assert answer["choices"][0]["token_ids"] == right["choices"][0]["token_ids"]

@@ -248,6 +248,14 @@ def test_the_last_token_is_left_to_compute_and_windows_are_there_for_the_rest(en
     assert engine.finds(engine.arrives(128)) == (96, True)
 
 
+def test_of_what_another_engine_stores_no_more_is_waited_for_than_a_hit_can_have(engine: Engine) -> None:
+    """Four whole chunks, of which the last has the token that is computed in any case."""
+    engine.computes_and_saves(128)
+    request = engine.arrives(128, kv_transfer_params={"tiercache.expect_tokens": 128})
+    assert engine.finds(request) == (96, True)
+    assert time.monotonic() - engine.side._requests["r"].arrived_s < 2
+
+
 def test_a_load_that_fails_begins_again_and_is_not_tried_again(engine: Engine) -> None:
     engine.computes_and_saves()
     request = engine.arrives(132)

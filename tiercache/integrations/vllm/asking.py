@@ -129,8 +129,10 @@ class Asking:
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
         """Whether more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""
         now_s = time.monotonic()
-        usable = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1)
-        if match.failed or match.blocks >= usable // self._geometry.block_tokens:
+        expected = min(tracked.wishes.expect_tokens, tracked.request.num_tokens - 1) // self._geometry.block_tokens
+        if not self._geometry.save_tails:
+            expected = self._geometry.whole_chunks(expected)
+        if match.failed or match.blocks >= expected:
             return False
         if now_s - tracked.arrived_s >= self._longest_s:
             logger.info("request %s: not all that it was to find has come in time", tracked.request.request_id)

@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,14 +17,14 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
-from tiercache.core.keys import keys_from_hashes
+from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.claims import HELD_FOR_S
 from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
 from tiercache.integrations.vllm.messages import StepReport, StepWork
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 
@@ -79,10 +80,13 @@ class Engine:
 
         return self.thread.submit(held()).result(10)
 
+    def key(self, chunk: int) -> ChunkKey:
+        (key,) = keys_from_hashes(self.thread.cache.namespace, [NAMES[2 * chunk + 1]])
+        return key
+
     def forgets_hot(self, chunk: int) -> None:
         """That one is on the disk alone."""
-        cache = self.thread.cache
-        (key,) = keys_from_hashes(cache.namespace, [NAMES[2 * chunk + 1]])
+        cache, key = self.thread.cache, self.key(chunk)
 
         async def drop() -> bool:
             await cache.flush()
@@ -162,18 +166,69 @@ def test_hit_is_loaded_and_not_saved_again(engine: Engine) -> None:
     assert [transfer.name for transfer in saved(engine.steps((request, 1)))] == [NAMES[7]]
 
 
-def test_only_what_is_hot_and_held_to_the_last_chunk_is_loaded_at_once(tmp_path: Path) -> None:
-    engine = Engine(local_disk=str(tmp_path), max_local_disk_size=0.1)
-    try:
-        engine.holds(6)
-        assert engine.admits(engine.arrives(132, "hot")) == (96, False)
-        assert engine.claims() == 3
-        engine.forgets_hot(2)
-        assert engine.admits(engine.arrives(132, "cold")) == (96, True)
-        work = engine.steps()
-        assert [(load.request_id, load.asynchronous) for load in work.loads] == [("hot", False), ("cold", True)]
-    finally:
-        engine.close()
+@pytest.fixture
+def with_disk(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(local_disk=str(tmp_path), max_local_disk_size=0.1)
+    yield made
+    made.close()
+
+
+def test_only_what_is_held_to_the_last_chunk_is_loaded_at_once(with_disk: Engine) -> None:
+    engine = with_disk
+    engine.holds(6)
+    assert engine.admits(engine.arrives(132, "hot")) == (96, False)
+    engine.forgets_hot(2)
+    assert engine.admits(engine.arrives(132, "promoted")) == (96, False)
+    assert engine.claims() == 3
+    claims = engine.server.claims
+    assert claims is not None
+    claims._most = 2
+    assert engine.admits(engine.arrives(132, "no room")) == (96, True)
+    work = engine.steps()
+    assert [(load.request_id, load.asynchronous) for load in work.loads] == [
+        ("hot", False), ("promoted", False), ("no room", True)
+    ]  # fmt: skip
+
+
+def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tmp_path: Path) -> None:
+    engine = with_disk
+    engine.holds(6)
+    engine.forgets_hot(1)
+    (file,) = [path for path in tmp_path.glob("??/*") if path.name == engine.key(1).hex()]
+    file.write_bytes(b"damaged" * 2000)
+    assert engine.admits(engine.arrives(132)) == (32, False)
+
+
+def test_what_the_engine_has_itself_is_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    never: Future[Match] = Future()
+    monkeypatch.setattr(engine.client, "begin", lambda *_: never)
+    request = engine.arrives(132)
+    assert engine.side.matched_tokens(request, 112) == (None, False)
+    assert engine.side.matched_tokens(request, 128) == (0, False)
+    assert never.cancelled()
+
+
+def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_millisecond_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that a request would wait for the whole of a step: it arrives right before its turn."""
+    waited: list[float] = []
+
+    def waits(lookups: Any, timeout_s: float) -> None:
+        waited.append(timeout_s)
+
+    engine.holds(6)
+    requests = [engine.arrives(132, name) for name in ("a", "b")]
+    for request in requests:
+        engine.side.matched_tokens(request, 0)
+    assert [engine.finds(request) for request in requests] == [(96, False)] * 2
+    monkeypatch.setattr("tiercache.integrations.vllm.asking.concurrent.futures.wait", waits)
+    monkeypatch.setattr(engine.client, "begin", lambda *_: Future())
+    for number in range(3):
+        engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
+    engine.steps()
+    engine.side.matched_tokens(engine.arrives(132, "last"), 0)
+    assert max(waited) <= 0.0005 and len(waited) >= 2
 
 
 def test_what_was_found_long_ago_is_not_loaded_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:

@@ -122,7 +122,7 @@ class Worker:
         return False
 
     def loads(self, *transfers: BlockTransfer, later: bool = False, name: str = "r") -> None:
-        self.side.load(StepWork(loads=[Load(name, list(transfers), later)]))
+        self.side.load(StepWork(loads=[Load(name, list(transfers), later, name)]))
 
     def has(self, name: bytes) -> bool:
         """Whether the cache has a chunk, when all that is under way there has ended."""

@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tiercache.vllm")
 
+_WAIT_A_STEP_S = 0.0005
+"""So long the scheduler waits for answers before each step, in all: who has none by then waits for the whole step."""
 _ASK_AGAIN_S = 0.005
 """What another engine is storing is looked for after such a pause, and after longer ones up to the next."""
 _LONGEST_PAUSE_S = 0.05
 
 
 class Asking:
-    """All methods are called by the engine's scheduler thread and do not wait."""
+    """All methods are called by the engine's scheduler thread, and wait for no more than `_WAIT_A_STEP_S` a step."""
 
     def __init__(
         self,
@@ -44,10 +46,14 @@ class Asking:
         self._client = client
         self._release = release
         self._numbers = itertools.count()
+        self._patience_s = _WAIT_A_STEP_S
 
     @property
     def _longest_s(self) -> float:
         return self._config.lookup_timeout_ms / 1000
+
+    def step_begins(self) -> None:
+        self._patience_s = _WAIT_A_STEP_S
 
     def track(self, request: Request) -> TrackedRequest:
         tracked = TrackedRequest(request)
@@ -113,6 +119,10 @@ class Asking:
         lookup = tracked.lookup
         if lookup is None:
             return Match()
+        if not lookup.done() and self._patience_s > 0:
+            began_s = time.monotonic()
+            concurrent.futures.wait([lookup], self._patience_s)
+            self._patience_s -= time.monotonic() - began_s
         if lookup.done():
             try:
                 return lookup.result()

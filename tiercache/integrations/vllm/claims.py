@@ -50,20 +50,29 @@ class Claims:
         """Chunks."""
         return len(self.leases)
 
-    def claim_hot(self, name: str, keys: Sequence[ChunkKey]) -> bool:
-        """Hold all of these chunks for the request if all are hot and may be held, else none of them."""
+    async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
+        """Bring these chunks, which follow one another, into the hot cache and hold them for the request. Returns how many
+        of the first ones are held; that is fewer where one cannot be read, or computing is quicker by now. None, and nothing
+        is held, where there is no room to hold them all, or no time until `until_s` (a loop time), or when it is cancelled.
+        """
         self.release(name)
+        if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
+            return None
+        loop = asyncio.get_running_loop()
+        if self._cache.cpu.prefix(keys) < len(keys):
+            wait_s = self._cache.parts.reader.worth_waiting_s(keys)
+            worth_s = until_s if wait_s is None else min(until_s, loop.time() + wait_s)
+            await self._cache.warm(keys, deadline_s=max(0.0, worth_s - loop.time()))
         taken: list[ChunkKey] = []
-        if self._cache.cpu.prefix(keys) == len(keys):
-            for key in keys:
-                if not self._hold(key):
-                    break
-                taken.append(key)
-        if len(taken) < len(keys):
+        for key in keys:
+            if not self._hold(key):
+                break
+            taken.append(key)
+        if len(taken) < len(keys) and (self._cache.cpu.contains(keys[len(taken)]) or loop.time() >= until_s):
             self._let_go(taken)
-            return False
+            return None
         self._remember(name, taken)
-        return True
+        return len(taken)
 
     async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
@@ -124,15 +133,15 @@ class Claims:
 
     def _hold(self, key: ChunkKey) -> bool:
         lease = self.leases.get(key)
-        if lease is None:
-            if len(self.leases) >= self._most or not self._cache.cpu.spare:
-                return False
-            lease = self._cache.cpu.hold(key)
-            if lease is None:
-                return False
-            self.leases[key] = lease
-        elif not lease.findable:
+        if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spare):
             return False
+        if lease is None or not lease.findable:
+            found = self._cache.cpu.hold(key)
+            if found is None:
+                return False
+            if lease is not None:
+                lease.release()  # it was removed, and is there again
+            self.leases[key] = found
         self._times[key] = self._times.get(key, 0) + 1
         return True
 

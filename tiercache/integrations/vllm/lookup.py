@@ -69,20 +69,26 @@ async def find(
     claims: Claims | None = None,
     claim: str = "",
 ) -> Match:
-    """`locate`, for a request that is here. With `claims`, what is found is held for it when this returns: of several groups
-    in any case, else if all of it is hot.
+    """`locate`, for a request that is here. With `claims`, what is found is in the hot cache when this returns, and held for
+    the request, as far as there is room for that and time until then.
 
-    Starts prefetching what is not hot and keeps what is, so that reading overlaps with the request's wait in the engine's
-    queue; but for what a tier reads into the device by itself, if that is where it will be wanted (`into_device`).
+    Where it is not, it is prefetched, so that reading overlaps with the request's wait in the engine's queue; but for what a
+    tier reads into the device by itself, if that is where it will be wanted (`into_device`).
     """
     until_s = asyncio.get_running_loop().time() + _PART_FOR_PROMOTING * cache.config.lookup_timeout_ms / 1000
     match, found = await locate(cache, names, geometry)
-    if claims is not None and match.blocks:
-        if geometry.groups:
-            return await claims.claim(claim, names, match, until_s)
-        match.held = claims.claim_hot(claim, found)
+    if claims is not None and geometry.groups:
+        return await claims.claim(claim, names, match, until_s) if match.blocks else match
     direct = [tier for tier in cache.tiers if into_device and tier.serves_device]
-    cache.warm_soon([key for key in found if not any(tier.contains(key) for tier in direct)])
+    for_host = [key for key in found if not any(tier.contains(key) for tier in direct)]
+    if claims is not None and found and len(for_host) == len(found):
+        held = await claims.claim_prefix(claim, found, until_s)
+        if held is not None:
+            if held < len(found):
+                match = match.shortened(held * geometry.blocks_per_chunk, geometry)
+            match.held = True
+            return match
+    cache.warm_soon(for_host)
     return match
 
 

@@ -51,6 +51,7 @@ class SchedulerSide:
         self._work = StepWork()
         self._warned: set[str] = set()
         self._prefill = PrefillCost()
+        self._hit_tokens = geometry.chunk_tokens if geometry.groups else geometry.block_tokens
         self._asking = Asking(config, geometry, names, client, lambda request_id: self._work.released.add(request_id))
 
     # Loading
@@ -79,6 +80,10 @@ class SchedulerSide:
             # Once is enough: the same chunk may fail again, each time for a whole deadline.
             return 0, False
         match = self._asking.answer(tracked)
+        if match is None and computed_tokens >= (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens:
+            # The engine has all that there could be.
+            self._asking.forget(tracked)
+            return 0, False
         if match is None:
             tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
             return None, False
@@ -161,6 +166,7 @@ class SchedulerSide:
         for request_id in work.preempted:
             if (tracked := self._requests.get(request_id)) is not None:
                 tracked.saved_blocks, tracked.tail_saved, tracked.stale = 0, False, False
+        self._asking.step_begins()
         self._measure(work, output)
         try:
             if self.geometry.groups:

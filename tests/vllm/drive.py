@@ -145,15 +145,17 @@ class Driver:
         }
 
     def generate_saying(
-        self, prompt: str, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
+        self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
     ) -> dict[str, Any]:
-        """One request with `kv_transfer_params`, as the OpenAI server would pass them on."""
+        """One request with `kv_transfer_params`, as the OpenAI server would pass them on. A prompt is text or vLLM's object.
+        """
         from vllm import SamplingParams
 
         wanted = SamplingParams(
             max_tokens=tokens, temperature=0, logprobs=0, extra_args={"kv_transfer_params": parameters}
         )
-        given: Any = {"prompt": prompt, **({"cache_salt": cache_salt} if cache_salt else {})}
+        given: Any = dict(prompt) if isinstance(prompt, dict) else {"prompt": prompt}
+        given |= {"cache_salt": cache_salt} if cache_salt else {}
         (answer,) = self.llm.generate(given, wanted, use_tqdm=False)
         return described(answer) | {"kv_transfer_params": answer.kv_transfer_params}
 

@@ -102,12 +102,12 @@ def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
     for tier in ("ram", "disk"):
         assert found[tier]["cached"] == HIT_TOKENS
         assert same_answer(found[tier], reference)
-    # What one rank lacks, all lack; what one rank cannot load, all compute.
+    # What one rank lacks or cannot read, all lack.
     assert found["lost"] == [CHUNKS, CHUNKS - 1]
     assert found["shorter"]["cached"] == HIT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS < HIT_TOKENS
     assert close_answer(found["shorter"], reference)
     assert close_answer(found["damaged"], reference)
-    assert "the rest is computed instead" in log
+    assert found["damaged"]["cached"] < HIT_TOKENS and "computed instead" not in log
     first, second = map(set, found["computed"])
     assert not first & second, "each rank has bytes of its own"
 

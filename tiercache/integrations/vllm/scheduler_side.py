@@ -1,4 +1,4 @@
-"""The scheduler's half: what to load when a request is admitted, what to save after each step. It waits for half a millisecond a step at most."""
+"""The scheduler's half: what to load when a request is admitted, what to save after each step. It hardly ever waits."""
 
 from __future__ import annotations
 

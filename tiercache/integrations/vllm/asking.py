@@ -23,6 +23,8 @@ logger = logging.getLogger("tiercache.vllm")
 
 _WAIT_A_STEP_S = 0.0005
 """So long the scheduler waits for answers before each step, in all: who has none by then waits for the whole step."""
+_WAITS_FOR = 4
+"""Where more are open it does not wait: a thread that answers many keeps Python's lock for up to 5 ms."""
 _ASK_AGAIN_S = 0.005
 """What another engine is storing is looked for after such a pause, and after longer ones up to the next."""
 _LONGEST_PAUSE_S = 0.05
@@ -47,6 +49,8 @@ class Asking:
         self._release = release
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
+        self._begun: list[concurrent.futures.Future[Match]] = []
+        """Since the last step."""
 
     @property
     def _longest_s(self) -> float:
@@ -54,6 +58,7 @@ class Asking:
 
     def step_begins(self) -> None:
         self._patience_s = _WAIT_A_STEP_S
+        self._begun.clear()
 
     def track(self, request: Request) -> TrackedRequest:
         tracked = TrackedRequest(request)
@@ -86,6 +91,7 @@ class Asking:
             # Each has a name of its own: what is let go of an earlier one is nothing that this one holds.
             tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
             tracked.lookup = self._client.begin(names, tracked.claim)
+            self._begun.append(tracked.lookup)
         except Exception as error:
             logger.warning("a look-up could not be begun: %r", error)
             tracked.match = Match(failed=True)
@@ -120,9 +126,7 @@ class Asking:
         if lookup is None:
             return Match()
         if not lookup.done() and self._patience_s > 0:
-            began_s = time.monotonic()
-            concurrent.futures.wait([lookup], self._patience_s)
-            self._patience_s -= time.monotonic() - began_s
+            self._wait_for(lookup)
         if lookup.done():
             try:
                 return lookup.result()
@@ -135,6 +139,14 @@ class Asking:
             self.let_go(tracked)
             return Match(failed=True)
         return None
+
+    def _wait_for(self, lookup: concurrent.futures.Future[Match]) -> None:
+        if sum(not one.done() for one in self._begun) > _WAITS_FOR:
+            self._patience_s = 0.0
+            return
+        began_s = time.monotonic()
+        concurrent.futures.wait([lookup], self._patience_s)
+        self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:
         """Whether more of the prompt was announced (`tiercache.expect_tokens`), and there is time to look again."""

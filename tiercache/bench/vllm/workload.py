@@ -42,7 +42,7 @@ class Amounts:
     requests: int
     hot_gb: float
     document_pairs: int
-    """At most so many pairs of what takes longest, that the whole ends within 15 minutes on two cores."""
+    """At most so many pairs of what takes longest: all of it takes half an hour on two slow cores as it is."""
     alone_pairs: int
     """Of those, with vLLM alone: its engine cache is too small, so it takes far longer than the two that are compared."""
     hang_up_pairs: int

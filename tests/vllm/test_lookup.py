@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -133,6 +134,36 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
             worker.thread.submit(asyncio.sleep(0)).result(10)
         assert [one.held for one in claims if one] == [0, 0]
     client.close()
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("gone", ["given up", "only released"])
+def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, grouped: bool, gone: str) -> None:
+    """The cache's loop is busy: the engine begins a look-up, gives it up and says so, and only then it is looked up."""
+    busy = threading.Event()
+    with ExitStack() as stack:
+        if grouped:
+            worker: Worker = stack.enter_context(GroupedWorker(engine, 0, (1, 0), (1, 1), (0, 0), (0, 1)))
+        else:
+            worker = stack.enter_context(Worker(engine, 0, 11))
+        claims = worker.server.claims
+        assert claims is not None
+        client = LookupClient(engine, 1, GROUPS if grouped else GEOMETRY, 5.0)
+        assert client.begin(NAMES, "before").result(10).blocks > 0 and claims.held > 0
+        worker.server.release(["before"])
+        worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
+        late = client.begin(NAMES, "r")
+        if gone == "given up":
+            late.cancel()
+        worker.server.release(["r"])
+        busy.set()
+        if gone == "only released":
+            assert not late.result(10).held
+        worker.thread.submit(asyncio.sleep(0.0)).result(10)
+        worker.thread.submit(asyncio.sleep(0.0)).result(10)
+        assert claims.held == 0
+        assert client.begin(NAMES, "after").result(10).blocks > 0 and claims.held > 0
+        worker.server.release(["after"])
 
 
 def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:

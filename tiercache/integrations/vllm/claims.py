@@ -23,6 +23,8 @@ from tiercache.tiers.leases import Lease
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0
 """For a request that waits for blocks, or of whose end nobody told."""
+_OVER_FOR_S = 10.0
+"""So long after its release a look-up may come to claim; what is claimed later yet expires as above."""
 HELD_FOR_S = 30.0
 """For so long after the question what was held is there, and as long again for the load to begin."""
 
@@ -40,6 +42,8 @@ class Claims:
         self._cache = cache
         self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
+        self._over: dict[str, float] = {}
+        """Names that were released, until when that is remembered, oldest first."""
         self._times: dict[ChunkKey, int] = {}
         """How many claims there are on each chunk."""
         self.leases: dict[ChunkKey, Lease] = {}
@@ -53,9 +57,10 @@ class Claims:
     async def claim_prefix(self, name: str, keys: Sequence[ChunkKey], until_s: float) -> int | None:
         """Bring these chunks, which follow one another, into the hot cache and hold them for the request. Returns how many
         of the first ones are held; that is fewer where one cannot be read, or computing is quicker by now. None, and nothing
-        is held, where there is no room to hold them all, or no time until `until_s` (a loop time), or when it is cancelled.
+        is held, where there is no room to hold them all, or no time until `until_s` (a loop time), or when it is cancelled
+        or `name` was released, even before this was called.
         """
-        self.release(name)
+        self._drop(name)
         if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
             return None
         loop = asyncio.get_running_loop()
@@ -71,13 +76,12 @@ class Claims:
         if len(taken) < len(keys) and (self._cache.cpu.contains(keys[len(taken)]) or loop.time() >= until_s):
             self._let_go(taken)
             return None
-        self._remember(name, taken)
-        return len(taken)
+        return len(taken) if self._remember(name, taken) else None
 
     async def claim(self, name: str, names: Sequence[bytes], match: Match, until_s: float) -> Match:
         """Bring the chunks of `match` into the hot cache and hold them for the request; what is not there by `until_s` (a
-        loop time) makes the hit shorter. Cancelled, it holds nothing."""
-        self.release(name)
+        loop time) makes the hit shorter. Cancelled, or after `name` was released, it holds nothing."""
+        self._drop(name)
         geometry = self._geometry
         search = HitSearch(match.blocks // geometry.blocks_per_chunk, geometry)
         taken: list[ChunkKey] = []
@@ -98,20 +102,33 @@ class Claims:
         return match.shortened(search.chunks * geometry.blocks_per_chunk, geometry)
 
     def release(self, *names_of_claims: str) -> None:
-        """Idempotent."""
+        """Nothing is held under these names from now on, nor by look-ups that come to it later: a name has one look-up."""
+        now_s = asyncio.get_running_loop().time()
+        while self._over and next(iter(self._over.values())) <= now_s:
+            del self._over[next(iter(self._over))]
         for name in names_of_claims:
-            claim = self._claims.pop(name, None)
-            if claim is not None:
-                claim.expiry.cancel()
-                self._let_go(claim.keys)
+            self._drop(name)
+            self._over.setdefault(name, now_s + _OVER_FOR_S)
 
     def close(self) -> None:
-        self.release(*self._claims)
+        for name in list(self._claims):
+            self._drop(name)
 
-    def _remember(self, name: str, taken: list[ChunkKey]) -> None:
+    def _remember(self, name: str, taken: list[ChunkKey]) -> bool:
+        """False: the name was released meanwhile, and nothing is held."""
+        if name in self._over:
+            self._let_go(taken)
+            return False
         if taken:
-            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self.release, name)
+            expiry = asyncio.get_running_loop().call_later(_LONGEST_S, self._drop, name)
             self._claims[name] = _Claim(taken, expiry)
+        return True
+
+    def _drop(self, name: str) -> None:
+        claim = self._claims.pop(name, None)
+        if claim is not None:
+            claim.expiry.cancel()
+            self._let_go(claim.keys)
 
     async def _take(self, keys: Sequence[ChunkKey], taken: list[ChunkKey], until_s: float) -> int:
         """How many of `keys` may be promised, up to the first that may not. Adds to `taken` what is held."""

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -31,6 +32,9 @@ MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch
 
 
 MAMBA = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, attention_chunk_size=64
+)
 
 
 def engine_of(context: int = 1, stages: int = 1, scales: bool = False) -> Any:
@@ -96,13 +100,23 @@ def test_hits_are_aligned_to_all_blocks_and_names_to_what_vllm_hashes() -> None:
 @pytest.mark.parametrize(
     ("specs", "found"),
     [
-        ((FULL, MAMBA), "found MambaSpec"),
+        ((FULL, MAMBA), "found mamba_cache_mode none: with --enable-prefix-caching"),
+        ((FULL, replace(MAMBA, mamba_cache_mode="all")), "found mamba_cache_mode all"),
+        ((FULL, replace(MAMBA, mamba_cache_mode="align", num_speculative_blocks=2)), "found speculative decoding"),
+        ((FULL, CHUNKED), "found ChunkedLocalAttentionSpec"),
         ((), "found none"),
     ],
 )
 def test_other_models_are_refused(specs: tuple[Any, ...], found: str) -> None:
     with pytest.raises(LayoutError, match=found):
         groups_of(*specs)
+
+
+def test_a_recurrent_state_is_the_last_block() -> None:
+    state, attention = groups_of(replace(MAMBA, mamba_cache_mode="align"), FULL)
+    assert state.recurrent and not attention.recurrent
+    assert [state.first_block(tokens) for tokens in (16, 32, 160)] == [0, 1, 9]
+    assert not is_plain((state,), kv_of(state.spec))
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,7 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
     monkeypatch.setattr("tiercache.integrations.vllm.asking.concurrent.futures.wait", waits)
     monkeypatch.setattr(engine.client, "begin", lambda *_: Future())
+    engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)
     engine.steps()

@@ -27,7 +27,7 @@ from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
-from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain
+from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain, what_they_keep
 from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup import LookupClient
@@ -104,12 +104,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._geometry.block_tokens,
             )
         if self._geometry.groups:
-            windows = sorted({group.window_tokens for group in self._groups if group.window_tokens is not None})
             logger.info(
-                "%d groups of layers, %d of which keep a window (%s tokens): of a hit they load what it leaves them%s",
+                "%d groups of layers%s%s",
                 len(self._groups),
-                sum(group.window_tokens is not None for group in self._groups),
-                ", ".join(map(str, windows)),
+                what_they_keep(self._groups),
                 "; save_unfull_chunk is off: hits are whole chunks" if self._config.save_unfull_chunk else "",
             )
         if transfer.kv_load_failure_policy != "recompute":

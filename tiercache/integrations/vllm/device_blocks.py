@@ -38,7 +38,8 @@ class DeviceKvBlocks:
     """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified.
 
     Expected of each tensor: shape (kernel blocks, heads, tokens, `content_bytes`), in memory of `driver`, in one of the
-    orders that the module names. `blocks` and `block_tokens` are those of the engine's block manager.
+    orders that the module names. `blocks` and `block_tokens` are those of the engine's block manager. Of recurrent states
+    there is one in the place of the tokens (`states`).
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DeviceKvBlocks:
         heads: int,
         block_tokens: int,
         content_bytes: int,
+        states: bool = False,
     ) -> None:
         if not tensors:
             raise LayoutError("the engine registered no KV tensors")
@@ -59,7 +61,7 @@ class DeviceKvBlocks:
         self.layers = len(tensors)
         self.blocks = blocks
         self.block_tokens = block_tokens
-        _check_shape(first_name, first, blocks, heads, block_tokens, content_bytes)
+        _check_shape(first_name, first, blocks, heads, 1 if states else block_tokens, content_bytes)
         for name, tensor in tensors.items():
             if not driver.owns(tensor):
                 raise LayoutError(f"KV of layer {name}: expected memory of {driver.name}, found device {tensor.device}")
@@ -81,7 +83,7 @@ class DeviceKvBlocks:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block // self.block_tokens
+        return -(-self.bytes_per_block // self.block_tokens)
 
     def describe(self) -> str:
         """The byte format, for the layout's fingerprint. Where the blocks lie is no part of it, only what is inside them."""

@@ -1,4 +1,5 @@
-"""Models whose layers are in several groups, some of which keep a window only (Gemma 3, gpt-oss). Pure.
+"""Models whose layers are in several groups, some of which keep a window only (Gemma 3, gpt-oss) or a recurrent state
+(Granite 4, LFM2, Qwen3-Next). Pure.
 
 Each group has blocks and a block table of its own. A chunk is the same tokens in all groups, and a chunk of one group is
 stored by itself, under the chunk's name and the group's position. A hit of so many chunks needs all of them of a group that
@@ -6,12 +7,13 @@ sees every token, and of one with a window those that hold a block which the eng
 the blocks before them hold will not be read any more. Where a window is shorter than a chunk, only the end of the chunk can
 ever be needed, and only that is stored.
 
-A group of another kind (a recurrent state) is one more rule in `KvGroup.first_block` and `HitSearch`.
+A recurrent state is like a window of one block, the last, but it is there only where a step of the engine ended: the engine
+says where (vLLM's boundary states). So chunks are single blocks where there are states: the last one of a prompt counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -197,18 +199,24 @@ def plan_saves(
     geometry: BlockGeometry,
     *,
     last: bool,
+    states: Collection[tuple[int, int, int]] = (),
 ) -> tuple[list[BlockTransfer], int]:
-    """As `plan_save`, for all groups. Chunks of which a window has left a block behind already are not stored."""
+    """As `plan_save`, for all groups. Chunks of which a window has left a block behind already are not stored. `states` are
+    those that the engine has: group, block, and the tokens after which it is the state."""
     if not geometry.groups:
         return plan_save(names, saved_blocks, ready_blocks, tables[0], geometry, last=last)
     a_chunk = geometry.blocks_per_chunk
     chunks = range(saved_blocks // a_chunk, min(ready_blocks, len(names)) // a_chunk)
     transfers = []
+    ends = {(index, tokens): block for index, block, tokens in states}
     for position, group in enumerate(geometry.groups):
         table = tables[group.index]
         for chunk in chunks:
             part = part_of(group, chunk, geometry)
-            blocks = tuple(table[part.start : part.stop])
+            if group.recurrent:
+                blocks: tuple[int, ...] = (ends.get((group.index, (chunk + 1) * geometry.chunk_tokens), NULL_BLOCK),)
+            else:
+                blocks = tuple(table[part.start : part.stop])
             if part and len(blocks) == len(part) and NULL_BLOCK not in blocks:
                 (name,) = names_of([GroupChunk(position, chunk)], names, geometry)
                 transfers.append(BlockTransfer(name, len(part), 0, blocks, position))

@@ -11,6 +11,7 @@ a thread beside the engine's took up to 50 times longer (the GIL convoy).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ class KvBlocks:
     """All layers' KV tensors of one worker. Raises LayoutError for an arrangement that was not verified.
 
     Expected of each tensor: shape (blocks, heads, block_tokens, head_size + head_size_v), dense, in host memory. By
-    default V is as wide as K; MLA's latents are no two of them.
+    default V is as wide as K; MLA's latents are no two of them. Of recurrent states: (blocks, heads, 1, `state_bytes`), with
+    room behind each block.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class KvBlocks:
         blocks: int,
         heads: int,
         block_tokens: int,
-        head_size: int,
+        head_size: int = 0,
         head_size_v: int | None = None,
+        state_bytes: int | None = None,
     ) -> None:
         if not tensors:
             raise LayoutError("the engine registered no KV tensors")
@@ -45,7 +48,8 @@ class KvBlocks:
         self.layers = len(tensors)
         self.block_tokens = block_tokens
         width = head_size + (head_size if head_size_v is None else head_size_v)
-        self._check(first_name, first, (blocks, heads, block_tokens, width))
+        inside = (heads, block_tokens, width) if state_bytes is None else (heads, 1, state_bytes)
+        self._check(first_name, first, (blocks, *inside), padded=state_bytes is not None)
         for name, tensor in tensors.items():
             found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
             if found != (self.shape, self.strides, self.dtype):
@@ -54,8 +58,9 @@ class KvBlocks:
                     f"{(self.shape, self.strides, self.dtype)}, found {found}; models with unlike layers are not supported"
                 )
         self.blocks = self.shape[0]
-        self.block_bytes: int = self.strides[0] * first.element_size()
-        self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes)
+        self.block_bytes: int = math.prod(inside) * first.element_size()
+        stride = self.strides[0] * first.element_size()
+        self._planes = _planes(list(tensors.values()), self.blocks, self.block_bytes, stride)
 
     @property
     def bytes_per_block(self) -> int:
@@ -64,7 +69,7 @@ class KvBlocks:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_block // self.block_tokens
+        return -(-self.bytes_per_block // self.block_tokens)
 
     def describe(self) -> str:
         """The byte format, for the layout's fingerprint."""
@@ -96,7 +101,7 @@ class KvBlocks:
                 layer += len(plane)
 
     @staticmethod
-    def _check(name: str, tensor: Any, expected: tuple[int, int, int, int]) -> None:
+    def _check(name: str, tensor: Any, expected: tuple[int, ...], *, padded: bool) -> None:
         if str(tensor.device) != "cpu":
             raise LayoutError(f"KV of layer {name}: expected memory of the CPU platform, found device {tensor.device}")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
@@ -107,11 +112,12 @@ class KvBlocks:
             )
         dense = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         # How far the next one would be does not matter where there is only one, as with MLA's heads.
-        if any(size > 1 and found != stride for size, found, stride in zip(shape, strides, dense, strict=True)):
+        inside = list(zip(shape, strides, dense, strict=True))[padded:]
+        if any(size > 1 and found != stride for size, found, stride in inside) or strides[0] < dense[0]:
             raise LayoutError(f"KV of layer {name}: expected dense blocks with strides {dense}, found {strides}")
 
 
-def _planes(tensors: list[Any], blocks: int, block_bytes: int) -> list[np.ndarray]:
+def _planes(tensors: list[Any], blocks: int, block_bytes: int, stride: int) -> list[np.ndarray]:
     """uint8 views (layers, blocks, block bytes) that together cover all layers: one where they lie at equal distances in
     one storage, else one a layer."""
     starts = [tensor.data_ptr() for tensor in tensors]
@@ -120,10 +126,10 @@ def _planes(tensors: list[Any], blocks: int, block_bytes: int) -> list[np.ndarra
     together = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
     if together and evenly and distance >= 0:
         memory = _bytes_of(tensors[0])
-        shape, strides = (len(tensors), blocks, block_bytes), (distance, block_bytes, 1)
+        shape, strides = (len(tensors), blocks, block_bytes), (distance, stride, 1)
         return [np.lib.stride_tricks.as_strided(memory, shape, strides)]
     return [
-        np.lib.stride_tricks.as_strided(_bytes_of(tensor), (1, blocks, block_bytes), (0, block_bytes, 1))
+        np.lib.stride_tricks.as_strided(_bytes_of(tensor), (1, blocks, block_bytes), (0, stride, 1))
         for tensor in tensors
     ]
 

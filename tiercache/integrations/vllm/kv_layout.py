@@ -42,13 +42,16 @@ def make_layout(
     `kvs` has one entry a group; `bytes_per_token` is that of the largest, which slots are made for. `tensors` are the
     layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
     """
-    spec = groups[0].spec
+    spec = next((group.spec for group in groups if not group.recurrent), None)
     kv = max(kvs, key=lambda one: one.bytes_per_token)
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
-    written, code = byte_format(layers, tensors, model.dtype), code_of_model(model)
+    states = {name for group in groups if group.recurrent for name in group.layers}
+    # What kernels make of a state they cannot be asked.
+    written = byte_format(layers, tensors, model.dtype) if not states else None
+    code = code_of_model(model)
     scales = [(getattr(layer, "_k_scale_float", 1), getattr(layer, "_v_scale_float", 1)) for layer in layers.values()]
     return Layout(
         model=f"id {model_id}" if model_id else model_of(config, model, config.load_config),
@@ -56,8 +59,8 @@ def make_layout(
         bytes_per_token=kv.bytes_per_token,
         kv_dtype=kv.dtype,
         layers=kv.layers,
-        kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
+        kv_heads=spec.num_kv_heads if spec is not None else 1,
+        head_size=spec.head_size if spec is not None else 1,
         block_tokens=geometry.block_tokens,
         byte_format=kv.describe(),
         engine=f"vllm {written or _version()}",
@@ -95,6 +98,7 @@ def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -
         return []
     described = [
         (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())
+        + ((group.spec.shapes, group.spec.dtypes, group.spec.mamba_type) if group.recurrent else ())
         for group, kv in zip(geometry.groups, kvs, strict=True)
     ]
     return [("groups", digest(described))]

@@ -15,9 +15,13 @@ _complained: set[str] = set()
 
 
 def show_our_log() -> None:
-    """vLLM sets up its own loggers only; without a handler of ours INFO lines would vanish in its processes."""
+    """vLLM sets up its own loggers only; without a handler of ours INFO lines would vanish in its processes. Where some
+    library has given the root logger one, as `logging.warning` does, that is used. A level that somebody set stays."""
     ours = logging.getLogger("tiercache")
-    if ours.handlers or logging.getLogger().handlers:
+    if ours.handlers or ours.level:
+        return
+    if logging.getLogger().handlers:
+        ours.setLevel(logging.INFO)
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s", "%m-%d %H:%M:%S"))

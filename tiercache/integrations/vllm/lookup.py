@@ -39,8 +39,9 @@ _LARGEST_MESSAGE_BYTES = 64 << 20
 
 _PART_FOR_PROMOTING = 0.8
 """Of the time that the scheduler's half waits for an answer."""
-_MOST_QUESTIONS = 64
-"""For one hit of several groups. Each is answered from memory, but where a shared tier has to be asked."""
+_MOST_QUESTIONS = 256
+"""For one hit of several groups, of which a recurrent state may be stored in few places. Each is answered from memory, but
+where a shared tier has to be asked."""
 
 _local: dict[tuple[str, int], LookupServer] = {}
 """Those of workers that live in this process, by engine and rank."""

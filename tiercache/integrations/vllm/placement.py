@@ -44,6 +44,14 @@ def _of(group: KvGroup, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _in_host_memory(tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> KvBlocks:
     spec = group.spec
+    if group.recurrent:
+        return KvBlocks(
+            tensors,
+            blocks=blocks,
+            heads=spec.num_heads,
+            block_tokens=spec.block_size,
+            state_bytes=spec.state_content_size_bytes,
+        )
     return KvBlocks(
         tensors,
         blocks=blocks,
@@ -63,6 +71,7 @@ def _in_device_memory(driver: Driver, tensors: Mapping[str, Any], blocks: int, g
         heads=spec.num_heads,
         block_tokens=spec.block_size,
         content_bytes=spec.state_content_size_bytes,
+        states=group.recurrent,
     )
 
 

@@ -24,6 +24,9 @@ class KvGroup:
     """The engine keeps the last so many tokens less one, which the next token sees besides itself; None: all."""
     spec: Any = field(default=None, compare=False, repr=False)
     """vLLM's own description of the KV."""
+    recurrent: bool = False
+    """A block holds one state for all tokens up to its end, and only where a step ended there. To the next token that is
+    what a window of two tokens is: one block, the last."""
 
     def first_block(self, computed_tokens: int) -> int:
         """Those before it are null when so many tokens are computed (vLLM's `get_num_skipped_tokens`)."""
@@ -46,8 +49,9 @@ class BlockGeometry:
     def for_chunk_size(
         cls, chunk_tokens: int, block_tokens: int, save_tails: bool, groups: tuple[KvGroup, ...] = ()
     ) -> BlockGeometry:
-        """`chunk_tokens` rounded to whole blocks, at least one."""
-        return cls(block_tokens, max(1, round(chunk_tokens / block_tokens)), save_tails and not groups, groups)
+        """`chunk_tokens` rounded to whole blocks, at least one; one where there are recurrent states."""
+        blocks = 1 if any(group.recurrent for group in groups) else max(1, round(chunk_tokens / block_tokens))
+        return cls(block_tokens, blocks, save_tails and not groups, groups)
 
     @property
     def chunk_tokens(self) -> int:

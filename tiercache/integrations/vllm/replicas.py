@@ -29,6 +29,8 @@ def _replicas(spec: Any, ranks: int, heads: int | None) -> int:
     if (shards := getattr(spec, "max_tp_shards", None)) is not None:
         # vLLM's own word. MLA has one latent for all heads, which every rank computes.
         return max(1, ranks // int(shards))
+    if not hasattr(spec, "num_kv_heads"):
+        return ranks if spec.tp_replicated else 1  # a recurrent state
     if heads is not None and spec.num_kv_heads == 1 and ranks % heads == 0:
         # Consecutive ranks share a head (vLLM's QKVParallelLinear).
         return ranks // heads

@@ -270,6 +270,7 @@ class SchedulerSide:
         every request that shares blocks with it, and must not be stored. What is left out now is stored with a later step.
         """
         state: Any = output.kv_connector_block_state
+        states: dict[str, Any] = getattr(state, "boundary_state_offloads", {})
         cached = output.scheduled_cached_reqs
         computed = [(scheduled.req_id, scheduled.num_computed_tokens) for scheduled in output.scheduled_new_reqs]
         for request_id, tokens in (*computed, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)):
@@ -281,9 +282,12 @@ class SchedulerSide:
                     tokens + output.num_scheduled_tokens[request_id],
                     lambda request_id=request_id: state.get_block_ids(request_id),
                     last=False,
+                    states=states.get(request_id, ()),
                 )
 
-    def _plan_save(self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool) -> None:
+    def _plan_save(
+        self, work: StepWork, tracked: TrackedRequest, ready_tokens: int, tables: Any, *, last: bool, states: Any = ()
+    ) -> None:
         """Plan what is new among the first `ready_tokens`. `last`: no token follows. Costs little when nothing is new."""
         request = tracked.request
         if not self._stores or tracked.stale:
@@ -296,7 +300,7 @@ class SchedulerSide:
         if wants_save(tracked.saved_blocks, ready, self.geometry, last=last):
             first = tracked.saved_blocks
             transfers, tracked.saved_blocks = plan_saves(
-                self._asking.names_of(tracked), first, ready, tables(), self.geometry, last=last
+                self._asking.names_of(tracked), first, ready, tables(), self.geometry, last=last, states=states
             )
             if transfers:
                 if self.kv_events is not None:

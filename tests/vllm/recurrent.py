@@ -37,9 +37,9 @@ _KINDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
         "head_dim": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,

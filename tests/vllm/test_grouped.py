@@ -156,6 +156,21 @@ def test_every_group_is_saved_but_what_its_window_has_left() -> None:
     assert plan_saves(NAMES, saved, 7, (window, full), TWO, last=True) == ([], 6)
 
 
+def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() -> None:
+    """What stands in its block table may be the state in the middle of a block."""
+    state = KvGroup(0, 16, window_tokens=2, recurrent=True)
+    geometry = BlockGeometry.for_chunk_size(64, 16, True, (state, FULL))
+    assert geometry.blocks_per_chunk == 1 and not geometry.save_tails
+    tables = ([9, 9, 9, 9], [20, 21, 22, 23])
+    transfers, saved = plan_saves(NAMES, 1, 4, tables, geometry, last=False, states=[(0, 7, 48), (0, 8, 72), (1, 5, 64)])
+    assert saved == 4
+    assert [(one.group, one.blocks) for one in transfers] == [(0, (7,)), (1, (21,)), (1, (22,)), (1, (23,))]
+    assert transfers[0].name == names_of([GroupChunk(0, 2)], NAMES, geometry)[0]
+    loads = plan_loads(NAMES, 3, 0, 48, ([0, 0, 7], [20, 21, 22]), geometry)
+    assert [(one.group, one.blocks) for one in loads] == [(0, (7,)), (1, (20,)), (1, (21,)), (1, (22,))]
+    assert window_chunks(3, geometry) == [GroupChunk(0, 2)], "a hit needs one state"
+
+
 def test_blocks_that_are_given_away_hold_nothing_that_is_computed() -> None:
     assert blocks_behind(([0, 0, 3, 4], [5, 6, 7, 8]), 48, TWO) == {4, 8}
     assert blocks_behind(([9], [10]), 0, TWO) == {9, 10}

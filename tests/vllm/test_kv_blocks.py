@@ -33,6 +33,35 @@ def reference(tensors: dict[str, Any], blocks: list[int]) -> np.ndarray:
     return np.asarray(chosen.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
+def states(stride: int) -> dict[str, Any]:
+    """Of 100 bytes each, so far from one block to the next, as vLLM views the state of a recurrent layer."""
+    whole = torch.randint(-100, 100, (LAYERS, BLOCKS, 1, 1, stride), dtype=torch.int8)
+    return {f"layer.{number}": whole[number, ..., :100] for number in range(LAYERS)}
+
+
+def test_recurrent_states_move_without_the_room_behind_them() -> None:
+    tensors = states(128)
+    kv = KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, state_bytes=100)
+    assert (kv.bytes_per_block, kv.bytes_per_token) == (500, 32)
+    payload = np.zeros(2 * kv.bytes_per_block, np.uint8)
+    kv.gather([3, 20], payload)
+    assert np.array_equal(payload, reference(tensors, [3, 20]))
+    before = [tensor.clone() for tensor in tensors.values()]
+    behind = [tensor.as_strided((BLOCKS, 28), (128, 1), tensor.storage_offset() + 100) for tensor in tensors.values()]
+    room = [one.clone() for one in behind]
+    kv.scatter(payload, 2, 0, [7, 8])
+    for tensor, old, rest, kept in zip(tensors.values(), before, behind, room, strict=True):
+        assert torch.equal(tensor[7], old[3]) and torch.equal(tensor[8], old[20])
+        others = [block for block in range(BLOCKS) if block not in (7, 8)]
+        assert torch.equal(tensor[others], old[others]) and torch.equal(rest, kept)
+
+
+def test_states_that_overlap_are_refused() -> None:
+    tensors = {"layer.0": torch.zeros(4000, dtype=torch.int8).as_strided((BLOCKS, 1, 1, 100), (64, 100, 100, 1))}
+    with pytest.raises(LayoutError, match="expected dense blocks"):
+        KvBlocks(tensors, blocks=BLOCKS, heads=1, block_tokens=TOKENS, state_bytes=100)
+
+
 @pytest.mark.parametrize("blocks", [[3], [0, 1], [4, 5, 6, 7], [23, 0], [7, 3, 4, 5, 20, 1], [2, 4, 6, 8, 10]])
 def test_gather_and_scatter_are_torchs_indexing(tensors: dict[str, Any], blocks: list[int]) -> None:
     kv = kv_of(tensors)

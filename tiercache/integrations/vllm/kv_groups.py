@@ -69,8 +69,8 @@ def _group(index: int, group: Any) -> KvGroup:
         window_tokens = spec.sliding_window + spec.extra_retained_tokens
     else:
         raise LayoutError(
-            f"expected layers with full attention, MLA, sliding windows or recurrent states, found {type(spec).__name__}; such a model was "
-            "not verified with this connector (where vLLM can do without its hybrid KV cache manager, "
+            f"expected layers with full attention, MLA, sliding windows or recurrent states, found {type(spec).__name__}; such "
+            "a model was not verified with this connector (where vLLM can do without its hybrid KV cache manager, "
             "--disable-hybrid-kv-cache-manager may help: its layers are then all cached whole)"
         )
     packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
@@ -101,7 +101,7 @@ def _check_state(spec: Any) -> None:
         )
     state = getattr(output, "KVConnectorBlockState", None)
     if "boundary_state_offloads" not in getattr(state, "__annotations__", getattr(state, "_fields", ())):
-        raise LayoutError("expected vLLM 0.32 or newer for a model with recurrent states: older ones do not say where they are")
+        raise LayoutError("expected vLLM 0.32 or newer: older ones do not say where a model's recurrent states are")
 
 
 def _check_engine(config: VllmConfig) -> None:

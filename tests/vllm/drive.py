@@ -271,7 +271,7 @@ class Driver:
         return bool(thread.submit(scan()).result(30))
 
     def loads_always(self) -> None:
-        """As long as nobody knows how quick the engine is, all that is found is loaded. A tiny one is quicker than a disk."""
+        """As long as nobody knows how quick the engine is, all that is found is loaded. A tiny one beats a disk."""
         self.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler._prefill.news = lambda: None
 
     def clear_hot(self) -> int:

@@ -69,8 +69,8 @@ def _group(index: int, group: Any) -> KvGroup:
         window_tokens = spec.sliding_window + spec.extra_retained_tokens
     else:
         raise LayoutError(
-            f"expected layers with full attention, MLA, sliding windows or recurrent states, found {type(spec).__name__}; such "
-            "a model was not verified with this connector (where vLLM can do without its hybrid KV cache manager, "
+            f"expected layers with full attention, MLA, sliding windows or recurrent states, found {type(spec).__name__}; "
+            "such a model was not verified with this connector (where vLLM can do without its hybrid KV cache manager, "
             "--disable-hybrid-kv-cache-manager may help: its layers are then all cached whole)"
         )
     packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1

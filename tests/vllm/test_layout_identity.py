@@ -19,6 +19,7 @@ import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 
+from tests.vllm.pipes import end_reads
 from tests.vllm.tiny_llama import TinyEngine, safetensors, save_tiny
 from tiercache import TierCache
 from tiercache.config import Config
@@ -237,8 +238,7 @@ def test_a_model_that_cannot_be_identified_shares_nothing(
     (model / "model.safetensors").unlink()
     os.mkfifo(model / "model.safetensors")
     one, other = (engine.layout() for engine in engines)
-    for _ in range(2):
-        os.close(os.open(model / "model.safetensors", os.O_WRONLY))
+    end_reads(model / "model.safetensors")
     assert one.fingerprint != other.fingerprint
     assert "cannot be identified, and nothing is shared" in caplog.text
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.pipes import end_reads
 from tests.vllm.tiny_llama import safetensors
 from tiercache.integrations.vllm import kept_digests
 from tiercache.integrations.vllm.kept_digests import KEPT, FileChanged
@@ -416,7 +417,7 @@ def test_a_mount_that_hangs_is_not_waited_for(model: Path, monkeypatch: pytest.M
     os.mkfifo(first_shard(model))
     with pytest.raises(TimeoutError, match="not a byte of model-00001-of-00002.safetensors"):
         identity_of_model(model)
-    os.close(os.open(first_shard(model), os.O_WRONLY))  # the thread that waits ends
+    end_reads(first_shard(model))
 
 
 # Adapters

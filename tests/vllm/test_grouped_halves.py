@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -496,3 +497,13 @@ def test_progress_of_saves_is_counted_once_for_all_groups(made: Callable[..., En
     engine.stored()
     engine.worker.finished()
     assert engine.worker.take_progress() == StepReport({"r": 1}, set())
+
+
+def test_computing_a_prefix_costs_what_its_chunks_of_full_attention_stand_for(engine: Engine) -> None:
+    """A window has few chunks, however long the prefix: they are no share of what it takes to compute."""
+    engine.worker.load(replace(engine.steps(), token_s=0.001))
+
+    async def known() -> float | None:
+        return engine.worker.thread.cache.parts.reader.settings.recompute_s
+
+    assert engine.worker.thread.submit(known()).result(10) == pytest.approx(0.001 * GEOMETRY.chunk_tokens)

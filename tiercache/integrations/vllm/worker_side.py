@@ -116,7 +116,9 @@ class WorkerSide:
             self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         self._lookups.release(work.released)
         if work.token_s is not None:
-            chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, len(self.geometry.groups))
+            # Of a window or a state few chunks stand for the whole prefix: they are worth at least as much.
+            whole = sum(group.window_tokens is None for group in self.geometry.groups)
+            chunk_s = work.token_s * self.geometry.chunk_tokens / max(1, whole)
             self.thread.loop.call_soon_threadsafe(self.thread.cache.computing_takes, chunk_s)
         if self.residency is not None:
             self.residency.watch(work.watching)

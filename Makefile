@@ -26,7 +26,7 @@ test: setup
 
 long-test: setup
 	TIERCACHE_LONG_TESTS=1 TIERCACHE_TEST_REQUESTS=1000 $(BIN)/python -m pytest -q tests/vllm/test_router_example.py \
-	  tests/vllm/test_bench.py tests/vllm/test_every_request.py
+	  tests/vllm/test_bench.py tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -58,7 +58,7 @@ def cache_thread() -> Any:
     """The connector's cache, when its worker lives in this process."""
     from tiercache.integrations.vllm import lookup
 
-    (server,) = lookup._local.values()
+    (server,) = lookup.local.values()
     return server.thread
 
 
@@ -143,6 +143,24 @@ class Driver:
             "logprobs": [next(iter(step.values())).logprob for step in answer.outputs[0].logprobs],
             "cached": answer.num_cached_tokens,
         }
+
+    def generate_structured(self, prompt: str, structure: dict[str, Any], tokens: int = 40) -> dict[str, Any]:
+        """One request whose answer has to be of a form: a field of vLLM's StructuredOutputsParams."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
+
+        form = StructuredOutputsParams(**structure)
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0, structured_outputs=form)
+        (answer,) = self.llm.generate(prompt, wanted, use_tqdm=False)
+        return {"text": answer.outputs[0].text, **described(answer)}
+
+    def beam_search(self, prompt: str, width: int, tokens: int) -> list[dict[str, Any]]:
+        """The beams, the best first. Each token of each beam is a request of its own."""
+        from vllm.sampling_params import BeamSearchParams
+
+        wanted = BeamSearchParams(beam_width=width, max_tokens=tokens)
+        (answer,) = self.llm.beam_search([{"prompt": prompt}], wanted, use_tqdm=False)
+        return [{"tokens": list(beam.tokens), "logprob": beam.cum_logprob} for beam in answer.sequences]
 
     def generate_saying(
         self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12
@@ -241,7 +259,7 @@ class Driver:
     def lose_tail_here(self, rank: int) -> int:
         from tiercache.integrations.vllm import lookup
 
-        ((_, here),) = lookup._local
+        ((_, here),) = lookup.local
         thread = cache_thread()
 
         async def lose() -> int:
@@ -305,9 +323,9 @@ class Driver:
         from tiercache.core.keys import keys_from_hashes
         from tiercache.integrations.vllm.block_names import BlockNames
         from tiercache.integrations.vllm.grouped import GroupChunk, names_of
-        from tiercache.integrations.vllm.lookup import _local
+        from tiercache.integrations.vllm.lookup import local
 
-        (server,) = _local.values()
+        (server,) = local.values()
         thread, geometry = server.thread, server._geometry
 
         async def corrupt() -> int:
@@ -410,11 +428,11 @@ class Driver:
     def left_behind(self) -> dict[str, int]:
         """What is still held when nothing is to be done any more: blocks, leases, slots, requests."""
         from tiercache.core.budget import Purpose
-        from tiercache.integrations.vllm.lookup import _local
+        from tiercache.integrations.vllm.lookup import local
 
         self.idle()
         self.flush()
-        (server,) = _local.values()
+        (server,) = local.values()
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         side = scheduler.connector._scheduler
         pool = scheduler.kv_cache_manager.block_pool

@@ -24,7 +24,7 @@ from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.grouped import GroupChunk, all_names, names_of
-from tiercache.integrations.vllm.lookup import LookupClient
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup

@@ -7,7 +7,8 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.grouped import GroupChunk, names_of
-from tiercache.integrations.vllm.lookup import LookupClient, LookupServer, socket_path
+from tiercache.integrations.vllm.lookup import LookupServer, socket_path
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=4, save_tails=True)
@@ -59,10 +61,17 @@ class Worker:
         self.thread.close(1.0)
 
 
+def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> Future[Match]:
+    """A look-up that is asked at once."""
+    result = client.begin(names, claim)
+    client.send()
+    return result
+
+
 def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
     client = LookupClient(engine, ranks, GEOMETRY, timeout_s)
     try:
-        return client.begin(NAMES).result(30)
+        return begun(client, NAMES).result(30)
     finally:
         client.close()
 
@@ -90,7 +99,7 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
         GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
         GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
     ):
-        assert client.begin(NAMES, "r").result(10).blocks == 4
+        assert begun(client, NAMES, "r").result(10).blocks == 4
         assert [worker.server.claims.held for worker in (first, second) if worker.server.claims] == [4, 4]
         for worker in (first, second):
             worker.server.release(["r"])
@@ -102,7 +111,7 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
 def test_in_one_process_no_socket_is_used(engine: str) -> None:
     with Worker(engine, 0, 11):
         client = LookupClient(engine, 1, GEOMETRY, 5.0)
-        assert client.begin(NAMES).result(10) == Match(11, {"cpu": 176})
+        assert begun(client, NAMES).result(10) == Match(11, {"cpu": 176})
         assert client._loop is None
 
 
@@ -127,7 +136,7 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
         claims = [worker.server.claims for worker in (first, second)]
         assert claims[0] is not None and claims[1] is not None
         claims[1]._most = room
-        assert client.begin(NAMES, "r").result(10) == Match(11, {"cpu": 176}, held=room == 3)
+        assert begun(client, NAMES, "r").result(10) == Match(11, {"cpu": 176}, held=room == 3)
         assert [one.held for one in claims if one] == [3, 3 if room == 3 else 0]
         for worker in (first, second):
             worker.server.release(["r"])
@@ -149,10 +158,10 @@ def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, g
         claims = worker.server.claims
         assert claims is not None
         client = LookupClient(engine, 1, GROUPS if grouped else GEOMETRY, 5.0)
-        assert client.begin(NAMES, "before").result(10).blocks > 0 and claims.held > 0
+        assert begun(client, NAMES, "before").result(10).blocks > 0 and claims.held > 0
         worker.server.release(["before"])
         worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
-        late = client.begin(NAMES, "r")
+        late = begun(client, NAMES, "r")
         if gone == "given up":
             late.cancel()
         worker.server.release(["r"])
@@ -162,7 +171,7 @@ def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, g
         worker.thread.submit(asyncio.sleep(0.0)).result(10)
         worker.thread.submit(asyncio.sleep(0.0)).result(10)
         assert claims.held == 0
-        assert client.begin(NAMES, "after").result(10).blocks > 0 and claims.held > 0
+        assert begun(client, NAMES, "after").result(10).blocks > 0 and claims.held > 0
         worker.server.release(["after"])
 
 
@@ -177,7 +186,7 @@ def test_a_tail_counts_only_if_all_workers_have_that_one(engine: str) -> None:
 def test_one_connection_answers_many_questions(engine: str) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         client = LookupClient(engine, 2, GEOMETRY, 5.0)
-        futures = [client.begin(NAMES[:count]) for count in (4, 8, 11) * 20]
+        futures = [begun(client, NAMES[:count]) for count in (4, 8, 11) * 20]
         assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
         assert len(client._connections) == 2
         client.close()
@@ -196,8 +205,8 @@ def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_n
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
-            assert client.begin(NAMES).result(10) == Match(failed=True)
-        assert client.begin(NAMES).result(10).blocks == 8
+            assert begun(client, NAMES).result(10) == Match(failed=True)
+        assert begun(client, NAMES).result(10).blocks == 8
     client.close()
 
 
@@ -206,11 +215,11 @@ def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
     with ExitStack() as first:
         first.enter_context(Worker(engine, 0, 8))
         first.enter_context(Worker(engine, 1, 8))
-        assert client.begin(NAMES).result(10).blocks == 8
-    assert client.begin(NAMES).result(10) == Match(failed=True)
+        assert begun(client, NAMES).result(10).blocks == 8
+    assert begun(client, NAMES).result(10) == Match(failed=True)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        client.begin(NAMES).result(10)
-        assert client.begin(NAMES).result(10).blocks == 4
+        begun(client, NAMES).result(10)
+        assert begun(client, NAMES).result(10).blocks == 4
     client.close()
 
 
@@ -261,6 +270,6 @@ def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
 def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        assert client.begin(NAMES).result(10).blocks == 4
+        assert begun(client, NAMES).result(10).blocks == 4
     client.close()
     assert not [record for record in caplog.records if record.name == "asyncio"]

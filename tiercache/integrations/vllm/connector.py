@@ -30,7 +30,7 @@ from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
 from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain, what_they_keep
 from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
 from tiercache.integrations.vllm.logs import show_our_log, survives
-from tiercache.integrations.vllm.lookup import LookupClient
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import BlockGeometry

@@ -1,21 +1,17 @@
-"""How the scheduler's half asks what the workers' caches have, without ever waiting.
-
-In one process the question goes to the worker's loop directly; otherwise through a Unix socket for each worker. The answer
-for several workers is what all of them have.
-"""
+"""What a worker's cache has of requests, answered to the scheduler's half: see `lookup_client` for how it asks."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
-import itertools
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,17 +21,16 @@ from tiercache.cache import TierCache
 from tiercache.control.framing import frame, receive
 from tiercache.control.messages import ControlError
 from tiercache.control.served import ServedCache
-from tiercache.control.sockets import bound, check_private, connect
+from tiercache.control.sockets import bound, check_private
 from tiercache.core.keys import ChunkKey, keys_from_hashes
-from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.claims import Claims
 from tiercache.integrations.vllm.grouped import HitSearch, names_of, needed_chunks
-from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed, chunk_ends, tail_lengths
+from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
 from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.vllm")
 
-_LARGEST_MESSAGE_BYTES = 64 << 20
+LARGEST_MESSAGE_BYTES = 64 << 20
 
 _PART_FOR_PROMOTING = 0.8
 """Of the time that the scheduler's half waits for an answer."""
@@ -43,15 +38,33 @@ _MOST_QUESTIONS = 256
 """For one hit of several groups, of which a recurrent state may be stored in few places. Each is answered from memory, but
 where a shared tier has to be asked."""
 
-_local: dict[tuple[str, int], LookupServer] = {}
+local: dict[tuple[str, int], LookupServer] = {}
 """Those of workers that live in this process, by engine and rank."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
+    """Messages are lists of these, and of answers: what a step asks in one, and what is answered together in one."""
+
     number: int
     """Of its connection, where answers come in any order."""
     names: list[bytes]
     claim: str = ""
+
+
+@dataclass(eq=False)
+class Asked:
+    """One look-up of the scheduler's half."""
+
+    names: list[bytes]
+    """One a block."""
+    claim: str
+    result: concurrent.futures.Future[Match] = field(default_factory=concurrent.futures.Future)
+    answers: dict[int, Match] = field(default_factory=dict)
+    """By rank, so far."""
+
+    def give(self, match: Match) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was given up meanwhile
+            self.result.set_result(match)
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -152,7 +165,9 @@ class LookupServer:
         self._geometry = geometry
         self._key = (engine, rank)
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        _local[self._key] = self
+        self._finding: set[asyncio.Task[None]] = set()
+        """For this process."""
+        local[self._key] = self
         cache = thread.cache
         direct = into_device and any(tier.serves_device for tier in cache.tiers)
         # Of several groups all has to come to the hot cache for that.
@@ -170,6 +185,10 @@ class LookupServer:
             claim=claim,
         )
 
+    def ask(self, asked: Sequence[Asked]) -> None:
+        """For the scheduler's half in this process, whose thread calls it. Raises RuntimeError where the loop is closed."""
+        self.thread.loop.call_soon_threadsafe(self._begin, asked)
+
     def release(self, claims: Iterable[str]) -> None:
         """What was held for these requests is loaded, or not wanted any more. Called by the engine's thread."""
         if self.claims is not None and (over := tuple(claims)):
@@ -182,10 +201,32 @@ class LookupServer:
         return self.claims.leases if self.claims is not None else {}
 
     def close(self) -> None:
-        _local.pop(self._key, None)
+        local.pop(self._key, None)
         with contextlib.suppress(Exception):
             self.thread.submit(self._stop()).result(5)
         self._path.unlink(missing_ok=True)
+
+    def _begin(self, asked: Sequence[Asked]) -> None:
+        for one in asked:
+            task = self.thread.loop.create_task(self._find_for(one))
+            self._finding.add(task)
+            task.add_done_callback(self._finding.discard)
+            one.result.add_done_callback(functools.partial(self._given_up, task))
+
+    def _given_up(self, task: asyncio.Task[None], result: concurrent.futures.Future[Match]) -> None:
+        if result.cancelled():
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.thread.loop.call_soon_threadsafe(task.cancel)
+
+    async def _find_for(self, one: Asked) -> None:
+        try:
+            one.give(await self.find(one.names, one.claim))
+        except asyncio.CancelledError:
+            one.result.cancel()
+            raise
+        except Exception as error:
+            logger.warning("a look-up failed: %r", error)
+            one.give(Match(failed=True))
 
     async def _start(self) -> asyncio.Server:
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -197,6 +238,8 @@ class LookupServer:
         self._server.close()
         if self.claims is not None:
             self.claims.close()
+        for task in self._finding:
+            task.cancel()
         for writer in self._connections.values():
             writer.close()
         if self._connections:
@@ -207,12 +250,15 @@ class LookupServer:
         serving = asyncio.current_task()
         assert serving is not None
         self._connections[serving] = writer
+        answers = _Answers(writer)
         try:
             while True:
-                packed = await receive(reader, _LARGEST_MESSAGE_BYTES)
-                task = asyncio.create_task(self._answer(writer, msgspec.msgpack.decode(packed, type=Question)))
-                answering.add(task)
-                task.add_done_callback(answering.discard)
+                await writer.drain()
+                packed = await receive(reader, LARGEST_MESSAGE_BYTES)
+                for question in msgspec.msgpack.decode(packed, type=list[Question]):
+                    task = asyncio.create_task(self._answer(answers, question))
+                    answering.add(task)
+                    task.add_done_callback(answering.discard)
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError, ControlError):
             pass  # the scheduler's process ended, or somebody else spoke
         finally:
@@ -221,133 +267,32 @@ class LookupServer:
             writer.close()
             del self._connections[serving]
 
-    async def _answer(self, writer: asyncio.StreamWriter, question: Question) -> None:
+    async def _answer(self, answers: _Answers, question: Question) -> None:
         try:
             match = await self.find(question.names, question.claim)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
             match = Match()
-        with contextlib.suppress(ConnectionError):
-            writer.write(frame(Answer(question.number, match.blocks, match.tokens_by_tier, match.held)))
-            await writer.drain()
+        answers.add(Answer(question.number, match.blocks, match.tokens_by_tier, match.held))
 
 
-class LookupClient:
-    """Begins look-ups for the scheduler; each answer is a future that the caller polls."""
+class _Answers:
+    """What is found in one round of the loop goes in one message: each costs the scheduler's process a turn of Python's
+    lock."""
 
-    def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
-        self._engine = engine
-        self._ranks = ranks
-        self._geometry = geometry
-        self._timeout_s = timeout_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._connections: dict[int, _Connection] = {}
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._unsent: list[Answer] = []
 
-    def begin(self, names: Sequence[bytes], claim: str = "") -> concurrent.futures.Future[Match]:
-        """Never waits. The future ends with a Match, an empty one where a worker did not answer in time. What is found may
-        be held for the request, until `LookupServer.release`."""
-        if self._ranks == 1 and (local := _local.get((self._engine, 0))) is not None:
-            return local.thread.submit(local.find(names, claim))
-        if self._loop is None:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, name="tiercache-lookup", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                # Not kept: whatever is given to a loop that nobody runs would never end.
-                loop.close()
-                logger.warning("a look-up counts as a miss: %s", error)
-                missed: concurrent.futures.Future[Match] = concurrent.futures.Future()
-                missed.set_result(Match(failed=True))
-                return missed
-            self._loop, self._thread = loop, thread
-        return asyncio.run_coroutine_threadsafe(self._ask_all(list(names), claim), self._loop)
+    def add(self, answer: Answer) -> None:
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(answer)
 
-    def close(self) -> None:
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._hang_up)
-            self._thread.join(5.0)
-            self._loop.close()
-            self._loop = self._thread = None
-
-    def _hang_up(self) -> None:
-        assert self._loop is not None
-        for connection in self._connections.values():
-            connection.close()
-        # One round later the transports are closed.
-        self._loop.call_soon(self._loop.stop)
-
-    async def _ask_all(self, names: list[bytes], claim: str) -> Match:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                while True:
-                    answers = await asyncio.gather(*(self._ask(rank, names, claim) for rank in range(self._ranks)))
-                    least = min(answers, key=lambda match: match.blocks)
-                    if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
-                        return agreed(answers, self._geometry)
-                    # Windows have to be there for the hit as it is: who has more may not have that.
-                    names = names[: least.blocks]
-        except (TimeoutError, OSError, TierCacheError) as error:
-            logger.warning("a look-up got no answer from the workers: %r", error)
-            return Match(failed=True)
-
-    async def _ask(self, rank: int, names: list[bytes], claim: str) -> Match:
-        connection = self._connections.get(rank)
-        if connection is None or connection.broken:
-            connection = self._connections[rank] = _Connection(socket_path(self._engine, rank))
-        return await connection.ask(names, claim)
-
-
-class _Connection:
-    """To one worker; answers may come in any order."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Match]] = {}
-        self._writer: asyncio.StreamWriter | None = None
-        self._connecting = asyncio.Lock()
-        self._reading: asyncio.Task[None] | None = None
-        self.broken = False
-
-    def close(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._writer is not None:
-            self._writer.close()
-
-    async def ask(self, names: list[bytes], claim: str) -> Match:
-        async with self._connecting:
-            if self._writer is None:
-                try:
-                    check_private(self._path.parent)
-                    reader, self._writer = await connect(self._path)
-                except (OSError, TierCacheError):
-                    self.broken = True
-                    raise
-                self._reading = asyncio.create_task(self._read(reader))
-        number = next(self._numbers)
-        answer: asyncio.Future[Match] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        try:
-            self._writer.write(frame(Question(number, names, claim)))
-            return await answer
-        finally:
-            self._waiting.pop(number, None)
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                packed = await receive(reader, _LARGEST_MESSAGE_BYTES)
-                found = msgspec.msgpack.decode(packed, type=Answer)
-                if (answer := self._waiting.get(found.number)) is not None and not answer.done():
-                    answer.set_result(Match(found.blocks, found.tokens_by_tier, held=found.held))
-        except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, ControlError) as error:
-            self.broken = True
-            for answer in self._waiting.values():
-                if not answer.done():
-                    answer.set_exception(ConnectionResetError(f"the worker's look-up socket closed: {error!r}"))
+    def _send(self) -> None:
+        answers, self._unsent = self._unsent, []
+        if not self._writer.is_closing():
+            self._writer.write(frame(answers))
 
 
 def socket_path(engine: str, rank: int) -> Path:

@@ -14,7 +14,7 @@ from tiercache.integrations.vllm.claims import HELD_FOR_S
 from tiercache.integrations.vllm.engine_events import KvEvents
 from tiercache.integrations.vllm.figures import SchedulerFigures
 from tiercache.integrations.vllm.grouped import NULL_BLOCK, Tables, given_away, held_names, plan_loads, plan_saves
-from tiercache.integrations.vllm.lookup import LookupClient
+from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, loadable_tokens, wants_save
 from tiercache.integrations.vllm.spans import add_span, trace_of

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -190,6 +191,38 @@ def test_one_connection_answers_many_questions(engine: str) -> None:
         assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
         assert len(client._connections) == 2
         client.close()
+
+
+def test_what_a_step_asks_is_one_message_to_each_worker(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is asked before, nor what was given up by then."""
+    asked: list[int] = []
+    find = LookupServer.find
+
+    async def noted(server: LookupServer, names: Sequence[bytes], claim: str = "") -> Match:
+        asked.append(len(names))
+        return await find(server, names, claim)
+
+    messages: list[int] = []
+    receive = lookup.receive
+
+    async def counted(*arguments: Any) -> bytearray:
+        packed = await receive(*arguments)
+        messages.append(len(packed))
+        return packed
+
+    monkeypatch.setattr(LookupServer, "find", noted)
+    monkeypatch.setattr(lookup, "receive", counted)
+    with Worker(engine, 0, 8), Worker(engine, 1, 8):
+        client = LookupClient(engine, 2, GEOMETRY, 5.0)
+        given_up, *wanted = [client.begin(NAMES[:count]) for count in (3, *(4, 8, 11) * 20)]
+        assert given_up.cancel()
+        client.send()
+        assert [future.result(10).blocks for future in wanted] == [4, 8, 8] * 20
+        client.send()
+        assert begun(client, NAMES[:5]).result(10).blocks == 4
+        client.close()
+    assert len(messages) == 2 * 2
+    assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 
 def test_sockets_are_for_this_user_only(engine: str) -> None:

@@ -8,7 +8,6 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm import lookup
 from tiercache.integrations.vllm.grouped import GroupChunk, names_of
-from tiercache.integrations.vllm.lookup import LookupServer, socket_path
+from tiercache.integrations.vllm.lookup import LookUp, LookupServer, socket_path
 from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match
 
@@ -62,17 +61,23 @@ class Worker:
         self.thread.close(1.0)
 
 
-def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> Future[Match]:
+def begun(client: LookupClient, names: Sequence[bytes], claim: str = "") -> LookUp:
     """A look-up that is asked at once."""
-    result = client.begin(names, claim)
+    one = client.begin(names, claim)
     client.send()
-    return result
+    return one
+
+
+def answer_of(one: LookUp) -> Match:
+    match = one.wait(30.0)
+    assert match is not None
+    return match
 
 
 def ask(engine: str, ranks: int, timeout_s: float = 5.0) -> Match:
     client = LookupClient(engine, ranks, GEOMETRY, timeout_s)
     try:
-        return begun(client, NAMES).result(30)
+        return answer_of(begun(client, NAMES))
     finally:
         client.close()
 
@@ -100,7 +105,7 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
         GroupedWorker(engine, 0, *full, (0, 0), (0, 1), (0, 3)) as first,
         GroupedWorker(engine, 1, *full[:3], (0, 0), (0, 1), (0, 2)) as second,
     ):
-        assert begun(client, NAMES, "r").result(10).blocks == 4
+        assert answer_of(begun(client, NAMES, "r")).blocks == 4
         assert [worker.server.claims.held for worker in (first, second) if worker.server.claims] == [4, 4]
         for worker in (first, second):
             worker.server.release(["r"])
@@ -112,7 +117,7 @@ def test_several_workers_agree_on_a_hit_whose_windows_all_have(engine: str) -> N
 def test_in_one_process_no_socket_is_used(engine: str) -> None:
     with Worker(engine, 0, 11):
         client = LookupClient(engine, 1, GEOMETRY, 5.0)
-        assert begun(client, NAMES).result(10) == Match(11, {"cpu": 176})
+        assert answer_of(begun(client, NAMES)) == Match(11, {"cpu": 176})
         assert client._loop is None
 
 
@@ -137,7 +142,7 @@ def test_over_sockets_it_is_held_only_if_all_workers_hold_it(engine: str, room: 
         claims = [worker.server.claims for worker in (first, second)]
         assert claims[0] is not None and claims[1] is not None
         claims[1]._most = room
-        assert begun(client, NAMES, "r").result(10) == Match(11, {"cpu": 176}, held=room == 3)
+        assert answer_of(begun(client, NAMES, "r")) == Match(11, {"cpu": 176}, held=room == 3)
         assert [one.held for one in claims if one] == [3, 3 if room == 3 else 0]
         for worker in (first, second):
             worker.server.release(["r"])
@@ -159,20 +164,20 @@ def test_what_is_let_go_before_the_look_up_gets_to_it_is_not_held(engine: str, g
         claims = worker.server.claims
         assert claims is not None
         client = LookupClient(engine, 1, GROUPS if grouped else GEOMETRY, 5.0)
-        assert begun(client, NAMES, "before").result(10).blocks > 0 and claims.held > 0
+        assert answer_of(begun(client, NAMES, "before")).blocks > 0 and claims.held > 0
         worker.server.release(["before"])
         worker.thread.loop.call_soon_threadsafe(busy.wait, 10.0)
         late = begun(client, NAMES, "r")
         if gone == "given up":
-            late.cancel()
+            late.give_up()
         worker.server.release(["r"])
         busy.set()
         if gone == "only released":
-            assert not late.result(10).held
+            assert not answer_of(late).held
         worker.thread.submit(asyncio.sleep(0.0)).result(10)
         worker.thread.submit(asyncio.sleep(0.0)).result(10)
         assert claims.held == 0
-        assert begun(client, NAMES, "after").result(10).blocks > 0 and claims.held > 0
+        assert answer_of(begun(client, NAMES, "after")).blocks > 0 and claims.held > 0
         worker.server.release(["after"])
 
 
@@ -188,7 +193,7 @@ def test_one_connection_answers_many_questions(engine: str) -> None:
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         client = LookupClient(engine, 2, GEOMETRY, 5.0)
         futures = [begun(client, NAMES[:count]) for count in (4, 8, 11) * 20]
-        assert [future.result(10).blocks for future in futures] == [4, 8, 8] * 20
+        assert [answer_of(one).blocks for one in futures] == [4, 8, 8] * 20
         assert len(client._connections) == 2
         client.close()
 
@@ -215,11 +220,11 @@ def test_what_a_step_asks_is_one_message_to_each_worker(engine: str, monkeypatch
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         client = LookupClient(engine, 2, GEOMETRY, 5.0)
         given_up, *wanted = [client.begin(NAMES[:count]) for count in (3, *(4, 8, 11) * 20)]
-        assert given_up.cancel()
+        given_up.give_up()
         client.send()
-        assert [future.result(10).blocks for future in wanted] == [4, 8, 8] * 20
+        assert [answer_of(one).blocks for one in wanted] == [4, 8, 8] * 20
         client.send()
-        assert begun(client, NAMES[:5]).result(10).blocks == 4
+        assert answer_of(begun(client, NAMES[:5])).blocks == 4
         client.close()
     assert len(messages) == 2 * 2
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
@@ -238,8 +243,8 @@ def test_a_look_up_for_which_no_thread_can_start_is_a_miss_and_the_next_one_is_n
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 8), Worker(engine, 1, 8):
         with no_thread_to_be_had():
-            assert begun(client, NAMES).result(10) == Match(failed=True)
-        assert begun(client, NAMES).result(10).blocks == 8
+            assert answer_of(begun(client, NAMES)) == Match(failed=True)
+        assert answer_of(begun(client, NAMES)).blocks == 8
     client.close()
 
 
@@ -248,11 +253,11 @@ def test_a_worker_that_ended_is_a_miss_and_comes_back(engine: str) -> None:
     with ExitStack() as first:
         first.enter_context(Worker(engine, 0, 8))
         first.enter_context(Worker(engine, 1, 8))
-        assert begun(client, NAMES).result(10).blocks == 8
-    assert begun(client, NAMES).result(10) == Match(failed=True)
+        assert answer_of(begun(client, NAMES)).blocks == 8
+    assert answer_of(begun(client, NAMES)) == Match(failed=True)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        begun(client, NAMES).result(10)
-        assert begun(client, NAMES).result(10).blocks == 4
+        answer_of(begun(client, NAMES))
+        assert answer_of(begun(client, NAMES)).blocks == 4
     client.close()
 
 
@@ -303,6 +308,6 @@ def test_worker_of_somebody_else_is_not_asked(engine: str, mode: int) -> None:
 def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     client = LookupClient(engine, 2, GEOMETRY, 5.0)
     with Worker(engine, 0, 4), Worker(engine, 1, 4):
-        assert begun(client, NAMES).result(10).blocks == 4
+        assert answer_of(begun(client, NAMES)).blocks == 4
     client.close()
     assert not [record for record in caplog.records if record.name == "asyncio"]

@@ -6,7 +6,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,10 +21,10 @@ from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.claims import HELD_FOR_S
-from tiercache.integrations.vllm.lookup import LookupServer
+from tiercache.integrations.vllm.lookup import LookUp, LookupServer
 from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
-from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, Match
+from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 
@@ -201,12 +200,12 @@ def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tm
 
 
 def test_what_the_engine_has_itself_is_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    never: Future[Match] = Future()
+    never = LookUp([])
     monkeypatch.setattr(engine.client, "begin", lambda *_: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
     assert engine.side.matched_tokens(request, 128) == (0, False)
-    assert never.cancelled()
+    assert never.given_up
 
 
 def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_millisecond_a_step(
@@ -215,7 +214,7 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
     """Without that a request would wait for the whole of a step: it arrives right before its turn."""
     waited: list[float] = []
 
-    def waits(lookups: Any, timeout_s: float) -> None:
+    def waits(_: LookUp, timeout_s: float) -> None:
         waited.append(timeout_s)
 
     engine.holds(6)
@@ -223,8 +222,8 @@ def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_milli
     for request in requests:
         engine.side.matched_tokens(request, 0)
     assert [engine.finds(request) for request in requests] == [(96, False)] * 2
-    monkeypatch.setattr("tiercache.integrations.vllm.asking.concurrent.futures.wait", waits)
-    monkeypatch.setattr(engine.client, "begin", lambda *_: Future())
+    monkeypatch.setattr(LookUp, "wait", waits)
+    monkeypatch.setattr(engine.client, "begin", lambda *_: LookUp([]))
     engine.steps()
     for number in range(3):
         engine.side.matched_tokens(engine.arrives(132, str(number)), 0)

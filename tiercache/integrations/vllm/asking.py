@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import logging
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from tiercache.config import Config
 from tiercache.integrations.vllm.adapters import nobodys_key
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.lookup import LookUp
 from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.planning import BlockGeometry, Match
 from tiercache.integrations.vllm.tracked import TrackedRequest
@@ -49,7 +49,7 @@ class Asking:
         self._release = release
         self._numbers = itertools.count()
         self._patience_s = _WAIT_A_STEP_S
-        self._begun: list[concurrent.futures.Future[Match]] = []
+        self._begun: list[LookUp] = []
         """Since the last step."""
 
     @property
@@ -120,7 +120,7 @@ class Asking:
     def forget(self, tracked: TrackedRequest) -> None:
         """What was found is not believed any more."""
         if tracked.lookup is not None:
-            tracked.lookup.cancel()
+            tracked.lookup.give_up()
         self.let_go(tracked)
         tracked.lookup = tracked.match = None
 
@@ -128,27 +128,23 @@ class Asking:
         lookup = tracked.lookup
         if lookup is None:
             return Match()
-        if not lookup.done() and self._patience_s > 0:
+        if lookup.match is None and self._patience_s > 0:
             self._wait_for(lookup)
-        if lookup.done():
-            try:
-                return lookup.result()
-            except (Exception, concurrent.futures.CancelledError) as error:
-                logger.warning("a look-up failed: %r", error)
-                return Match(failed=True)
+        if lookup.match is not None:
+            return lookup.match
         if time.monotonic() - tracked.asked_at_s > self._longest_s:
             logger.warning("a look-up took longer than lookup_timeout_ms; the request is computed instead")
-            lookup.cancel()
+            lookup.give_up()
             self.let_go(tracked)
             return Match(failed=True)
         return None
 
-    def _wait_for(self, lookup: concurrent.futures.Future[Match]) -> None:
-        if sum(not one.done() for one in self._begun) > _WAITS_FOR:
+    def _wait_for(self, lookup: LookUp) -> None:
+        if sum(one.is_open for one in self._begun) > _WAITS_FOR:
             self._patience_s = 0.0
             return
         began_s = time.monotonic()
-        concurrent.futures.wait([lookup], self._patience_s)
+        lookup.wait(self._patience_s)
         self._patience_s -= time.monotonic() - began_s
 
     def _is_being_stored(self, tracked: TrackedRequest, match: Match) -> bool:

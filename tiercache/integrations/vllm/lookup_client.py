@@ -14,7 +14,6 @@ import itertools
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -22,37 +21,37 @@ import msgspec
 from tiercache.control.framing import frame, receive
 from tiercache.control.sockets import check_private, connect
 from tiercache.errors import TierCacheError
-from tiercache.integrations.vllm.lookup import LARGEST_MESSAGE_BYTES, Answer, Asked, Question, local, socket_path
+from tiercache.integrations.vllm.lookup import LARGEST_MESSAGE_BYTES, Answer, LookUp, Question, local, socket_path
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed
 
 logger = logging.getLogger("tiercache.vllm")
 
 
 class LookupClient:
-    """All public methods are called by one thread, the scheduler's. Each look-up is a future that the caller polls."""
+    """`begin`, `send` and `close` are called by one thread, the scheduler's, which polls what `begin` returned."""
 
     def __init__(self, engine: str, ranks: int, geometry: BlockGeometry, timeout_s: float) -> None:
         self._engine = engine
         self._ranks = ranks
         self._geometry = geometry
         self._timeout_s = timeout_s
-        self._unsent: list[Asked] = []
+        self._unsent: list[LookUp] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._connections: dict[int, _Connection] = {}
 
-    def begin(self, names: Sequence[bytes], claim: str = "") -> Future[Match]:
-        """A look-up that is asked with the next `send`. The future ends with a Match, a failed one where a worker did not
-        answer in time. What is found may be held for the request, until `LookupServer.release`."""
-        asked = Asked(list(names), claim)
-        self._unsent.append(asked)
-        return asked.result
+    def begin(self, names: Sequence[bytes], claim: str = "") -> LookUp:
+        """Asked with the next `send`. It is answered in any case, by a failed Match where a worker does not answer in time.
+        What is found may be held for the request, until `LookupServer.release`."""
+        one = LookUp(list(names), claim)
+        self._unsent.append(one)
+        return one
 
     def send(self) -> None:
         """Ask all that was begun. Never waits."""
         if not self._unsent:
             return
-        asked, self._unsent = [one for one in self._unsent if not one.result.cancelled()], []
+        asked, self._unsent = [one for one in self._unsent if one.is_open], []
         try:
             if self._ranks == 1 and (worker := local.get((self._engine, 0))) is not None:
                 worker.ask(asked)
@@ -87,36 +86,36 @@ class LookupClient:
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.stop)  # in that round the transports are closed
 
-    def _ask(self, asked: list[Asked]) -> None:
+    def _ask(self, asked: list[LookUp]) -> None:
         asyncio.get_running_loop().call_later(self._timeout_s, self._give_up, asked)
         for rank in range(self._ranks):
             self._ask_rank(rank, asked)
 
-    def _ask_rank(self, rank: int, asked: list[Asked]) -> None:
+    def _ask_rank(self, rank: int, asked: list[LookUp]) -> None:
         connection = self._connections.get(rank)
         if connection is None or connection.broken:
             connection = self._connections[rank] = _Connection(self, rank, socket_path(self._engine, rank))
         connection.ask(asked)
 
-    def _give_up(self, asked: list[Asked]) -> None:
+    def _give_up(self, asked: list[LookUp]) -> None:
         if _miss(asked, TimeoutError()):
             for connection in self._connections.values():
                 connection.forget_ended()
 
-    def answered(self, rank: int, asked: Asked, match: Match) -> None:
-        asked.answers[rank] = match
-        if len(asked.answers) < self._ranks or asked.result.done():
+    def answered(self, rank: int, one: LookUp, match: Match) -> None:
+        one.answers[rank] = match
+        if len(one.answers) < self._ranks or not one.is_open:
             return
-        answers = list(asked.answers.values())
-        least = min(answers, key=lambda one: one.blocks)
-        if not self._geometry.groups or all(one.blocks == least.blocks for one in answers):
-            asked.give(agreed(answers, self._geometry))
+        answers = list(one.answers.values())
+        least = min(answers, key=lambda match: match.blocks)
+        if not self._geometry.groups or all(match.blocks == least.blocks for match in answers):
+            one.give(agreed(answers, self._geometry))
             return
         # Windows have to be there for the hit as it is: who has more may not have that.
-        asked.names = asked.names[: least.blocks]
-        asked.answers.clear()
+        one.names = one.names[: least.blocks]
+        one.answers.clear()
         for again in range(self._ranks):
-            self._ask_rank(again, [asked])
+            self._ask_rank(again, [one])
 
 
 class _Connection:
@@ -127,12 +126,12 @@ class _Connection:
         self._rank = rank
         self._path = path
         self._numbers = itertools.count()
-        self._waiting: dict[int, Asked] = {}
+        self._waiting: dict[int, LookUp] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve())
         self.broken = False
 
-    def ask(self, asked: list[Asked]) -> None:
+    def ask(self, asked: list[LookUp]) -> None:
         numbered = {next(self._numbers): one for one in asked}
         self._waiting |= numbered
         if self._writer is not None:
@@ -140,13 +139,13 @@ class _Connection:
 
     def forget_ended(self) -> None:
         """Of those that were given up, which may never be answered."""
-        self._waiting = {number: one for number, one in self._waiting.items() if not one.result.done()}
+        self._waiting = {number: one for number, one in self._waiting.items() if one.is_open}
 
     async def close(self) -> None:
         self._serving.cancel()
         await asyncio.wait([self._serving])
 
-    def _send(self, numbered: dict[int, Asked]) -> None:
+    def _send(self, numbered: dict[int, LookUp]) -> None:
         assert self._writer is not None
         self._writer.write(frame([Question(number, one.names, one.claim) for number, one in numbered.items()]))
 
@@ -158,9 +157,9 @@ class _Connection:
             while True:
                 packed = await receive(reader, LARGEST_MESSAGE_BYTES)
                 for found in msgspec.msgpack.decode(packed, type=list[Answer]):
-                    if (asked := self._waiting.pop(found.number, None)) is not None:
+                    if (one := self._waiting.pop(found.number, None)) is not None:
                         match = Match(found.blocks, found.tokens_by_tier, held=found.held)
-                        self._client.answered(self._rank, asked, match)
+                        self._client.answered(self._rank, one, match)
         except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, TierCacheError) as error:
             _miss(list(self._waiting.values()), error)
         finally:
@@ -171,9 +170,9 @@ class _Connection:
                 self._writer.close()
 
 
-def _miss(asked: Sequence[Asked], error: Exception) -> int:
+def _miss(asked: Sequence[LookUp], error: Exception) -> int:
     """Those that have no answer are misses; returns how many."""
-    unanswered = [one for one in asked if not one.result.done()]
+    unanswered = [one for one in asked if one.is_open]
     if unanswered:
         logger.warning("%d look-ups got no answer from the workers: %r", len(unanswered), error)
     for one in unanswered:

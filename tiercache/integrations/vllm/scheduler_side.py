@@ -217,7 +217,7 @@ class SchedulerSide:
     def _finish(self, tracked: TrackedRequest, tables: Tables) -> bool:
         request = tracked.request
         if tracked.lookup is not None:
-            tracked.lookup.cancel()
+            tracked.lookup.give_up()
         if not tracked.admitted:
             self._asking.let_go(tracked)
         if tracked.receiving:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tiercache.integrations.vllm.lookup import LookUp
 from tiercache.integrations.vllm.planning import Match
 from tiercache.integrations.vllm.turns import Wishes
 
@@ -20,7 +21,7 @@ class TrackedRequest:
 
     request: Request
     names: list[bytes] = field(default_factory=list)
-    lookup: concurrent.futures.Future[Match] | None = None
+    lookup: LookUp | None = None
     claim: str = ""
     """Of the look-up, under which what it found may be held."""
     asked_at_s: float = 0.0

@@ -19,7 +19,7 @@ from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.integrations.vllm import lookup
+from tiercache.integrations.vllm import lookup, lookup_client
 from tiercache.integrations.vllm.grouped import GroupChunk, names_of
 from tiercache.integrations.vllm.lookup import LookUp, LookupServer, socket_path
 from tiercache.integrations.vllm.lookup_client import LookupClient
@@ -198,8 +198,12 @@ def test_one_connection_answers_many_questions(engine: str) -> None:
         client.close()
 
 
-def test_what_a_step_asks_is_one_message_to_each_worker(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is asked before, nor what was given up by then."""
+@pytest.mark.parametrize("names_a_message", [1 << 14, 100], ids=["whole", "in parts"])
+def test_what_a_step_asks_is_one_message_to_each_worker(
+    engine: str, monkeypatch: pytest.MonkeyPatch, names_a_message: int
+) -> None:
+    """Or several, where it is much. And nothing is asked before, nor what was given up by then."""
+    monkeypatch.setattr(lookup_client, "_NAMES_A_MESSAGE", names_a_message)
     asked: list[int] = []
     find = LookupServer.find
 
@@ -226,7 +230,8 @@ def test_what_a_step_asks_is_one_message_to_each_worker(engine: str, monkeypatch
         client.send()
         assert answer_of(begun(client, NAMES[:5])).blocks == 4
         client.close()
-    assert len(messages) == 2 * 2
+    parts = -(-20 * (4 + 8 + 11) // names_a_message)
+    assert len(messages) == 2 * (parts + 1)
     assert sorted(asked) == sorted(2 * [5, *(4, 8, 11) * 20])
 
 

@@ -26,6 +26,9 @@ from tiercache.integrations.vllm.planning import BlockGeometry, Match, agreed
 
 logger = logging.getLogger("tiercache.vllm")
 
+_NAMES_A_MESSAGE = 1 << 14
+"""Half a megabyte: a longer one would hold the worker's loop while it is unpacked."""
+
 
 class LookupClient:
     """`begin`, `send` and `close` are called by one thread, the scheduler's, which polls what `begin` returned."""
@@ -147,7 +150,16 @@ class _Connection:
 
     def _send(self, numbered: dict[int, LookUp]) -> None:
         assert self._writer is not None
-        self._writer.write(frame([Question(number, one.names, one.claim) for number, one in numbered.items()]))
+        questions: list[Question] = []
+        names = 0
+        for number, one in numbered.items():
+            questions.append(Question(number, one.names, one.claim))
+            names += len(one.names)
+            if names >= _NAMES_A_MESSAGE:
+                self._writer.write(frame(questions))
+                questions, names = [], 0
+        if questions:
+            self._writer.write(frame(questions))
 
     async def _serve(self) -> None:
         try:

@@ -89,14 +89,10 @@ class Asking:
         if not names:
             tracked.match = Match()
             return
-        try:
-            # Each has a name of its own: what is let go of an earlier one is nothing that this one holds.
-            tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
-            tracked.lookup = self._client.begin(names, tracked.claim)
-            self._begun.append(tracked.lookup)
-        except Exception as error:
-            logger.warning("a look-up could not be begun: %r", error)
-            tracked.match = Match(failed=True)
+        # Each has a name of its own: what is let go of an earlier one is nothing that this one holds.
+        tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
+        tracked.lookup = self._client.begin(names, tracked.claim)
+        self._begun.append(tracked.lookup)
 
     def answer(self, tracked: TrackedRequest) -> Match | None:
         """None: there is none yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -199,13 +200,21 @@ def test_a_chunk_that_cannot_be_read_makes_the_hit_shorter(with_disk: Engine, tm
     assert engine.admits(engine.arrives(132)) == (32, False)
 
 
-def test_what_the_engine_has_itself_is_not_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_engine_has_itself_is_not_waited_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Operators find the request's line all the same."""
+    caplog.set_level(logging.INFO, "tiercache.vllm")
     never = LookUp([])
     monkeypatch.setattr(engine.client, "begin", lambda *_: never)
     request = engine.arrives(132)
     assert engine.side.matched_tokens(request, 112) == (None, False)
     assert engine.side.matched_tokens(request, 128) == (0, False)
     assert never.given_up
+    lines = [record.getMessage() for record in caplog.records if "Reqid: r," in record.getMessage()]
+    assert lines == [
+        "Reqid: r, Total tokens 132, engine computed tokens: 128, hit tokens: 0 (cpu: 0, disk: 0), need to load: 0"
+    ]
 
 
 def test_an_answer_that_comes_soon_is_waited_for_and_no_longer_than_half_a_millisecond_a_step(

@@ -127,7 +127,7 @@ class Reader:
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
         """Promote chunks into the hot cache; returns how many of the prefix are hot (or were, on arrival)."""
-        return await deliver(self, keys, _HotCache(), deadline_s)
+        return await deliver(_NotServed(self), keys, _HotCache(), deadline_s)
 
     def where(self, keys: Sequence[ChunkKey]) -> tuple[int, dict[str, int]]:
         """What memory knows of the contiguous prefix of `keys`: its length, and its chunks by tier."""
@@ -219,6 +219,16 @@ def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearra
     for position, view, sink in todo:
         sink(view)
         delivered[position] = 1
+
+
+class _NotServed:
+    """A cascade of whose hot chunks nobody gets the bytes: they are no hits."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.cpu, self.lanes, self.fetch = reader.cpu, reader.lanes, reader.fetch
+
+    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        return self.cpu.lease(key, noted=noted)
 
 
 class _HotCache:

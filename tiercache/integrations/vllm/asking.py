@@ -80,7 +80,8 @@ class Asking:
         return self._names.extend(tracked.names, tracked.request, tracked.adapter_key)
 
     def begin(self, tracked: TrackedRequest) -> None:
-        """It is asked, with all that came since, when the first answer is wanted or the step is planned."""
+        """The first since the last step is asked at once; those behind it together, when an answer is wanted or the step is
+        planned."""
         tracked.asked_at_s = time.monotonic()
         names = list(self.names_of(tracked))
         if self._geometry.groups:
@@ -93,6 +94,8 @@ class Asking:
         tracked.claim = f"{tracked.request.request_id}#{next(self._numbers)}"
         tracked.lookup = self._client.begin(names, tracked.claim)
         self._begun.append(tracked.lookup)
+        if len(self._begun) == 1:
+            self._client.send()
 
     def answer(self, tracked: TrackedRequest) -> Match | None:
         """None: there is none yet."""

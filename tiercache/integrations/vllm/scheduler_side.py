@@ -83,6 +83,9 @@ class SchedulerSide:
         if match is None and computed_tokens >= (request.num_tokens - 1) // self._hit_tokens * self._hit_tokens:
             # The engine has all that there could be.
             self._asking.forget(tracked)
+            if not tracked.logged:
+                tracked.logged = True
+                self._log_found(request, Match(), computed_tokens, 0)
             return 0, False
         if match is None:
             tracked.put_off_at_s = tracked.put_off_at_s or time.monotonic()
@@ -353,13 +356,16 @@ class SchedulerSide:
             self.figures.looked_up(tracked.match, request.num_tokens, put_off_s, skipped=skipped)
         hits = {f"{tier}_tokens": tokens for tier, tokens in tracked.match.tokens_by_tier.items()}
         add_span("lookup", trace_of(request), tracked.asked_at_s, request_tokens=request.num_tokens, **hits)
-        tiers = {"cpu": 0, "disk": 0} | tracked.match.tokens_by_tier
+        self._log_found(request, tracked.match, computed, load)
+
+    def _log_found(self, request: Request, match: Match, computed: int, load: int) -> None:
+        tiers = {"cpu": 0, "disk": 0} | match.tokens_by_tier
         logger.info(
             "Reqid: %s, Total tokens %d, engine computed tokens: %d, hit tokens: %d (%s), need to load: %d",
             request.request_id,
             request.num_tokens,
             computed,
-            tracked.match.blocks * self.geometry.block_tokens,
+            match.blocks * self.geometry.block_tokens,
             ", ".join(f"{name}: {tokens}" for name, tokens in tiers.items()),
             load,
         )

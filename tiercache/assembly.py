@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
-from tiercache.tiers.remote.registry import make_remote
+from tiercache.tiers.remote.registry import BUILT_IN, make_remote
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 logger = logging.getLogger("tiercache")
@@ -255,6 +255,22 @@ def policy_below(config: Config) -> str:
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
     """Of RemoteSettings alone: a server's tier, one of an installed package, or the class that `module_path` names."""
+    return _make_remote(config, layout.fingerprint, layout.chunk_bytes, planned)
+
+
+def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
+    """Remote tiers of ours that cannot be made of what `config` says, or without a library, and why. Asks no server."""
+    for planned in plan_of(config):
+        remote = planned.remote
+        if remote is None or planned.state != ON or planned.kind not in BUILT_IN or remote.options.get("module_path"):
+            continue
+        try:
+            _make_remote(config, bytes(16), 1 << 20, planned)
+        except ConfigError as error:
+            yield planned, error
+
+
+def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, planned: PlannedTier) -> Tier:
     remote = planned.remote
     assert remote is not None
     options = {"file_access": config.file_access, **remote.options}
@@ -262,8 +278,8 @@ def _from_options(config: Config, layout: Layout, device: Device | None, planned
     settings = RemoteSettings(
         name=remote.name,
         type=remote.type,
-        fingerprint=layout.fingerprint,
-        chunk_bytes=layout.chunk_bytes,
+        fingerprint=fingerprint,
+        chunk_bytes=chunk_bytes,
         url=remote.place,
         url_key=remote.key,
         options=options,

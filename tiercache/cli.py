@@ -56,7 +56,7 @@ def config_explain(
     as_json: AsJson = False,
 ) -> None:
     """The effective configuration, where each value came from, and which tiers it makes."""
-    from tiercache.config.command import explain_command
+    from tiercache.commands.explain import explain_command
 
     raise typer.Exit(explain_command(file, as_json))
 

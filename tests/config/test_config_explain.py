@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tiercache.commands.explain import explain_command
 from tiercache.config import Config, explain
-from tiercache.config.command import explain_command
 from tiercache.config.kinds import Choice
 from tiercache.config.reference import reference
 from tiercache.config.rendering import render
@@ -164,6 +164,47 @@ def test_the_command_fails_with_the_problem_on_stderr(tmp_path: Path, capsys: py
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert "there is no such file" in printed.err
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("remote_url: redis://host:notaport\n", "remote_url: "),
+        ("remote_storage_plugins: [fs]\n", "remote_storage_plugin.fs.base_path: "),
+        ("remote_storage_plugins: [fs]\nremote_storage_plugin.fs.base_path: here\n", "remote_storage_plugin.fs.base_path: "),
+        ("remote_url: s3://\nremote_storage_plugins: [redis]\n", "remote_url: "),
+        ("remote_storage_plugins: [redis]\n", "remote_storage_plugin.redis.url: "),
+    ],
+)
+def test_a_remote_tier_that_cannot_be_made_is_said_to_be_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, about: str
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert explain_command(path, as_json=True) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"error: {about}")
+    if printed.out:  # what is wrong by itself is found before there are tiers
+        *_, tier = json.loads(printed.out)["tiers"]
+        assert tier["state"] == "refused" and tier["note"].startswith(about)
+
+
+@pytest.mark.usefixtures("bare_environment")
+def test_a_remote_tier_that_can_be_made_is_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without asking its server: nobody listens there."""
+    path = tmp_path / "a.yaml"
+    path.write_text("remote_url: redis://127.0.0.1:1\nremote_storage_plugins: [fs]\n"
+                    "remote_storage_plugin.fs.base_path: /nowhere\n")
+    assert explain_command(path, as_json=True) == 0
+    assert [tier["state"] for tier in json.loads(capsys.readouterr().out)["tiers"]] == ["on"] * 3
+
+
+@pytest.mark.parametrize("text", ["remote_url: nosuch://host\n", "remote_storage_plugins: [nosuch]\n"])
+def test_types_that_are_not_served_are_not_offered(load_text, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_text(text)
+    assert "redis" in str(caught.value) and "azure" not in str(caught.value)
 
 
 def test_the_reference_page_is_up_to_date() -> None:

@@ -7,6 +7,7 @@ begins with "answers: ".
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -274,6 +275,10 @@ class Driver:
         return bool(self.llm.reset_prefix_cache(reset_connector=True))
 
     def flush(self) -> bool:
+        """Until all that the engine's steps have stored by now is in the cache, and from there in its tiers."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        concurrent.futures.wait(list(get_kv_transfer_group()._worker._storing), 30)
         thread = cache_thread()
         return bool(thread.submit(thread.cache.flush(30)).result(40).complete)
 

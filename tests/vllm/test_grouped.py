@@ -14,6 +14,8 @@ from tiercache.integrations.vllm.grouped import (
     HitSearch,
     all_names,
     blocks_behind,
+    empty_part,
+    fitted,
     held_names,
     names_of,
     part_blocks,
@@ -154,6 +156,39 @@ def test_every_group_is_saved_but_what_its_window_has_left() -> None:
         (1, (24, 25)),
     ]
     assert plan_saves(NAMES, saved, 7, (window, full), TWO, last=True) == ([], 6)
+
+
+def shaped(chunk_tokens: int, windows: list[int | None]) -> BlockGeometry:
+    groups = tuple(KvGroup(index, 16, window_tokens=window) for index, window in enumerate(windows))
+    return BlockGeometry.for_chunk_size(chunk_tokens, 16, False, groups)
+
+
+@pytest.mark.parametrize(
+    ("chunk_tokens", "windows", "tokens", "empty"),
+    [
+        (256, [128, None], 128, 0.0),  # gpt-oss
+        (512, [128, None], 128, 0.0),
+        (1024, [128, None], 256, 0.25),  # no further than to a quarter
+        (256, [512] * 5 + [None], 256, 0.0),  # Gemma 3 with 270 million parameters
+        (1024, [512] * 5 + [None], 512, 0.0),
+        (256, [512, 128], 128, 0.0),
+        (256, [128, 128], 256, 0.0),  # as small as the other, and a slot is no larger
+        (16, [2, None], 16, 0.0),
+    ],
+)
+def test_chunks_are_halved_until_windows_fill_their_slots(
+    chunk_tokens: int, windows: list[int | None], tokens: int, empty: float
+) -> None:
+    found = fitted(shaped(chunk_tokens, windows))
+    assert found.chunk_tokens == tokens
+    assert empty_part(found, [1] * len(windows)) == pytest.approx(empty)
+
+
+@given(geometries())
+def test_a_chunk_that_is_cut_leaves_no_more_of_a_slot_empty(geometry: BlockGeometry) -> None:
+    sizes, cut = [1] * len(geometry.groups), fitted(geometry)
+    assert empty_part(cut, sizes) <= max(0.1, empty_part(geometry, sizes))
+    assert cut.chunk_tokens >= geometry.chunk_tokens // 4 and cut.groups == geometry.groups
 
 
 def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() -> None:

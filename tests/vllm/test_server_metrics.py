@@ -30,6 +30,7 @@ max_local_cpu_size: {cpu_gb}
 local_disk: {directory}/kv
 max_local_disk_size: 1.0
 control_socket: {socket}
+enable_p2p: false
 """
 """In RAM there is room for five chunks of the shortened model (seven in bfloat16), and the prompts have nine."""
 CPU_GB = 0.0045 if quickest_dtype() == "float32" else 0.0035
@@ -166,3 +167,7 @@ def test_log_has_the_line(asked: Asked) -> None:
     assert lines and all(line.startswith("Queried tokens=") for line in lines)
     stored = sum(float(found) for line in lines for found in re.findall(r"Stored MB=([\d.]+)", line))
     assert stored > 0
+
+
+def test_what_is_not_honoured_is_warned_of_once(asked: Asked) -> None:
+    assert asked.server.log.read_text().count("accepted but not honoured: enable_p2p") == 1

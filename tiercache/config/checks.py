@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tiercache.config.remotes import (
+    ELSEWHERE,
     OWN_NAMES,
     PLUGIN_PREFIX,
     SCHEMES,
@@ -90,7 +91,7 @@ def _remote_url(values: Mapping[str, Any]) -> Iterator[Problem]:
     if url is None:
         return
     scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in SCHEMES:
+    if not separator or scheme not in (*SCHEMES, *ELSEWHERE):
         expected = ", ".join(f"{known}://" for known in SCHEMES)
         yield ("remote_url",), f"remote_url: expected one of {expected}, found {hidden('remote_url', url)!r}"
     elif not rest:
@@ -114,7 +115,7 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
                 ("remote_storage_plugins",),
                 f"{PLUGIN_PREFIX}{plugin}: module_path and class_name belong together, found only one",
             )
-        elif kind not in (known := plugin_types()) and not own_class:
+        elif kind not in (*(known := plugin_types()), *ELSEWHERE) and not own_class:
             near = difflib.get_close_matches(kind, known, n=1)
             hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(known)}"
             yield ("remote_storage_plugins",), f"remote_storage_plugins: there is no type {kind!r} ({plugin}){hint}"

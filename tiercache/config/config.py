@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tiercache.config.loading import check_fields, load
+from tiercache.config.loading import check_fields, load, read
 from tiercache.config.schema import ConfigFields
 
 
@@ -25,14 +25,16 @@ class Config(ConfigFields):
         *,
         environ: Mapping[str, str] | None = None,
         overrides: Mapping[str, Any] | None = None,
+        quiet: bool = False,
     ) -> Config:
         """Read the YAML file, then the environment, then `overrides`; later ones win.
 
         Without `path` the file is the one that TIERCACHE_CONFIG_FILE or LMCACHE_CONFIG_FILE names, if any. In the
         environment (`os.environ` by default) TIERCACHE_* wins over LMCACHE_*. Keys of `overrides` may be prefixed with
-        `tiercache.` or `lmcache.`. Logs each of `warnings`. Raises ConfigError that names every problem.
+        `tiercache.` or `lmcache.`. Logs each of `warnings`, but for `quiet`. Raises ConfigError that names every problem.
         """
-        return cls(**load(path, os.environ if environ is None else environ, overrides or {}))
+        reading = read if quiet else load
+        return cls(**reading(path, os.environ if environ is None else environ, overrides or {}))
 
     def __post_init__(self) -> None:
         check_fields(self)

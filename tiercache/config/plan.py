@@ -9,7 +9,7 @@ from typing import Any
 from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place, split_paths
 from tiercache.config.schema import ConfigFields
 
-ON, OFF = "on", "off"
+ON, OFF, REFUSED = "on", "off", "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class PlannedTier:
     cap_bytes: int | None
     """None: no cap of its own."""
     state: str = ON
-    """on, off, or not available in this version."""
+    """on, off, not available in this version, or refused: the cache does not start."""
     note: str = ""
     """Why."""
     directories: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ ENTRY_POINTS = "tiercache.tiers"
 OWN_NAMES = frozenset({"cpu", "device", "disk", "gds", "weka"})
 """Of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
 
-_ELSEWHERE = (
+ELSEWHERE = (
     "aerospike",
     "azure",
     "bigtable",
@@ -31,7 +31,7 @@ _ELSEWHERE = (
     "sagemaker_hyperpod",
 )
 """LMCache has them, tiercache does not: accepted, and said to be missing."""
-SCHEMES = (*(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake")), *_ELSEWHERE)
+SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
 Problem = tuple[tuple[str, ...], str]
 """The keys that a problem is about, and a sentence for the operator."""
@@ -125,8 +125,8 @@ def split_paths(text: str) -> list[str]:
 
 
 def plugin_types() -> list[str]:
-    """What the first part of a plug-in's name may be."""
-    return sorted({*ALIASES, *_ELSEWHERE, *third_party_types()})
+    """What the first part of a plug-in's name may be, for a tier to be made of it."""
+    return sorted({*ALIASES, *third_party_types()})
 
 
 def types_at_hand() -> frozenset[str]:

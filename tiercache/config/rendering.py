@@ -14,7 +14,7 @@ from tiercache.config.schema import GB
 from tiercache.tables import INDENT, Line, show
 
 _ITEM = 2
-_STATE_STYLES = {"on": "green", "off": "dim"}
+_STATE_STYLES = {"on": "green", "off": "dim", "refused": "red"}
 
 
 def render(explanation: Explanation, console: Console) -> None:

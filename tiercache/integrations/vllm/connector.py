@@ -27,8 +27,9 @@ from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
+from tiercache.integrations.vllm.grouped import empty_part, fitted
 from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain, what_they_keep
-from tiercache.integrations.vllm.kv_layout import make_layout, wasted_part
+from tiercache.integrations.vllm.kv_layout import make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.lookup_client import LookupClient
 from tiercache.integrations.vllm.messages import StepReport, StepWork
@@ -68,7 +69,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         show_our_log()
         check_version(vllm.__version__)
         transfer = vllm_config.kv_transfer_config
-        self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}))
+        # Of the halves, and of many workers, one is enough to warn of what is not honoured.
+        quiet = role != KVConnectorRole.SCHEDULER
+        self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}), quiet=quiet)
         parallel = vllm_config.parallel_config
         # Engines that serve the same model side by side have the same configuration. Of a dense model each is told that it
         # is the only one (rank 0 of 1), but for its index.
@@ -90,6 +93,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._config.save_unfull_chunk,
             () if plain else self._groups,
         )
+        if self._geometry.groups:
+            self._geometry = fitted(self._geometry)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -98,10 +103,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _scheduler_side(self, transfer: Any) -> SchedulerSide:
         if self._geometry.chunk_tokens != self._config.chunk_size:
             logger.info(
-                "chunk_size %d is rounded to %d: chunks are whole blocks of %d tokens",
+                "chunk_size %d is rounded to %d: chunks are whole blocks of %d tokens%s",
                 self._config.chunk_size,
                 self._geometry.chunk_tokens,
                 self._geometry.block_tokens,
+                ", no longer than the shortest window needs" if self._geometry.groups else "",
             )
         if self._geometry.groups:
             logger.info(
@@ -156,8 +162,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except BaseException:
             mover.close()
             raise
-        if waste := wasted_part(layout.chunk_bytes, mover.kvs, self._geometry):
-            logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * waste)
+        if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs][: len(self._geometry.groups)]):
+            logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty)
         logger.info(
             "rank %d: chunks of %d tokens, %.2f MiB each; %s",
             layout.rank,

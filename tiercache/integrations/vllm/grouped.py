@@ -14,7 +14,7 @@ says where (vLLM's boundary states). So chunks are single blocks where there are
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tiercache.integrations.vllm.planning import (
@@ -34,6 +34,10 @@ Tables = Sequence[Sequence[int]]
 """A request's block ids by group, as vLLM numbers groups. Block 0 is the null block."""
 
 NULL_BLOCK = 0
+
+_MOST_EMPTY = 0.1
+_LEAST_PART = 4
+"""Of the `chunk_size` that was asked for. Small chunks cost more a token."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,33 @@ def part_of(group: KvGroup, chunk: int, geometry: BlockGeometry) -> range:
 def part_blocks(group: KvGroup, geometry: BlockGeometry) -> int:
     """The most that are stored for a chunk."""
     return max(len(part_of(group, chunk, geometry)) for chunk in range(2))
+
+
+def empty_part(geometry: BlockGeometry, block_bytes: Sequence[int]) -> float:
+    """What part of the hot cache stays empty when as many chunks of each group are in it: a slot holds one of any.
+    `block_bytes` of each group."""
+    stored = [part_blocks(group, geometry) * size for group, size in zip(geometry.groups, block_bytes, strict=True)]
+    return 1 - sum(stored) / (max(stored) * len(stored)) if stored else 0.0
+
+
+def fitted(geometry: BlockGeometry) -> BlockGeometry:
+    """With chunks halved until hardly any of the hot cache stays empty: of a chunk that is longer than a window, that group
+    stores the end only. What is left where no part of a chunk does is as little as it can be."""
+    block_bytes = [_block_bytes(group) for group in geometry.groups]
+    parts = [
+        replace(geometry, blocks_per_chunk=geometry.blocks_per_chunk // part)
+        for part in (1, 2, _LEAST_PART)
+        if geometry.blocks_per_chunk >= part
+    ]
+    for smaller in parts:
+        if empty_part(smaller, block_bytes) <= _MOST_EMPTY:
+            return smaller
+    return min(parts, key=lambda smaller: empty_part(smaller, block_bytes))
+
+
+def _block_bytes(group: KvGroup) -> int:
+    """As the engine counts them; without its word, all groups have equal blocks."""
+    return getattr(group.spec, "page_size_bytes", 1) * max(1, len(group.layers))
 
 
 def plan_loads(

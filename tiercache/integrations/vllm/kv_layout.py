@@ -104,12 +104,6 @@ def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -
     return [("groups", digest(described))]
 
 
-def wasted_part(slot_bytes: int, kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -> float:
-    """What part of the hot cache stays empty when as many chunks of each group are in it."""
-    stored = [part_blocks(group, geometry) * kv.bytes_per_block for group, kv in zip(geometry.groups, kvs, strict=False)]
-    return 1 - sum(stored) / (slot_bytes * len(stored)) if stored else 0.0
-
-
 def _backend(layer: Any) -> str:
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     return str(backend.get_name()) if backend is not None else "unknown"

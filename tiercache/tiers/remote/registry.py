@@ -15,7 +15,7 @@ from tiercache.tiers.remote.base import RemoteSettings
 Factory = Callable[[RemoteSettings], Tier]
 """What a class or an entry point of a third party must be: most simply a Tier whose `__init__` takes RemoteSettings."""
 
-_BUILT_IN = {
+BUILT_IN = {
     "redis": "tiercache.tiers.remote.redis:RedisTier",
     "mooncake": "tiercache.tiers.remote.mooncake:MooncakeTier",
     "infinistore": "tiercache.tiers.remote.infinistore:InfiniStoreTier",
@@ -31,14 +31,14 @@ def make_remote(settings: RemoteSettings, *, module_path: str = "", class_name: 
     """
     if module_path:
         where, place = settings.key("class_name"), f"{module_path}:{class_name}"
-    elif settings.type in _BUILT_IN:
-        where, place = f"the {settings.type} tier", _BUILT_IN[settings.type]
+    elif settings.type in BUILT_IN:
+        where, place = f"the {settings.type} tier", BUILT_IN[settings.type]
     else:
         found = importlib.metadata.entry_points(group=ENTRY_POINTS, name=settings.type)
         if not found:
             raise ConfigError(
                 f"{settings.name}: there is no remote tier of type {settings.type!r}; known are "
-                f"{', '.join(sorted([*_BUILT_IN, *third_party_types()]))}"
+                f"{', '.join(sorted([*BUILT_IN, *third_party_types()]))}"
             )
         entry = next(iter(found))
         where, place = f"the entry point {settings.type}", entry.value
@@ -62,7 +62,7 @@ def _load(where: str, place: str) -> Factory:
     try:
         found: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        ours = next((name for name, built_in in _BUILT_IN.items() if built_in == place), None)
+        ours = next((name for name, built_in in BUILT_IN.items() if built_in == place), None)
         hint = f"; pip install 'tiercache[{ours}]'" if ours and isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{where}: {place} cannot be imported: {error}{hint}") from error
     if not callable(found):

@@ -83,7 +83,7 @@ def test_engine_hashes_of_two_tenants_never_meet() -> None:
 CHANGES = {
     "model": "other", "chunk_tokens": 8, "bytes_per_token": 9, "kv_dtype": "fp8", "revision": "r", "layers": 1,
     "kv_heads": 1, "head_size": 1, "block_tokens": 2, "byte_format": "b", "engine": "e", "rank": 1, "world_size": 3,
-    "extra": (("lora", "x"),), "replicas": 2,
+    "extra": (("lora", "x"),), "replicas": 2, "parts": 2,
 }  # fmt: skip
 
 
@@ -116,6 +116,13 @@ def test_ranks_that_hold_the_same_bytes_have_one_fingerprint_whatever_their_numb
     assert fingerprint(0, 2, 2) == fingerprint(1, 2, 2) == fingerprint(3, 4, 4) == fingerprint(0, 1, 1)
     assert fingerprint(2, 4, 2) == fingerprint(3, 4, 2) == fingerprint(1, 2, 1)
     assert fingerprint(1, 4, 2) == fingerprint(0, 2, 1) != fingerprint(1, 2, 1)
+
+
+def test_ranks_whose_chunks_are_numbered_parts_have_one_fingerprint_and_each_keeps_its_own() -> None:
+    layouts = [Layout("m", 4, 8, rank=rank, world_size=ranks, parts=4) for ranks in (1, 2, 4) for rank in range(ranks)]
+    assert len({layout.fingerprint for layout in layouts}) == 1
+    assert all(layout.keeps(bytes(20) + bytes([0, 0, 0, last])) for layout in layouts for last in range(8))
+    assert {layout.shard for layout in layouts} == {0} and {layout.shards for layout in layouts} == {1}
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, lambda ids: memoryview(bytes(ids))])

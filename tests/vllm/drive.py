@@ -67,6 +67,8 @@ def in_worker(worker: Any, name: str, arguments: tuple[Any, ...]) -> Any:
     """Called in the process of a worker: what a step of that name does with the cache and the KV that are there."""
     if name == "kv_digests":
         return kv_digests(worker.model_runner.kv_caches)
+    if name == "kv_head_digests":
+        return kv_head_digests(worker.model_runner.kv_caches, worker.rank)
     step: Callable[..., Any] = getattr(Driver, name)
     return step(None, *arguments)
 
@@ -80,6 +82,21 @@ def kv_digests(tensors: list[Any]) -> list[str]:
         for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
             content = tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
             found.append(hashlib.blake2b(content, digest_size=8).hexdigest())
+    return sorted(found)
+
+
+def kv_head_digests(tensors: list[Any], rank: int) -> list[str]:
+    """As `kv_digests`, of each head by itself, behind the numbers of its layer and of the head among those of all ranks."""
+    import torch
+
+    found = []
+    for layer, tensor in enumerate(tensors):
+        heads = tensor.shape[1]
+        for block in tensor.flatten(1).any(1).nonzero().flatten().tolist():
+            for head in range(heads):
+                content = tensor[block, head].contiguous().view(torch.uint8).numpy().tobytes()
+                digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+                found.append(f"{layer}.{rank * heads + head}.{digest}")
     return sorted(found)
 
 

@@ -17,13 +17,15 @@ from tiercache.integrations.vllm.grouped import (
     empty_part,
     fitted,
     held_names,
+    in_parts,
+    keys_of,
     names_of,
     part_blocks,
     plan_loads,
     plan_saves,
     window_chunks,
 )
-from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup, Match, loadable_tokens
+from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup, Match, loadable_tokens
 
 FULL = KvGroup(1, 16)
 WINDOW = KvGroup(0, 16, window_tokens=40)
@@ -189,6 +191,26 @@ def test_a_chunk_that_is_cut_leaves_no_more_of_a_slot_empty(geometry: BlockGeome
     sizes, cut = [1] * len(geometry.groups), fitted(geometry)
     assert empty_part(cut, sizes) <= max(0.1, empty_part(geometry, sizes))
     assert cut.chunk_tokens >= geometry.chunk_tokens // 4 and cut.groups == geometry.groups
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW, FULL)], ids=["full", "windows"])
+def test_ranks_of_any_number_have_the_same_keys_for_the_same_heads(groups: tuple[KvGroup, ...]) -> None:
+    def keys(ranks: int) -> list[bytes]:
+        found: dict[tuple[int, int], bytes] = {}
+        here = 4 // ranks
+        for rank in range(ranks):
+            geometry = in_parts(TWO, groups, HeadParts(4, here, rank * here))
+            chunks = [GroupChunk(position, 1) for position in range(len(geometry.groups))]
+            names = names_of(chunks, NAMES, geometry)
+            assert names == names_of(chunks, NAMES, in_parts(TWO, groups, HeadParts(4, here))), "the scheduler's differ"
+            for (position, group), key in zip(
+                enumerate(geometry.groups), keys_of(b"n" * 24, names, geometry), strict=True
+            ):
+                found[position // here, rank * here + group.part] = key
+        assert len(set(found.values())) == 4 * len(groups)
+        return [found[one] for one in sorted(found)]
+
+    assert keys(1) == keys(2) == keys(4)
 
 
 def test_a_state_is_saved_where_the_engine_says_that_it_is_and_nowhere_else() -> None:

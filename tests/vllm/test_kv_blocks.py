@@ -33,6 +33,32 @@ def reference(tensors: dict[str, Any], blocks: list[int]) -> np.ndarray:
     return np.asarray(chosen.contiguous().view(torch.uint8).numpy().reshape(-1))
 
 
+@pytest.mark.parametrize("whole", ["one storage", "a storage each"])
+def test_parts_of_the_heads_are_the_same_bytes_whatever_rank_has_them(whole: str) -> None:
+    """Four heads of one rank, in parts of two, and two ranks with two heads each."""
+    full = torch.randint(-100, 100, (LAYERS, BLOCKS, 2 * HEADS, TOKENS, 2 * HEAD_SIZE)).to(torch.bfloat16)
+    alone = {f"layer.{number}": full[number] if whole == "one storage" else full[number].clone() for number in range(LAYERS)}
+    for part in range(2):
+        heads = slice(part * HEADS, (part + 1) * HEADS)
+        views = {name: tensor[:, heads] for name, tensor in alone.items()}
+        ranks = {name: tensor[:, heads].contiguous() for name, tensor in alone.items()}
+        sizes = {"blocks": BLOCKS, "heads": HEADS, "block_tokens": TOKENS, "head_size": HEAD_SIZE, "part": True}
+        of_views, of_rank = KvBlocks(views, **sizes), KvBlocks(ranks, **sizes)
+        assert of_views.describe() == of_rank.describe() and of_views.bytes_per_block == of_rank.bytes_per_block
+        payloads = [np.zeros(3 * of_rank.bytes_per_block, np.uint8) for _ in range(2)]
+        for kv, payload in zip((of_views, of_rank), payloads, strict=True):
+            kv.gather([4, 5, 20], payload)
+        assert np.array_equal(*payloads) and np.array_equal(payloads[0], reference(ranks, [4, 5, 20]))
+        before = {name: tensor.clone() for name, tensor in alone.items()}
+        of_views.scatter(payloads[1], 3, 0, [7, 8, 9])
+        others = [block for block in range(BLOCKS) if block not in (7, 8, 9)]
+        rest = slice((1 - part) * HEADS, (2 - part) * HEADS)
+        for name, tensor in alone.items():
+            assert torch.equal(tensor[7:10, heads], before[name][[4, 5, 20], heads])
+            assert torch.equal(tensor[others], before[name][others])
+            assert torch.equal(tensor[:, rest], before[name][:, rest]), "another part was touched"
+
+
 def states(stride: int) -> dict[str, Any]:
     """Of 100 bytes each, so far from one block to the next, as vLLM views the state of a recurrent layer."""
     whole = torch.randint(-100, 100, (LAYERS, BLOCKS, 1, 1, stride), dtype=torch.int8)

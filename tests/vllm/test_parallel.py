@@ -211,6 +211,43 @@ def test_mlas_latents_are_stored_once_by_two_ranks_and_read_bit_for_bit_by_one(t
     assert len(set(wrongly) - set(loaded)) >= LAYERS * hit_tokens // block_tokens
 
 
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_parts_of_heads_are_found_by_another_number_of_ranks(tmp_path: Path, writers: int, readers: int) -> None:
+    heads, hit_tokens = 4, (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    model, settings = tiny_llama(tmp_path / "model", kv_heads=heads), settings_of(tmp_path, kv_head_parts=heads)
+    found, _ = answers_of(
+        engine_of(model, settings, ranks=writers),
+        [
+            ("cold", GENERATE),
+            ("reference", GENERATE),
+            ("computed", ["on_workers", "kv_head_digests"]),
+            ("", ["on_workers", "flush"]),
+            *emptied(),
+            ("ram", GENERATE),
+            ("statistics", ["on_workers", "statistics"]),
+        ],
+    )
+    again, log = answers_of(
+        engine_of(model, settings, ranks=readers),
+        [
+            ("disk", GENERATE),
+            ("loaded", ["on_workers", "kv_head_digests"]),
+            ("corrupted", ["on_workers", "corrupt_hot"]),
+            *emptied(),
+            ("wrong", GENERATE),
+        ],
+    )
+    reference = found["reference"]
+    assert found["cold"]["cached"] == 0
+    assert found["ram"]["cached"] == again["disk"]["cached"] == again["wrong"]["cached"] == hit_tokens, log
+    assert close_answer(found["ram"], reference) and close_answer(again["disk"], reference)
+    chunks = heads * hit_tokens // CHUNK_TOKENS
+    assert sum(rank["tiers"]["disk"]["writes"] for rank in found["statistics"]) == chunks == sum(again["corrupted"])
+    computed, loaded = (set().union(*digests) for digests in (found["computed"], again["loaded"]))
+    assert len(computed & loaded) >= LAYERS * heads * hit_tokens // BLOCK_TOKENS
+    assert not close_answer(again["wrong"], reference)
+
+
 def test_engines_side_by_side_share_a_configuration_and_a_disk(tmp_path: Path, short_path: Path) -> None:
     """Data parallelism: what one engine stored, the other one finds; names of sockets and shared memory do not collide."""
     model = tiny_llama(tmp_path / "model", kv_heads=2)

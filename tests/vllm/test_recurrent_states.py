@@ -58,6 +58,25 @@ def test_a_hit_is_the_prefix_caches_answer(kind: str, device: str, tmp_path: Pat
     assert "keep a recurrent state" in log, log
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_two_ranks_have_states_of_their_own(kind: str, tmp_path: Path) -> None:
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    engine = engine_of(tmp_path / "model", kind) | ranks
+    hit_tokens = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    ((cold,), (reference,)), _ = drive(engine, [GENERATE, GENERATE])
+    assert cold["cached"] == 0 and reference["cached"] == hit_tokens
+    cached = engine | {"tiercache": tiercache_settings(tmp_path / "kv")}
+    again: list[list[Any]] = [["idle"], ["reset_prefix_cache"], GENERATE]
+    steps = [["loads_always"], GENERATE, ["on_workers", "flush"], *again, ["on_workers", "clear_hot"], *again]
+    steps += [["on_workers", "corrupt_hot"], *again]
+    (_, (first,), _, _, _, (hot,), _, _, _, (disk,), corrupted, _, _, (wrong,)), _ = drive(cached, steps)
+    (_, (later,)), _ = drive(cached, [["loads_always"], GENERATE])
+    assert first["cached"] == 0
+    for answer in (hot, disk, later):
+        assert answer["cached"] == hit_tokens and same_answer(answer, reference)
+    assert all(corrupted) and wrong["cached"] == hit_tokens and not same_answer(wrong, reference)
+
+
 def test_a_crowd_is_answered_as_without_a_cache_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """While chunks are damaged and removed and requests given up: bit for bit what vLLM alone answers. Where requests are
     preempted that cannot be asked: what they had generated is computed by another kernel then, whose sums differ.

@@ -12,7 +12,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from tiercache.integrations.vllm.replicas import replicas_of
+from tiercache.errors import ConfigError
+from tiercache.integrations.vllm.planning import HeadParts, KvGroup
+from tiercache.integrations.vllm.replicas import head_parts, replicas_of
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1)
 
@@ -22,19 +24,25 @@ def heads(count: int) -> FullAttentionSpec:
     return FullAttentionSpec(block_size=16, num_kv_heads=count, head_size=64, dtype=torch.bfloat16)
 
 
-def replicas(
-    *specs: Any,
+def config_of(
+    *,
     ranks: int,
     kv_heads: int,
+    rank: int = 0,
+    stages: int = 1,
     hosts: int = 1,
     executor: str = "mp",
     layers: list[dict[str, Any]] | None = None,
     draft: object | None = None,
     **text_config: Any,
-) -> int:
-    config: Any = SimpleNamespace(
+) -> Any:
+    return SimpleNamespace(
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=ranks, nnodes=hosts, distributed_executor_backend=executor
+            rank=rank,
+            tensor_parallel_size=ranks,
+            pipeline_parallel_size=stages,
+            nnodes=hosts,
+            distributed_executor_backend=executor,
         ),
         model_config=SimpleNamespace(
             model_arch_config=SimpleNamespace(total_num_kv_heads=kv_heads, per_layer_overrides=layers),
@@ -42,7 +50,10 @@ def replicas(
         ),
         speculative_config=draft and SimpleNamespace(draft_model_config=draft),
     )
-    return replicas_of(config, specs)
+
+
+def replicas(*specs: Any, **options: Any) -> int:
+    return replicas_of(config_of(**options), specs)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads", "expected"), [(2, 1, 2), (8, 1, 8), (8, 4, 2), (2, 2, 1), (1, 1, 1)])
@@ -76,3 +87,35 @@ def test_of_unlike_groups_the_common_part_counts() -> None:
 )
 def test_what_is_not_certain_is_no_replica(unsure: dict[str, Any]) -> None:
     assert replicas(heads(1), ranks=2, kv_heads=1, **unsure) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "rank", "parts"),
+    [
+        (4, 1, 0, HeadParts(4, 4, 0)),
+        (4, 2, 1, HeadParts(4, 2, 2)),
+        (4, 4, 3, HeadParts(4, 1, 3)),
+        (8, 2, 1, HeadParts(8, 4, 4)),
+        (0, 2, 1, None),
+    ],
+)
+def test_a_rank_has_its_parts_of_the_heads(wanted: int, ranks: int, rank: int, parts: HeadParts | None) -> None:
+    groups = [KvGroup(0, 16, spec=heads(8 // ranks))]
+    assert head_parts(config_of(ranks=ranks, rank=rank, kv_heads=8), groups, wanted) == parts
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "said"),
+    [
+        (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 3}, "multiple of the 2 .* found 3; 2, 4, 8 would do"),
+        (heads(4), {"ranks": 2, "kv_heads": 8, "wanted": 16}, "found 16; 2, 4, 8 would do"),
+        (heads(1), {"ranks": 8, "kv_heads": 4, "wanted": 8}, "no fewer than ranks"),
+        (heads(8), {"ranks": 1, "kv_heads": 8, "stages": 2, "wanted": 8}, "pipeline parallelism"),
+        (heads(8), {"ranks": 1, "kv_heads": 8, "draft": object(), "wanted": 8}, "as many KV heads in all layers"),
+        (MLA, {"ranks": 2, "kv_heads": 128, "wanted": 2}, "MLA"),
+    ],
+)
+def test_heads_that_cannot_be_cut_are_refused(spec: Any, options: dict[str, Any], said: str) -> None:
+    wanted = options.pop("wanted")
+    with pytest.raises(ConfigError, match=f"kv_head_parts: .*{said}"):
+        head_parts(config_of(**options), [KvGroup(0, 16, spec=spec)], wanted)

@@ -14,6 +14,7 @@ from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.kv_events import Change
+from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.residency import Residency
 
 NAMES = [bytes([number]) * 32 for number in range(8)]
@@ -23,7 +24,7 @@ CHUNK_BYTES = 4096
 class Worker:
     def __init__(self, layout: Layout, **settings: Any) -> None:
         self.thread = CacheThread(Config(**({"max_local_cpu_size": 0.01} | settings)), layout)
-        self.residency = Residency(self.thread, layout)
+        self.residency = Residency(self.thread, layout, BlockGeometry(1, 1))
 
     def stores(self, *names: bytes) -> None:
         cache = self.thread.cache

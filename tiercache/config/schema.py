@@ -84,6 +84,13 @@ class ConfigFields:
         "how fast the engine computes KV, until it is measured: what a tier loads slower is left to it; 0: unknown",
         ours=True,
     )  # fmt: skip
+    kv_head_parts: int = _key(
+        Whole(0, 1024, "parts"),
+        0,
+        "store KV in so many parts by heads, which any number of tensor-parallel ranks that divides it finds; 0: what ranks "
+        "store is found by as many ranks",
+        ours=True,
+    )  # fmt: skip
     close_timeout_s: float = _key(Number(unit="seconds"), 10.0, "longest wait for queued writes at the end", ours=True)
     pin_timeout_sec: int = _key(
         Whole(1, unit="seconds"), 300, "leases held longer are released, loudly", honoured=False

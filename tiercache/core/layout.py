@@ -20,6 +20,9 @@ class Layout:
 
     `replicas` consecutive ranks hold the same bytes (MLA's latents; KV heads that are fewer than the ranks). The
     fingerprint has the `shard`, which they share, and not the rank: each finds what any of them stored.
+
+    With `parts` a chunk is a part of the KV whose number is in its name, and every rank has parts of its own: all ranks have
+    one fingerprint, whatever their number.
     """
 
     model: str
@@ -37,6 +40,7 @@ class Layout:
     world_size: int = 1
     extra: tuple[tuple[str, str], ...] = ()
     replicas: int = 1
+    parts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "bytes_per_token", "world_size", "replicas"):
@@ -58,13 +62,13 @@ class Layout:
 
     @property
     def shard(self) -> int:
-        """Which part of the KV this rank holds."""
-        return self.rank // self.replicas
+        """Which part of the KV this rank holds, as far as its fingerprint says that."""
+        return 0 if self.parts else self.rank // self.replicas
 
     @property
     def shards(self) -> int:
-        """How many different parts the ranks hold."""
-        return self.world_size // self.replicas
+        """How many different parts the fingerprints of the ranks tell apart."""
+        return 1 if self.parts else self.world_size // self.replicas
 
     def keeps(self, key: bytes) -> bool:
         """Whether it is for this rank, among those that hold the same bytes, to write the chunk `key` to tiers that they
@@ -77,6 +81,8 @@ class Layout:
         process and on every machine."""
         fields = asdict(self) | {"rank": self.shard, "world_size": self.shards}
         del fields["replicas"]
+        if not self.parts:
+            del fields["parts"]  # as it was before there were any
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tiercache.control.messages import Prefix
 from tiercache.control.naming import given_keys
 from tiercache.control.served import ServedCache
-from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.block_names import BlockNames
-from tiercache.integrations.vllm.grouped import all_names, held_names
+from tiercache.integrations.vllm.grouped import all_names, held_names, keys_of
 from tiercache.integrations.vllm.lookup import locate
 from tiercache.integrations.vllm.planning import BlockGeometry
 
@@ -28,14 +28,14 @@ class AnnouncedPrompts:
         _, found = await locate(cache, names, self._geometry)
         known = set(found)
         full = self._geometry.whole_chunks(len(names))
-        wanted = keys_from_hashes(cache.namespace, held_names(names, full, self._geometry))
+        wanted = keys_of(cache.namespace, held_names(names, full, self._geometry), self._geometry)
         return [*found, *(key for key in wanted if key not in known)]
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is not None:
             return given
         names = await self._names(prefix)
-        return keys_from_hashes(cache.namespace, all_names(names, self._geometry))
+        return keys_of(cache.namespace, all_names(names, self._geometry), self._geometry)
 
     async def _names(self, prefix: Prefix) -> list[bytes]:
         lora = (prefix.lora.name, prefix.lora.path) if prefix.lora is not None else None

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiercache.cache import TierCache
-from tiercache.core.keys import ChunkKey, keys_from_hashes
-from tiercache.integrations.vllm.grouped import HitSearch, names_of, needed_chunks
+from tiercache.core.keys import ChunkKey
+from tiercache.integrations.vllm.grouped import HitSearch, keys_of, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match
 from tiercache.tiers.leases import Lease
 
@@ -87,14 +87,14 @@ class Claims:
         taken: list[ChunkKey] = []
         try:
             while search.question:
-                keys = keys_from_hashes(self._cache.namespace, names_of(search.question, names, geometry))
+                keys = keys_of(self._cache.namespace, names_of(search.question, names, geometry), geometry)
                 search.answer(await self._take(keys, taken, until_s))
         except BaseException:
             self._let_go(taken)
             raise
         needed = set(
-            keys_from_hashes(
-                self._cache.namespace, names_of(needed_chunks(search.chunks, geometry), names, geometry)
+            keys_of(
+                self._cache.namespace, names_of(needed_chunks(search.chunks, geometry), names, geometry), geometry
             )
         )
         self._let_go([key for key in taken if key not in needed])

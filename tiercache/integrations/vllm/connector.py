@@ -27,7 +27,7 @@ from tiercache.config import Config
 from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
-from tiercache.integrations.vllm.grouped import empty_part, fitted
+from tiercache.integrations.vllm.grouped import empty_part, fitted, in_parts
 from tiercache.integrations.vllm.kv_groups import block_sizes, find_groups, is_plain, what_they_keep
 from tiercache.integrations.vllm.kv_layout import make_layout
 from tiercache.integrations.vllm.logs import show_our_log, survives
@@ -36,6 +36,7 @@ from tiercache.integrations.vllm.messages import StepReport, StepWork
 from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.prometheus import TierCachePromMetrics
+from tiercache.integrations.vllm.replicas import head_parts
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
 from tiercache.integrations.vllm.stats import TierCacheStats
 from tiercache.integrations.vllm.versions import check_version, source_of
@@ -95,6 +96,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         if self._geometry.groups:
             self._geometry = fitted(self._geometry)
+        if (parts := head_parts(vllm_config, self._groups, self._config.kv_head_parts)) is not None:
+            self._geometry = in_parts(self._geometry, self._groups, parts)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -109,6 +112,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._geometry.block_tokens,
                 ", no longer than the shortest window needs" if self._geometry.groups else "",
             )
+        if self._geometry.parts is not None:
+            logger.info("KV heads are stored in %d parts: hits are whole chunks", self._geometry.parts.all)
         if self._geometry.groups:
             logger.info(
                 "%d groups of layers%s%s",
@@ -125,7 +130,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.info("prefix_caching_hash_algo is not cryptographic: blocks are hashed again for the cache")
         workers = self._vllm_config.parallel_config.world_size
         client = LookupClient(self._engine, workers, self._geometry, self._config.lookup_timeout_ms / 1000)
-        events = KvEvents(self._geometry, self._groups, self._hash_tokens) if self._tells_routers else None
+        groups = self._geometry.groups or self._groups
+        events = KvEvents(self._geometry, groups, self._hash_tokens) if self._tells_routers else None
         return SchedulerSide(self._config, self._geometry, names, client, workers, events, transfer.kv_role)
 
     @property
@@ -145,7 +151,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        mover = make_mover(self._config, kv_caches, self._kv_cache_config.num_blocks, self._groups)
+        geometry, blocks = self._geometry, self._kv_cache_config.num_blocks
+        mover = make_mover(self._config, kv_caches, blocks, geometry.groups or self._groups, geometry.parts)
         try:
             layout = make_layout(
                 self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id

@@ -56,7 +56,7 @@ class KvEvents:
     """The scheduler's half. Of groups with a window nothing is told: what they keep is of use at the end of a hit only."""
 
     def __init__(self, geometry: BlockGeometry, groups: Sequence[KvGroup], hash_tokens: int) -> None:
-        """`groups` as the connector found them; each of a request's block hashes stands for `hash_tokens`."""
+        """`groups` as transfers count them; each of a request's block hashes stands for `hash_tokens`."""
         self.announced = AnnouncedBlocks()
         self._geometry = geometry
         self._groups = groups
@@ -85,10 +85,12 @@ class KvEvents:
         start = geometry.whole_chunks(first)
         ends = {name: end for end, name in enumerate(names[start:], start + 1)} if transfers else {}
         for transfer in transfers:
-            if self._groups[transfer.group].window_tokens is None and not self.announced.knows(transfer.name):
-                name = transfer.name
-                if len(geometry.groups) > 1:
-                    name = name[: -len(name_of(b"", transfer.group, geometry))]
+            group = self._groups[transfer.group]
+            # Of the parts of a rank, which come and go together, the last says it for all.
+            tells = group.window_tokens is None and (geometry.parts is None or group.part == geometry.parts.here - 1)
+            if tells and not self.announced.knows(transfer.name):
+                suffix = name_of(b"", transfer.group, geometry)
+                name = transfer.name.removesuffix(suffix) if suffix else transfer.name
                 end = ends[name]
                 blocks = geometry.blocks_per_chunk if geometry.groups else transfer.chunk_blocks
                 self.announced.know(transfer.name, self._described(request, transfer.group, end - blocks, end))

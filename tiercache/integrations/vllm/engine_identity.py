@@ -30,8 +30,11 @@ _NOT_THE_MODELS_OWN = ("interfaces", "interfaces_base", "utils", "adapters")
 """How models are loaded, split, adapted and pooled."""
 
 
-def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any) -> str | None:
-    """A digest of what the back ends write for known K and V; None where they cannot be asked.
+def byte_format(
+    layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_in: Any, parts: int = 1
+) -> str | None:
+    """A digest of what the back ends write for known K and V; None where they cannot be asked. With `parts`, of what they
+    write for each of so many parts of the heads, which has to be the same.
 
     `layers` are attention layers, `tensors` their KV by the same names, (kernel blocks, heads, tokens, K and V of a token).
     `computed_in` is torch's dtype of K and V before they are stored, which may be in fewer bits. The null block is written
@@ -43,21 +46,21 @@ def byte_format(layers: Mapping[str, Any], tensors: Mapping[str, Any], computed_
             implementation = layer.impl
             kind = f"{type(implementation).__qualname__} {getattr(implementation, 'kv_cache_dtype', '')}"
             if kind not in formats:
-                formats[kind] = _written(layer, tensors[name], computed_in)
+                formats[kind] = _written(layer, tensors[name], computed_in, parts)
     except Exception as error:
         logger.info("a back end does not show its byte format, so KV is shared within this version of vLLM only: %r", error)
         return None
     return digest(sorted(formats.values())) if formats else None
 
 
-def _written(layer: Any, tensor: Any, computed_in: Any) -> str:
+def _written(layer: Any, tensor: Any, computed_in: Any, parts: int) -> str:
     """What one layer's back end writes for the K and V of one kernel block."""
     import torch
 
-    tokens, heads, head_size = tensor.shape[2], layer.num_kv_heads, layer.head_size
+    tokens, heads, head_size = tensor.shape[2], layer.num_kv_heads // parts, layer.head_size
     numbers = torch.arange(2 * tokens * heads * head_size) * 7919 % 251 - 125
     # Whole numbers below 256 are exact in every type that KV is computed in.
-    key, value = numbers.to(computed_in).reshape(2, tokens, heads, head_size).to(tensor.device)
+    key, value = numbers.to(computed_in).reshape(2, tokens, heads, head_size).repeat(1, 1, parts, 1).to(tensor.device)
     block = tensor[_NULL_BLOCK : _NULL_BLOCK + 1]
     before = block.clone()
     try:
@@ -68,7 +71,10 @@ def _written(layer: Any, tensor: Any, computed_in: Any) -> str:
         block.copy_(before)
     if torch.equal(written.view(torch.uint8), before.contiguous().cpu().view(torch.uint8)):
         raise ValueError(f"{type(layer.impl).__qualname__} wrote nothing into the block")
-    return hashlib.sha256(written.view(torch.uint8).numpy().tobytes()).hexdigest()
+    first, *others = written.view(torch.uint8).chunk(parts, dim=1)
+    if not all(torch.equal(first, other) for other in others):
+        raise ValueError(f"{type(layer.impl).__qualname__} does not write each head by itself")
+    return hashlib.sha256(first.contiguous().numpy().tobytes()).hexdigest()
 
 
 def code_of_model(model_config: Any) -> str | None:

@@ -9,8 +9,10 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tiercache.bridge import CacheThread
-from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierCacheError
+from tiercache.integrations.vllm.grouped import keys_of
+from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Turn, Wishes
 
 logger = logging.getLogger("tiercache.vllm")
@@ -22,8 +24,9 @@ _STORING_S = 30.0
 class SessionTurns:
     """`follow` is called by the engine's thread and does not wait."""
 
-    def __init__(self, thread: CacheThread) -> None:
+    def __init__(self, thread: CacheThread, geometry: BlockGeometry) -> None:
         self._thread = thread
+        self._geometry = geometry
         self._warned = False
 
     def follow(self, turns: Sequence[Turn], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
@@ -37,7 +40,7 @@ class SessionTurns:
 
     async def _follow(self, turn: Turn, saves: list[concurrent.futures.Future[int]]) -> None:
         try:
-            keys = keys_from_hashes(self._thread.cache.namespace, turn.names)
+            keys = keys_of(self._thread.cache.namespace, turn.names, self._geometry)
             if isinstance(turn, RequestBegan):
                 self._thread.cache.ahead.began(turn.session, keys, turn.step)
                 return
@@ -64,7 +67,7 @@ class SessionTurns:
     async def _learn(self, turn: RequestEnded, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes
         if wishes.forget:
-            forgotten = keys_from_hashes(cache.namespace, turn.stored)
+            forgotten = keys_of(cache.namespace, turn.stored, self._geometry)
             cache.ahead.unpin(forgotten)
             await cache.forget(forgotten)
         if wishes.pin_s is not None:

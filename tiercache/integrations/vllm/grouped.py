@@ -17,9 +17,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tiercache.core.keys import ChunkKey, keys_from_hashes
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     BlockTransfer,
+    HeadParts,
     KvGroup,
     chunk_ends,
     plan_load,
@@ -35,6 +37,8 @@ Tables = Sequence[Sequence[int]]
 
 NULL_BLOCK = 0
 
+_SUFFIX_BYTES = 2
+"""Behind a chunk's name: of which group it is."""
 _MOST_EMPTY = 0.1
 _LEAST_PART = 4
 """Of the `chunk_size` that was asked for. Small chunks cost more a token."""
@@ -49,7 +53,29 @@ class GroupChunk:
 
 def name_of(chunk_name: bytes, group: int, geometry: BlockGeometry) -> bytes:
     """Of a group's part of a chunk. One group alone has the chunk to itself."""
-    return chunk_name + group.to_bytes(2, "big") if len(geometry.groups) > 1 else chunk_name
+    if len(geometry.groups) > 1 or geometry.parts is not None:
+        return chunk_name + group.to_bytes(_SUFFIX_BYTES, "big")
+    return chunk_name
+
+
+def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadParts) -> BlockGeometry:
+    """With every one of `groups` cut into a rank's parts."""
+    cut = tuple(replace(group, part=part) for group in groups for part in range(parts.here))
+    return replace(geometry, groups=cut, save_tails=False, parts=parts)
+
+
+def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:
+    """The keys of a worker's chunks. In names, which are the same to all workers, its parts are counted from its first; in
+    keys from the first of all ranks."""
+    if (parts := geometry.parts) is not None:
+        names = [_counted_from_the_first_of_all(name, parts) for name in names]
+    return keys_from_hashes(namespace, names)
+
+
+def _counted_from_the_first_of_all(name: bytes, parts: HeadParts) -> bytes:
+    group, part = divmod(int.from_bytes(name[-_SUFFIX_BYTES:], "big"), parts.here)
+    number = group * parts.all + parts.first + part
+    return name[:-_SUFFIX_BYTES] + number.to_bytes(_SUFFIX_BYTES, "big")
 
 
 def full_chunks(chunks: int, geometry: BlockGeometry) -> list[GroupChunk]:

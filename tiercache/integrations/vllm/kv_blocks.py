@@ -25,7 +25,7 @@ class KvBlocks:
 
     Expected of each tensor: shape (blocks, heads, block_tokens, head_size + head_size_v), dense, in host memory. By
     default V is as wide as K; MLA's latents are no two of them. Of recurrent states: (blocks, heads, 1, `state_bytes`), with
-    room behind each block.
+    room behind each block. With `part` they are views of a part of the heads.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class KvBlocks:
         head_size: int = 0,
         head_size_v: int | None = None,
         state_bytes: int | None = None,
+        part: bool = False,
     ) -> None:
         if not tensors:
             raise LayoutError("the engine registered no KV tensors")
@@ -49,7 +50,8 @@ class KvBlocks:
         self.block_tokens = block_tokens
         width = head_size + (head_size if head_size_v is None else head_size_v)
         inside = (heads, block_tokens, width) if state_bytes is None else (heads, 1, state_bytes)
-        self._check(first_name, first, (blocks, *inside), padded=state_bytes is not None)
+        self._check(first_name, first, (blocks, *inside), padded=part or state_bytes is not None)
+        self._part = part
         for name, tensor in tensors.items():
             found = (tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch."))
             if found != (self.shape, self.strides, self.dtype):
@@ -72,7 +74,9 @@ class KvBlocks:
         return -(-self.bytes_per_block // self.block_tokens)
 
     def describe(self) -> str:
-        """The byte format, for the layout's fingerprint."""
+        """The byte format, for the layout's fingerprint. Of a part it does not say how far apart blocks lie."""
+        if self._part:
+            return f"vllm-blocks(layers,blocks,bytes) part={self.shape[1:]} dtype={self.dtype}"
         return f"vllm-blocks(layers,blocks,bytes) shape={self.shape[1:]} strides={self.strides} dtype={self.dtype}"
 
     def gather(self, blocks: Sequence[int], payload: np.ndarray) -> None:

@@ -42,6 +42,7 @@ def make_layout(
     `kvs` has one entry a group; `bytes_per_token` is that of the largest, which slots are made for. `tensors` are the
     layers' KV by name, with nothing of a request in it. `model_id` stands for the model's content.
     """
+    parts = geometry.parts
     spec = next((group.spec for group in groups if not group.recurrent), None)
     kv = max(kvs, key=lambda one: one.bytes_per_token)
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -50,7 +51,8 @@ def make_layout(
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
     states = {name for group in groups if group.recurrent for name in group.layers}
     # What kernels make of a state they cannot be asked.
-    written = byte_format(layers, tensors, model.dtype) if not states else None
+    here = parts.here if parts is not None else 1
+    written = byte_format(layers, tensors, model.dtype, here) if not states else None
     code = code_of_model(model)
     scales = [(getattr(layer, "_k_scale_float", 1), getattr(layer, "_v_scale_float", 1)) for layer in layers.values()]
     return Layout(
@@ -59,7 +61,7 @@ def make_layout(
         bytes_per_token=kv.bytes_per_token,
         kv_dtype=kv.dtype,
         layers=kv.layers,
-        kv_heads=spec.num_kv_heads if spec is not None else 1,
+        kv_heads=spec.num_kv_heads // here if spec is not None else 1,
         head_size=spec.head_size if spec is not None else 1,
         block_tokens=geometry.block_tokens,
         byte_format=kv.describe(),
@@ -81,7 +83,8 @@ def make_layout(
             ("quantization", f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}"),
             *_groups(kvs, geometry),
         ),
-        replicas=replicas_of(config, [group.spec for group in groups]),
+        replicas=replicas_of(config, [group.spec for group in groups]) if parts is None else 1,
+        parts=parts.all if parts is not None else 0,
     )
 
 
@@ -100,6 +103,7 @@ def _groups(kvs: Sequence[KvBlocks | DeviceKvBlocks], geometry: BlockGeometry) -
         (group.block_tokens, part_blocks(group, geometry), group.layers, kv.layers, kv.bytes_per_block, kv.describe())
         + ((group.spec.shapes, group.spec.dtypes, group.spec.mamba_type) if group.recurrent else ())
         for group, kv in zip(geometry.groups, kvs, strict=True)
+        if group.part == 0  # of the others the same is true, and how many a rank has does not matter
     ]
     return [("groups", digest(described))]
 

@@ -21,9 +21,9 @@ from tiercache.control.framing import frame, receive
 from tiercache.control.messages import ControlError
 from tiercache.control.served import ServedCache
 from tiercache.control.sockets import bound, check_private
-from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.claims import Claims
-from tiercache.integrations.vllm.grouped import HitSearch, names_of, needed_chunks
+from tiercache.integrations.vllm.grouped import HitSearch, keys_of, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
 from tiercache.tiers.leases import Lease
 
@@ -142,13 +142,13 @@ async def locate(cache: ServedCache, names: Sequence[bytes], geometry: BlockGeom
     if geometry.groups:
         return await _locate_groups(cache, names, geometry)
     ends = chunk_ends(len(names), geometry)
-    keys = keys_from_hashes(cache.namespace, [names[end - 1] for end in ends])
+    keys = keys_of(cache.namespace, [names[end - 1] for end in ends], geometry)
     hit = await cache.lookup_keys(keys)
     match = Match(hit.chunks * geometry.blocks_per_chunk)
     tokens = {name: count * geometry.chunk_tokens for name, count in hit.by_tier.items()}
     found = list(keys[: hit.chunks])
     for length in tail_lengths(len(names), match.blocks, geometry):
-        (key,) = keys_from_hashes(cache.namespace, [names[match.blocks + length - 1]])
+        (key,) = keys_of(cache.namespace, [names[match.blocks + length - 1]], geometry)
         tail = await cache.lookup_keys([key])
         if tail.chunks:
             found.append(key)
@@ -172,14 +172,14 @@ async def _locate_groups(
         if asked > _MOST_QUESTIONS:
             logger.info("windows are stored with so many gaps that a look-up was given up: it counts as a miss")
             return Match(), []
-        hit = await cache.lookup_keys(keys_from_hashes(cache.namespace, names_of(search.question, names, geometry)))
+        hit = await cache.lookup_keys(keys_of(cache.namespace, names_of(search.question, names, geometry), geometry))
         by_tier = by_tier or hit.by_tier
         search.answer(hit.chunks)
     needed = needed_chunks(search.chunks, geometry)
     # By where the chunks lie that were asked for first: those of the layers that see every token.
     tokens = {tier: count * geometry.chunk_tokens for tier, count in (by_tier or {}).items()}
     match = Match(tokens_by_tier=tokens).shortened(search.chunks * geometry.blocks_per_chunk, geometry)
-    return match, keys_from_hashes(cache.namespace, names_of(needed, names, geometry))
+    return match, keys_of(cache.namespace, names_of(needed, names, geometry), geometry)
 
 
 class LookupServer:

@@ -15,19 +15,22 @@ from tiercache.integrations.vllm.device_mover import DeviceMover
 from tiercache.integrations.vllm.host_mover import HostMover
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.moves import Mover
-from tiercache.integrations.vllm.planning import KvGroup
+from tiercache.integrations.vllm.planning import HeadParts, KvGroup
 
 
-def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup]) -> Mover:
-    """Raises LayoutError for KV that cannot be moved from where it lies or was not verified; DeviceError without driver."""
+def make_mover(
+    config: Config, tensors: Mapping[str, Any], blocks: int, groups: Sequence[KvGroup], parts: HeadParts | None = None
+) -> Mover:
+    """`groups` as the geometry has them, where it has any. Raises LayoutError for KV that cannot be moved from where it lies
+    or was not verified; DeviceError without driver."""
     driver = _driver_of(config, tensors)
     windows = [position for position, group in enumerate(groups) if group.window_tokens is not None]
     if driver is None:
-        return HostMover([_in_host_memory(_of(group, tensors), blocks, group) for group in groups], windows)
+        return HostMover([_in_host_memory(_of(group, tensors, parts), blocks, group, parts) for group in groups], windows)
     made: list[DeviceKvBlocks] = []
     try:
         for group in groups:
-            made.append(_in_device_memory(driver, _of(group, tensors), blocks, group))
+            made.append(_in_device_memory(driver, _of(group, tensors, parts), blocks, group, parts))
         return DeviceMover(made, windows)
     except BaseException:
         for kv in made:
@@ -36,13 +39,19 @@ def make_mover(config: Config, tensors: Mapping[str, Any], blocks: int, groups: 
         raise
 
 
-def _of(group: KvGroup, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not group.layers:
+def _of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | None) -> Mapping[str, Any]:
+    """The group's tensors; of its part of the heads, views."""
+    if group.layers:
+        tensors = {name: tensors[name] for name in group.layers if name in tensors}
+    if parts is None:
         return tensors
-    return {name: tensors[name] for name in group.layers if name in tensors}
+    heads = group.spec.num_kv_heads // parts.here
+    return {name: tensor[:, group.part * heads : (group.part + 1) * heads] for name, tensor in tensors.items()}
 
 
-def _in_host_memory(tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> KvBlocks:
+def _in_host_memory(
+    tensors: Mapping[str, Any], blocks: int, group: KvGroup, parts: HeadParts | None
+) -> KvBlocks:
     spec = group.spec
     if group.recurrent:
         return KvBlocks(
@@ -55,24 +64,35 @@ def _in_host_memory(tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> 
     return KvBlocks(
         tensors,
         blocks=blocks,
-        heads=spec.num_kv_heads,
+        heads=spec.num_kv_heads // (parts.here if parts else 1),
         block_tokens=spec.block_size,
         head_size=spec.head_size,
         head_size_v=spec.head_size_v,
+        part=parts is not None,
     )
 
 
-def _in_device_memory(driver: Driver, tensors: Mapping[str, Any], blocks: int, group: KvGroup) -> DeviceKvBlocks:
+def _in_device_memory(
+    driver: Driver, tensors: Mapping[str, Any], blocks: int, group: KvGroup, parts: HeadParts | None
+) -> DeviceKvBlocks:
     spec = group.spec
-    return DeviceKvBlocks(
-        driver,
-        tensors,
-        blocks=blocks,
-        heads=spec.num_heads,
-        block_tokens=spec.block_size,
-        content_bytes=spec.state_content_size_bytes,
-        states=group.recurrent,
-    )
+    try:
+        return DeviceKvBlocks(
+            driver,
+            tensors,
+            blocks=blocks,
+            heads=spec.num_heads // (parts.here if parts else 1),
+            block_tokens=spec.block_size,
+            content_bytes=spec.state_content_size_bytes,
+            states=group.recurrent,
+        )
+    except LayoutError as error:
+        if parts is None or parts.here == 1:
+            raise
+        raise LayoutError(
+            f"kv_head_parts: heads that do not lie one behind the other in a block cannot be stored apart; "
+            f"VLLM_KV_CACHE_LAYOUT=HND has them so ({error})"
+        ) from error
 
 
 def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:

@@ -24,6 +24,8 @@ class KvGroup:
     """The engine keeps the last so many tokens less one, which the next token sees besides itself; None: all."""
     spec: Any = field(default=None, compare=False, repr=False)
     """vLLM's own description of the KV."""
+    part: int = 0
+    """Which of the parts of its heads that this rank has, where they are cut into parts."""
     recurrent: bool = False
     """A block holds one state for all tokens up to its end, and only where a step ended there. To the next token that is
     what a window of two tokens is: one block, the last."""
@@ -36,6 +38,16 @@ class KvGroup:
 
 
 @dataclass(frozen=True)
+class HeadParts:
+    """Into how many parts the KV heads of all ranks are cut, how many of them a rank has, and which is the first of this
+    rank. To the scheduler all ranks are the first."""
+
+    all: int
+    here: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class BlockGeometry:
     """With `groups`, `block_tokens` is what the blocks of all groups divide; see `grouped.py`."""
 
@@ -43,7 +55,9 @@ class BlockGeometry:
     blocks_per_chunk: int
     save_tails: bool = False
     groups: tuple[KvGroup, ...] = ()
-    """Empty for a model whose layers all keep every token in blocks of one kind."""
+    """Empty for a model whose layers all keep every token in blocks of one kind, and whose heads are not cut into parts."""
+    parts: HeadParts | None = None
+    """With these, `groups` has every group once for each part of a rank."""
 
     @classmethod
     def for_chunk_size(

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from itertools import islice
 
 from tiercache.bridge import CacheThread
-from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.grouped import keys_of
 from tiercache.integrations.vllm.kv_events import MEDIA, Change, Report
+from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.scheduler.writer import TierWriter
 from tiercache.tiers.base import Tier
 
@@ -25,8 +27,9 @@ class Residency:
     watched.
     """
 
-    def __init__(self, thread: CacheThread, layout: Layout) -> None:
+    def __init__(self, thread: CacheThread, layout: Layout, geometry: BlockGeometry) -> None:
         self._thread = thread
+        self._geometry = geometry
         self._layout = layout
         self._tiers: list[Tier] = []
         self._names: dict[ChunkKey, bytes] = {}
@@ -55,7 +58,8 @@ class Residency:
             for change, _ in taken:
                 del self._changes[change]
         layout = self._layout
-        own, shared = (layout.rank, layout.world_size), (layout.shard, layout.shards)
+        own = layout.rank, layout.world_size
+        shared = own if layout.parts else (layout.shard, layout.shards)
         changes = [
             Change(name, tier, there, layout.rank, *(own if tier == "cpu" else shared))
             for (name, tier), there in taken
@@ -77,7 +81,7 @@ class Residency:
         self._writers = [writer for writer in cache.parts.fan_out.writers if writer.tier in self._tiers]
 
     def _watch(self, watching: Mapping[bytes, bool]) -> None:
-        keys = keys_from_hashes(self._thread.cache.namespace, list(watching))
+        keys = keys_of(self._thread.cache.namespace, list(watching), self._geometry)
         for key, (name, wanted) in zip(keys, watching.items(), strict=True):
             self._names.pop(key, None)
             for there in self._there.values():

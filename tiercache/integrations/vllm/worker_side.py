@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
-from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.announced import AnnouncedPrompts
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
+from tiercache.integrations.vllm.grouped import keys_of
 from tiercache.integrations.vllm.kv_events import Report
 from tiercache.integrations.vllm.lookup import LookupServer
 from tiercache.integrations.vllm.messages import Load, Save, StepReport, StepWork
@@ -93,10 +93,10 @@ class WorkerSide:
             self.thread.close(0.0)
             raise
         self.figures = WorkerFigures(self.thread, f"{engine}/{layout.rank}")
-        self.residency = Residency(self.thread, layout) if kv_events else None
+        self.residency = Residency(self.thread, layout, geometry) if kv_events else None
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
-        self._turns = SessionTurns(self.thread)
+        self._turns = SessionTurns(self.thread, geometry)
         self._storing: dict[concurrent.futures.Future[int], str] = {}
         """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
         self._saves_ended: Counter[str] = Counter()
@@ -214,7 +214,7 @@ class WorkerSide:
         began_s = time.monotonic()
         loading = _Loading(load, began_s, began_s + limit_s + _MARGIN_S)
         try:
-            keys = keys_from_hashes(self._namespace, [transfer.name for transfer in load.transfers])
+            keys = keys_of(self._namespace, [transfer.name for transfer in load.transfers], self.geometry)
             if load.asynchronous:
                 loading.move = self.mover.get(self.thread, keys, load.transfers, limit_s)
             else:
@@ -287,7 +287,7 @@ class WorkerSide:
         wait_s = self.config.queue_wait_s
         began_s = time.monotonic()
         until_s = began_s + self.config.blocking_timeout_secs + _MARGIN_S
-        keys = keys_from_hashes(self._namespace, [transfer.name for transfer in save.transfers])
+        keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
         move = self.mover.put(self.thread, keys, save.transfers, wait_s)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))

@@ -17,6 +17,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -179,6 +180,17 @@ class Driver:
         wanted = BeamSearchParams(beam_width=width, max_tokens=tokens)
         (answer,) = self.llm.beam_search([{"prompt": prompt}], wanted, use_tqdm=False)
         return [{"tokens": list(beam.tokens), "logprob": beam.cum_logprob} for beam in answer.sequences]
+
+    def generate_seeing(self, text: str, image: int, tokens: int = 12) -> dict[str, Any]:
+        """One request with an image of noise, which its number decides."""
+        from PIL import Image
+        from vllm import SamplingParams
+
+        seen = Image.frombytes("RGB", (56, 56), random.Random(image).randbytes(3 * 56 * 56))
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, logprobs=0)
+        prompt: Any = {"prompt": text, "multi_modal_data": {"image": seen}}
+        (answer,) = self.llm.generate(prompt, wanted, use_tqdm=False)
+        return described(answer)
 
     def generate_saying(
         self, prompt: Any, parameters: dict[str, Any], cache_salt: str | None = None, tokens: int = 12

@@ -25,8 +25,9 @@ test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 long-test: setup
-	TIERCACHE_LONG_TESTS=1 TIERCACHE_TEST_REQUESTS=1000 $(BIN)/python -m pytest -q tests/vllm/test_router_example.py \
-	  tests/vllm/test_bench.py tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
+	LONG_TESTS=1 TEST_REQUESTS=1000 $(BIN)/python -m pytest -q --timeout 3600 \
+	  tests/vllm/test_router_example.py tests/vllm/test_disaggregated.py tests/vllm/test_bench.py \
+	  tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,4 +6,5 @@ import os
 
 import pytest
 
-takes_minutes = pytest.mark.skipif("TIERCACHE_LONG_TESTS" not in os.environ, reason="takes minutes: make long-test")
+LONG = "LONG_TESTS" in os.environ
+takes_minutes = pytest.mark.skipif(not LONG, reason="takes minutes: make long-test")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.readme.blocks import REPOSITORY, inline_commands, shell_commands, targets
 from tests.readme.conftest import Shell
+from tiercache import Config
 
 MAKE = f"make -o setup VENV={sys.prefix}"
 """As after `make setup`, which has tests of its own."""
@@ -46,6 +47,12 @@ def test_test(shell: Shell) -> None:
     """On one file: all of them are what runs here."""
     said = shell(f"{MAKE} test", PYTEST_ADDOPTS="tests/core/test_keys_and_layout.py -p no:cacheprovider -n 0").stdout
     assert re.search(r"^\d+ passed", said, re.MULTILINE)
+
+
+def test_no_target_sets_what_a_cache_takes_for_a_setting() -> None:
+    """A cache reads every such variable, and does not start with one that it does not know."""
+    set_there = re.findall(r"\b((?:TIERCACHE|LMCACHE)_[A-Z0-9_]+)=(\S+)", (REPOSITORY / "Makefile").read_text())
+    Config.load(environ=dict(set_there))
 
 
 def test_lint(shell: Shell) -> None:

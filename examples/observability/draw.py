@@ -56,14 +56,19 @@ def draw_panel(axes: Any, panel: dict[str, Any], found: list[tuple[str, list[flo
             base |= dict(zip(times_s, upper, strict=True))
     unit = UNITS.get(defaults["unit"], defaults["unit"])
     percent = unit == "%"
-    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0) if percent else ticker.EngFormatter(unit))
-    axes.set_ylim(bottom=0, top=1 if percent else None)
+    bytes_or_time = unit[:1] in ("B", "s") and bool(unit)
+    plain = ticker.EngFormatter(unit) if bytes_or_time else ticker.FuncFormatter(lambda value, _: f"{value:g} {unit}")
+    axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0) if percent else plain)
+    top = max((value for _, _, values in found for value in values), default=0.0)
+    highest = max(1.0, axes.get_ylim()[1] if stacked else 0.0) if percent else axes.get_ylim()[1] if top else 1.0
+    axes.set_ylim(-0.03 * highest, 1.03 * highest)  # a line that lies on an edge is seen
     axes.xaxis.set_major_formatter(dates.DateFormatter("%H:%M"))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
     if found:
         axes.legend(fontsize=6, loc="upper left")
     else:
+        axes.set_xticks([])
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", color="gray")
 
 

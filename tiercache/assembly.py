@@ -163,6 +163,8 @@ def _disk(config: Config, layout: Layout, device: Device | None, planned: Planne
         admission=config.flash_admission,
         bytes_per_day=config.flash_bytes_per_day,
         file_access=config.file_access,
+        compression=config.disk_compression,
+        item_bytes=layout.item_bytes,
     )
     return DiskTier(settings, layout.fingerprint)
 
@@ -255,7 +257,7 @@ def policy_below(config: Config) -> str:
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
     """Of RemoteSettings alone: a server's tier, one of an installed package, or the class that `module_path` names."""
-    return _make_remote(config, layout.fingerprint, layout.chunk_bytes, planned)
+    return _make_remote(config, layout.fingerprint, layout.chunk_bytes, layout.item_bytes, planned)
 
 
 def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
@@ -265,12 +267,14 @@ def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]
         if remote is None or planned.state != ON or planned.kind not in BUILT_IN or remote.options.get("module_path"):
             continue
         try:
-            _make_remote(config, bytes(16), 1 << 20, planned)
+            _make_remote(config, bytes(16), 1 << 20, 1, planned)
         except ConfigError as error:
             yield planned, error
 
 
-def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, planned: PlannedTier) -> Tier:
+def _make_remote(
+    config: Config, fingerprint: bytes, chunk_bytes: int, item_bytes: int, planned: PlannedTier
+) -> Tier:
     remote = planned.remote
     assert remote is not None
     options = {"file_access": config.file_access, **remote.options}
@@ -280,6 +284,7 @@ def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, planned: 
         type=remote.type,
         fingerprint=fingerprint,
         chunk_bytes=chunk_bytes,
+        item_bytes=item_bytes,
         url=remote.place,
         url_key=remote.key,
         options=options,

@@ -19,9 +19,11 @@ from rich.progress import track
 
 from tiercache.commands.directory import chunk_files, problem_with
 from tiercache.commands.findings import complain
+from tiercache.core.compression import Codec, FrameError
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError, aligned, file_bytes
 from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.compression import check_compressed
 from tiercache.tiers.files.access import access_as_found, open_regular
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.files.volume import Volume
@@ -115,7 +117,13 @@ def _read_and_verify(path: Path) -> int:
         # Nobody reads these pages soon, and the page cache may hold what somebody does.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     raw_header = memoryview(header)[:PACKED_BYTES]
-    return verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
+    found = verify_chunk(path, raw_header, bytes.fromhex(path.name), None, got, length, host_checksum(memory))
+    if found.codec is Codec.PLAIN:
+        return found.payload_bytes
+    try:
+        return check_compressed(memory[: found.payload_bytes])
+    except FrameError as error:
+        raise CorruptChunk(f"{path}: {error}") from error
 
 
 def _promised_bytes(header: bytes) -> int | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercache.config.kinds import Choice, Kind, Number, Optional, Switch, Text, Whole, Words
+from tiercache.core.compression import MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,13 @@ COMMON = (
 )
 """What every type has."""
 
+_COMPRESSION = Option(
+    "compression",
+    Choice(MODES),
+    "auto",
+    "bit-exact compression of chunks on their way there: zstd leaves fewest bytes, lz4 is quicker; auto: what is read "
+    "soonest and written as quickly, as the server and the codecs are measured, and none where numcodecs is missing",
+)
 _URL = Option("url", _TEXT, None, "where the server is; may hold credentials", secret=True)
 _PREFIX = Option("prefix", Text(), "tiercache", "what the names of all values begin with")
 
@@ -61,6 +69,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("username", _TEXT, None, "ACL user; it needs EVAL, too", ("username", "valkey_username")),
         Option("password", _TEXT, None, "its password", ("password", "valkey_password"), secret=True),
         Option("database", Optional(Whole(0)), None, "number of the database", ("valkey_database",)),
+        _COMPRESSION,
         Option("ttl_s", Optional(Number(above=True, unit="seconds")), None,
                "chunks expire so long after they were written; unset: never", ("valkey_ttl_sec",)),
         Option("segment_bytes", Whole(4096, 64 << 20, "bytes"), 2 << 20,
@@ -118,6 +127,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("part_bytes", Whole(1 << 20, 1 << 30, "bytes"), 4 << 20,
                "chunks of twice that and more are read in parallel parts"),
         Option("prefix", Text(), "tiercache", "what the names of all objects begin with"),
+        _COMPRESSION,
     ),
     "fs": (
         Option("base_path", Words(paths=True), (), "directories on the mount", ("fs_base_path",)),
@@ -127,6 +137,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
                ("fs_connector_use_odirect",)),
         Option("threads", Whole(1, 256, "threads"), 8, "threads that read and write"),
         Option("durability", Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written"),
+        _COMPRESSION,
     ),
     "hf3fs": (Option("base_path", Words(paths=True), (), "directories under the mount"),),
 }  # fmt: skip

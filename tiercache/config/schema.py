@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
 from tiercache.config.secrets import hidden
+from tiercache.core.compression import MODES
 
 if TYPE_CHECKING:
     from tiercache.config.sources import Origin
@@ -190,6 +191,14 @@ class ConfigFields:
     disk_io_threads: int = _key(Whole(1, 256, "threads"), 4, "threads that read and write", tier="disk", extra=True)
     disk_durability: str = _key(
         Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
+    )
+    disk_compression: str = _key(
+        Choice(MODES),
+        "none",
+        "bit-exact compression of chunks on disk: zstd leaves fewest bytes (0.68 of bfloat16), lz4 is quicker; auto: what "
+        "is read soonest and written as quickly, as the disk and the codecs are measured",
+        tier="disk",
+        ours=True,
     )
     flash_admission: str = _key(
         Choice(("all", "second_touch", "live_session")),

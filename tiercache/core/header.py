@@ -3,12 +3,13 @@
 | offset | bytes | field |
 |---|---|---|
 | 0 | 8 | magic `TIERKV\\r\\n` (a transfer that mangles line ends mangles the magic) |
-| 8 | 4 | format version |
-| 12 | 4 | length of the key |
+| 8 | 4 | format version: 1, or 2 for a payload that is compressed |
+| 12 | 2 | length of the key |
+| 14 | 2 | codec of the payload, 0 for none: `tiercache.core.compression` |
 | 16 | 32 | key, zero-padded |
 | 48 | 16 | layout fingerprint |
-| 64 | 8 | payload length |
-| 72 | 8 | xxh3-64 of the payload |
+| 64 | 8 | payload length, as stored |
+| 72 | 8 | xxh3-64 of the payload, as stored |
 | 80 | 8 | xxh3-64 of the 80 bytes before |
 
 The rest is zero: 4096 bytes keep the payload aligned for O_DIRECT.
@@ -22,17 +23,21 @@ from typing import Any
 
 import xxhash
 
+from tiercache.core.compression import COMPRESSING, Codec
 from tiercache.core.layout import FINGERPRINT_BYTES
 
 HEADER_BYTES = 4096
 ALIGNMENT_BYTES = 4096
 MAGIC = b"TIERKV\r\n"
 VERSION = 1
+COMPRESSED_VERSION = 2
+"""Of headers that say a codec, so that who knows none does not take the payload for plain."""
 
-_FIELDS = struct.Struct("<8sII32s16sQQ")
+_FIELDS = struct.Struct("<8sIHH32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
 _KEY_FIELD_BYTES = 32
 _PAYLOAD_BYTES = slice(64, 72)
+_CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for codec in COMPRESSING]}
 
 
 class HeaderError(ValueError):
@@ -44,7 +49,9 @@ class Header:
     key: bytes
     fingerprint: bytes
     payload_bytes: int
+    """As it is stored, and so is the checksum."""
     payload_checksum: int
+    codec: Codec = Codec.PLAIN
 
     def pack(self) -> bytes:
         """The 88 bytes of the header that are not padding."""
@@ -53,7 +60,14 @@ class Header:
         if len(self.fingerprint) != FINGERPRINT_BYTES:
             raise HeaderError(f"fingerprint: expected {FINGERPRINT_BYTES} bytes, found {len(self.fingerprint)}")
         fields = _FIELDS.pack(
-            MAGIC, VERSION, len(self.key), self.key, self.fingerprint, self.payload_bytes, self.payload_checksum
+            MAGIC,
+            COMPRESSED_VERSION if self.codec else VERSION,
+            len(self.key),
+            self.codec,
+            self.key,
+            self.fingerprint,
+            self.payload_bytes,
+            self.payload_checksum,
         )
         return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -63,18 +77,20 @@ class Header:
         if len(raw) < PACKED_BYTES:
             raise HeaderError(f"header: expected {PACKED_BYTES} bytes, found {len(raw)}")
         fields = bytes(raw[: _FIELDS.size])
-        magic, version, key_bytes, key, fingerprint, payload_bytes, payload_checksum = _FIELDS.unpack(fields)
+        magic, version, key_bytes, codec, key, fingerprint, payload_bytes, payload_checksum = _FIELDS.unpack(fields)
         if magic != MAGIC:
             raise HeaderError(f"magic: expected {MAGIC!r}, found {magic!r}")
         (checksum,) = _CHECKSUM.unpack(bytes(raw[_FIELDS.size : PACKED_BYTES]))
         computed = xxhash.xxh3_64_intdigest(fields)
         if checksum != computed:
             raise HeaderError(f"header checksum: expected {computed:016x}, found {checksum:016x}")
-        if version != VERSION:
-            raise HeaderError(f"version: expected {VERSION}, found {version}")
+        if version not in (VERSION, COMPRESSED_VERSION):
+            raise HeaderError(f"version: expected {VERSION} or {COMPRESSED_VERSION}, found {version}")
+        if codec not in _CODECS[version]:
+            raise HeaderError(f"codec: expected one of {_CODECS[version]} with version {version}, found {codec}")
         if not 0 < key_bytes <= _KEY_FIELD_BYTES:
             raise HeaderError(f"key length: expected 1..{_KEY_FIELD_BYTES}, found {key_bytes}")
-        return cls(key[:key_bytes], fingerprint, payload_bytes, payload_checksum)
+        return cls(key[:key_bytes], fingerprint, payload_bytes, payload_checksum, Codec(codec))
 
     @classmethod
     def check(cls, raw: Any, key: bytes, fingerprint: bytes | None) -> Header:

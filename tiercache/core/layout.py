@@ -7,6 +7,8 @@ import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from tiercache.core.compression import item_bytes
+
 FINGERPRINT_BYTES = 16
 
 
@@ -59,6 +61,11 @@ class Layout:
     def chunk_bytes(self) -> int:
         """Payload of a full chunk, in bytes."""
         return self.chunk_tokens * self.bytes_per_token
+
+    @property
+    def item_bytes(self) -> int:
+        """Length of one number of the KV."""
+        return item_bytes(self.kv_dtype)
 
     @property
     def shard(self) -> int:

@@ -36,6 +36,9 @@ class TierStatistics:
     read_misses: int = 0
     writes: int = 0
     written_bytes: int = 0
+    stored_bytes: int = 0
+    """Of `written_bytes`, what was stored: fewer where the tier compresses. Chunks that somebody else was quicker to store
+    count as well."""
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0

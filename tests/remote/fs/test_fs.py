@@ -35,12 +35,13 @@ FILE_BYTES = file_bytes(CHUNK_BYTES)
 REPOSITORY = Path(__file__).parents[3]
 
 
-def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", **options: Any) -> FsTier:
+def tier_on(*directories: Path, timeout_s: float = 5.0, url: str = "", item_bytes: int = 1, **options: Any) -> FsTier:
     settings = RemoteSettings(
         name="fs.a",
         type="fs",
         fingerprint=LAYOUT.fingerprint,
         chunk_bytes=CHUNK_BYTES,
+        item_bytes=item_bytes,
         url=url,
         options={"base_path": tuple(map(str, directories)), "max_size": 0.0625} | options,
         timeout_s=timeout_s,

@@ -24,6 +24,7 @@ def make_tier(
     concurrency: int = 4,
     name: str = "redis",
     chunk_bytes: int = CHUNK_BYTES,
+    item_bytes: int = 1,
     **options: Any,
 ) -> RedisTier:
     """As the assembly makes it."""
@@ -36,6 +37,7 @@ def make_tier(
             type="redis",
             fingerprint=FINGERPRINT,
             chunk_bytes=chunk_bytes,
+            item_bytes=item_bytes,
             url=url,
             options=values | options,
             timeout_s=timeout_s,

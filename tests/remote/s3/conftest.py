@@ -51,6 +51,7 @@ def settings_for(
     bucket: str = BUCKET,
     timeout_s: float = 10.0,
     chunk_bytes: int = CHUNK_BYTES,
+    item_bytes: int = 1,
     fingerprint: bytes = LAYOUT.fingerprint,
     **options: Any,
 ) -> RemoteSettings:
@@ -68,6 +69,7 @@ def settings_for(
         type="s3",
         fingerprint=fingerprint,
         chunk_bytes=chunk_bytes,
+        item_bytes=item_bytes,
         url=f"s3://{bucket}",
         options=chosen,
         timeout_s=timeout_s,

@@ -61,8 +61,9 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
         os.close(descriptor)
 
 
-def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> int:
-    """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns the payload's length.
+def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> Header:
+    """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns its header, by which the payload is
+    `unpacked`: it lies there as it was stored.
 
     Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
     found when it is not the chunk.
@@ -93,11 +94,11 @@ def verify_chunk(
     got: int,
     length: int,
     checksum: Callable[[int], int],
-) -> int:
-    """Check everything that a header promises, and return the payload's length. `fingerprint` None accepts any layout (for
-    `tiercache verify`). Of a file of `length` bytes, `got` were read.
+) -> Header:
+    """Check everything that a header promises, and return it. `fingerprint` None accepts any layout (for `tiercache
+    verify`). Of a file of `length` bytes, `got` were read.
 
-    `checksum` is called once, with the payload's length without padding.
+    `checksum` is called once, with the stored payload's length without padding.
     """
     try:
         header = Header.check(raw_header, key, fingerprint)
@@ -106,7 +107,7 @@ def verify_chunk(
         header.check_payload(checksum(header.payload_bytes))
     except HeaderError as error:
         raise CorruptChunk(f"{path}: {error}") from error
-    return header.payload_bytes
+    return header
 
 
 def host_checksum(payload: np.ndarray) -> Callable[[int], int]:

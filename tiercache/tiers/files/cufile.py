@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, file_bytes, payload_checksum
 from tiercache.device import checksum
 from tiercache.device.driver import DeviceError, Driver, Span
@@ -155,7 +156,11 @@ class CuFileFiles(DeviceFiles):
         def digest(payload_bytes: int) -> int:
             return self._digest(slot.part(HEADER_BYTES, payload_bytes))
 
-        return verify_chunk(path, page[:PACKED_BYTES].data, key, fingerprint, length, length, digest)
+        header = verify_chunk(path, page[:PACKED_BYTES].data, key, fingerprint, length, length, digest)
+        if header.codec is not Codec.PLAIN:
+            # Only another tier makes such files. Out of the way, so that the chunk is stored plain the next time.
+            raise CorruptChunk(f"{path}: it is compressed, and is not decompressed in device memory")
+        return header.payload_bytes
 
     def _digest(self, payload: Span) -> int:
         page, scratch = self._scratch()

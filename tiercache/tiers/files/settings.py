@@ -36,6 +36,10 @@ class FileSettings:
     allowance_bytes: int | None = 0
     """What this instance may have charged to the cap and not used yet: fewer changes of a count that others wait for. None:
     a 64th of the cap, at most 1 GiB."""
+    compression: str = "none"
+    """What is done to payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
+    item_bytes: int = 1
+    """Length of a number in them."""
     beside: bool = False
     """A file is made in the directory in which it will have its name, see `Volume`."""
 

@@ -19,6 +19,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.memory.workers import retrieve_exception
 from tiercache.tiers.base import TierStatistics
+from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.manifest import WrongFormat
 from tiercache.tiers.files.metadata import MetadataWorkers
@@ -64,6 +65,9 @@ class Shelves:
         self.settings = settings
         self.fingerprint = fingerprint
         self.all: list[Shelf] = []
+        self.compression = Compression(
+            settings.compression, settings.item_bytes, concurrency=settings.threads, tier=name
+        )
         self.counters = TierStatistics()
         self.refused: dict[ChunkKey, None] = {}
         """Bad chunks that may still lie there (read-only directory): a look into the directory does not take them up."""
@@ -335,6 +339,7 @@ class Shelves:
             allowance_bytes=settings.allowance_of(cap_bytes),
             beside=settings.beside,
             access=ACCESS[settings.file_access],
+            compression=self.compression,
         )
         volume.on_delete = self.mover.forget
         return volume

@@ -111,6 +111,7 @@ class FileTier(DeviceTier):
         shelves = self.shelves
         counters = TierStatistics(**vars(self._statistics))
         counters.evicted = shelves.room.evicted
+        counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(shelf.index) for shelf in shelves.all)
         counters.occupied_bytes = sum(shelf.volume.ledger.used_bytes for shelf in shelves.all)
         return counters
@@ -182,9 +183,8 @@ class FileTier(DeviceTier):
             return None
         if key in shelf.index:
             shelf.index.touch(key)
-        elif is_latest and shelf.scanning is not None:
-            shelf.index.add(key, file_bytes(length))  # the scan leaves alone what was noted
-        shelf.note(key)
+            shelf.note(key)
+        # Else the scan, or a probe, takes it up with the bytes that it occupies: a compressed one has fewer than were read.
         return length
 
     def _found_bad(self, shelf: Shelf, key: ChunkKey) -> None:

@@ -20,15 +20,17 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from tiercache.core.header import Header, file_bytes, payload_checksum
+from tiercache.core.header import Header, file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
+from tiercache.tiers.compression import Compression, unpacked
 from tiercache.tiers.files.abandoned import Abandoned
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
 from tiercache.tiers.files.allocation import NO_ROOM
@@ -60,10 +62,11 @@ class Volume:
         allowance_bytes: int = 0,
         beside: bool = False,
         access: Access = OWNER,
+        compression: Compression | None = None,
     ) -> None:
         """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory
         at a time, and moves one file at a time between directories of a mount; where each such call is a round trip to
-        another machine, all writes would wait for one another."""
+        another machine, all writes would wait for one another. `compression`: none unless it is given."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -71,6 +74,7 @@ class Volume:
         self.direct = False
         self.durable = durable
         self.access = access
+        self.compression = compression or Compression()
         self._allowance_bytes = allowance_bytes
         self._beside = beside
         self._private = root / ".tiercache"
@@ -150,10 +154,18 @@ class Volume:
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
         quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
-        return self.read_by(key, lambda path: read_chunk_file(path, key, self.fingerprint, into, direct=self.direct))
+        return self.read_by(key, lambda path: unpacked(self.read_file(path, key, into), into))
+
+    def read_file(self, path: str, key: ChunkKey, into: np.ndarray) -> Header:
+        """As `read_chunk_file`."""
+        began_s = time.monotonic()
+        header = read_chunk_file(path, key, self.fingerprint, into, direct=self.direct)
+        self.compression.received(header.payload_bytes, time.monotonic() - began_s)
+        return header
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
-        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk_file`."""
+        """As `read`, with a `reader` that gets the path and returns the plain payload's length, or raises as
+        `read_chunk_file` does."""
         try:
             return reader(self.path(key))
         except ABSENT:
@@ -172,8 +184,13 @@ class Volume:
         """
 
         def create(path: str) -> int:
-            header = Header(key, self.fingerprint, payload_bytes, payload_checksum(payload[:payload_bytes]))
-            return write_chunk_file(path, header, payload, direct=self.direct, durable=self.durable)
+            with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
+                began_s = time.monotonic()
+                occupied_bytes = write_chunk_file(
+                    path, stored.header, stored.padded, direct=self.direct, durable=self.durable
+                )
+                self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
+            return occupied_bytes
 
         return self.write_by(key, payload_bytes, victims, create)
 

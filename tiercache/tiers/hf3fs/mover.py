@@ -23,6 +23,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
+from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.changes import PendingFile, Victims
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.files.manifest import MANIFEST
@@ -254,7 +255,8 @@ class RingMover(ThreadMover):
             def checksum(payload_bytes: int) -> int:
                 return copy_with_checksum(view[HEADER_BYTES:][:payload_bytes], into)
 
-        return verify_chunk(path, raw_header, key, self._shelves.fingerprint, moved_bytes, moved_bytes, checksum)
+        header = verify_chunk(path, raw_header, key, self._shelves.fingerprint, moved_bytes, moved_bytes, checksum)
+        return unpacked(header, into)
 
     def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
         """Of what a transfer uses, when nobody uses it any more."""

@@ -23,6 +23,7 @@ from tiercache.core.remembered import RememberedKeys
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import to_the_end
 from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.tiers.compression import Compression, Packed, unpacked
 
 logger = logging.getLogger("tiercache.remote")
 
@@ -55,6 +56,8 @@ class RemoteSettings:
     """The longest wait for the answer to one request."""
     concurrency: int = 4
     """Transfers at a time in each direction, at most."""
+    item_bytes: int = 1
+    """Length of a number in a payload, for compression."""
 
     url_key: str = ""
     """The configuration's key that `url` came from."""
@@ -64,6 +67,11 @@ class RemoteSettings:
         if option == "url" and self.url_key:
             return self.url_key
         return f"remote_storage_plugin.{self.name}.{option}"
+
+    def make_compression(self) -> Compression:
+        """For types that have the option. Raises ConfigError."""
+        mode = self.options.get("compression", "none")
+        return Compression(mode, self.item_bytes, concurrency=self.concurrency, tier=self.name)
 
     def error(self, option: str, problem: str) -> ConfigError:
         """A ConfigError about `option`. `problem` must not hold secrets."""
@@ -100,6 +108,8 @@ class RemoteTier(Tier):
             read_concurrency=settings.concurrency,
             write_concurrency=settings.concurrency,
         )
+        self.compression = Compression()
+        """None, but for subclasses that store what `pack` gives them. All of them read what is compressed."""
         self.known = RememberedKeys(_REMEMBERED_KEYS, _REMEMBERED_S)
         self._refused = RememberedKeys(_REFUSED_KEYS, _REMEMBERED_S)
         """What lies there is bad: it is no hit until somebody may have stored it anew."""
@@ -130,7 +140,8 @@ class RemoteTier(Tier):
 
     @abstractmethod
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Store `payload` (without padding) after `self.packed_header(key, payload)`, so that no reader ever sees a part.
+        """Store `payload` (without padding) after `self.packed_header(key, payload)`, or what `self.pack` makes of it, so
+        that no reader ever sees a part.
 
         False: the tier declines, or somebody else's value is in the way.
         """
@@ -144,11 +155,15 @@ class RemoteTier(Tier):
         """Whether it was there."""
 
     def packed_header(self, key: ChunkKey, payload: np.ndarray) -> bytes:
-        """The 88 bytes that say what `payload` is. Hashes it: in a thread."""
+        """The 88 bytes that say what `payload` is, plain. Hashes it: in a thread."""
         return Header(key, self.fingerprint, payload.nbytes, payload_checksum(payload)).pack()
 
+    def pack(self, key: ChunkKey, payload: np.ndarray) -> Packed:
+        """The chunk with its header, compressed if that is worth it. In a thread."""
+        return self.compression.pack(key, self.fingerprint, payload, payload.nbytes)
+
     def verified(self, key: ChunkKey, raw_header: Any, into: np.ndarray, got_bytes: int) -> int:
-        """Check `into[:got_bytes]` against its header and return the payload's length. Hashes it: in a thread.
+        """Check `into[:got_bytes]` against its header, make it plain, and return the payload's length. In a thread.
 
         Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote. An empty value, or the beginning of
         one, is what is left of ours.
@@ -160,7 +175,7 @@ class RemoteTier(Tier):
             header.check_payload(payload_checksum(into[:got_bytes]))
         except HeaderError as error:
             raise CorruptChunk(f"{self.name}: {error}") from error
-        return got_bytes
+        return unpacked(header, into)
 
     def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
         """What `verified` does first: before its end nothing that a header says may be relied upon, lengths least of all."""
@@ -267,6 +282,7 @@ class RemoteTier(Tier):
     def statistics(self) -> TierStatistics:
         """`resident` and `occupied_bytes` are what this process knows of, not what the server holds."""
         counters = TierStatistics(**vars(self.counters))
+        counters.stored_bytes = self.compression.stored_bytes or counters.written_bytes
         counters.resident = len(self.known)
         counters.occupied_bytes = self.known.bytes_known
         return counters

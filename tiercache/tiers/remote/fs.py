@@ -71,6 +71,8 @@ def make_fs_tier(settings: RemoteSettings) -> Tier:
         durable=options.get("durability", "fdatasync") == "fdatasync",
         chunk_bytes=settings.chunk_bytes,
         file_access=options.get("file_access", "owner"),
+        compression=options.get("compression", "none"),
+        item_bytes=settings.item_bytes,
     )
     return FsTier(settings, engine)
 

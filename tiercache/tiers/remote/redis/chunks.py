@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -70,10 +71,12 @@ class RedisChunks:
         """The payload's length, or None. Raises CorruptChunk (NotOurs), TierUnavailable."""
         name, view = head_name(self._prefix, key), into.data
         foreign: tuple[bytes | None, int] = b"?", 0
+        began_s = time.monotonic()
         head, length = self._run(name, lambda channel: get_head(channel, name, view), foreign=foreign)
         if head is None:
             return None
         if not lies_elsewhere(head, len(head)):
+            self._tier.compression.received(length, time.monotonic() - began_s)
             return self._tier.verified(key, head, into, length)
         payload_bytes = Header.payload_bytes_of(head)
         if state_of(key, self._tier.fingerprint, head, len(head)) != "ours" or payload_bytes > len(view):
@@ -86,6 +89,7 @@ class RedisChunks:
         except Missing:
             self._forget(name, head)
             return None
+        self._tier.compression.received(payload_bytes, time.monotonic() - began_s)
         return self._tier.verified(key, head[:PACKED_BYTES], into, payload_bytes)
 
     def put(self, key: ChunkKey, payload: np.ndarray) -> bool:
@@ -94,12 +98,19 @@ class RedisChunks:
 
         Raises TierFull, TierUnavailable.
         """
-        header = self._tier.packed_header(key, payload)
         # A value is as soon sent as asked for; what takes longer is looked for first.
         state: State = "none" if payload.nbytes <= self._segment_bytes else self._whole_state(key)
+        if state in ("ours", "foreign"):
+            return state == "ours"
+        with self._tier.pack(key, payload) as stored:
+            return self._put(key, stored.header.pack(), stored.payload.data, state)
+
+    def _put(self, key: ChunkKey, header: bytes, payload: memoryview, state: State) -> bool:
         for _ in range(4):
             if state == "none":
-                if self._store(head_name(self._prefix, key), header, payload.data):
+                began_s = time.monotonic()
+                if self._store(head_name(self._prefix, key), header, payload):
+                    self._tier.compression.sent(len(payload), time.monotonic() - began_s)
                     return True
                 state = self._whole_state(key)
             elif state == "broken":

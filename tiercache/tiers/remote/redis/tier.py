@@ -39,6 +39,7 @@ class RedisTier(RemoteTier):
 
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
+        self.compression = settings.make_compression()
         self.address = read_address(settings)
         self._connector = Connector(self.address, settings)
         self._servers = Servers(self.name, self._connector, make_topology(self._connector))

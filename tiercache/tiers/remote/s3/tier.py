@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ _CLOSE_S = 1.0
 class S3Tier(RemoteTier):
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
+        self.compression = settings.make_compression()
         self.address = read_address(settings)
         self.conditional = True
         """Whether the store can put an object only where there is none; assumed until it says no."""
@@ -90,6 +92,7 @@ class S3Tier(RemoteTier):
         count = max(1, total_bytes // self._part_bytes)
         step = -(-total_bytes // count)
         landing = _Landing(into)
+        began_s = time.monotonic()
         done = await asyncio.gather(
             *(
                 self._fetch(key, start, min(start + step, total_bytes), landing)
@@ -102,7 +105,9 @@ class S3Tier(RemoteTier):
                 raise outcome
         if None in done:
             return None
-        return await self._workers.submit(self._check, key, landing, done, step)
+        lengths = [length for length in done if isinstance(length, int)]
+        self.compression.received(sum(lengths), time.monotonic() - began_s)
+        return await self._workers.submit(self._check, key, landing, lengths, step)
 
     async def _fetch(self, key: ChunkKey, start: int, end: int, landing: _Landing) -> int | None:
         """How many of these bytes the object has; they have landed."""
@@ -127,11 +132,18 @@ class S3Tier(RemoteTier):
         return self.verified(key, landing.header[:got_bytes], landing.into, max(0, got_bytes - PACKED_BYTES))
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        header = await self._workers.submit(self.packed_header, key, payload)
-        body = [header, payload.data]
+        with await self._workers.submit(self.pack, key, payload) as stored:
+            return await self._put_body(key, [stored.header.pack(), stored.payload.data])
+
+    async def _put_body(self, key: ChunkKey, body: list[Any]) -> bool:
+        """The header and the payload behind it."""
         if self.conditional:
             try:
-                return await self.client.put(self.path(key), body, create=True) or await self._replace(key, body)
+                began_s = time.monotonic()
+                created = await self.client.put(self.path(key), body, create=True)
+                if created:
+                    self.compression.sent(len(body[1]), time.monotonic() - began_s)
+                return created or await self._replace(key, body)
             except RequestFailed as error:
                 if not error.problem.not_implemented:
                     raise

@@ -1,0 +1,163 @@
+"""Which chunks are compressed, and what a compressed payload says of itself."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercache.core.compression import (
+    PART_BYTES,
+    Codec,
+    CompressionChoice,
+    Frame,
+    FrameError,
+    item_bytes,
+    packed_bytes,
+    parts_of,
+)
+from tiercache.core.header import Header, HeaderError
+
+GBPS = 1e-9
+"""Seconds a byte."""
+MIB = 1 << 20
+
+
+def choice(
+    *, sending_gbps: float, receiving_gbps: float | None = None, concurrency: int = 4, busy: float = 1.0
+) -> CompressionChoice:
+    """What one core makes of bfloat16, where others want it, too, by `busy`."""
+    made = CompressionChoice(concurrency)
+    made.tried(Codec.ZSTD, MIB, int(0.68 * MIB), busy * MIB * GBPS / 0.4, busy * MIB * GBPS / 1.8)
+    made.tried(Codec.LZ4, MIB, int(0.79 * MIB), busy * MIB * GBPS / 0.95, busy * MIB * GBPS / 2.4)
+    made.sent(MIB, MIB * GBPS / sending_gbps)
+    if receiving_gbps is not None:
+        made.received(MIB, MIB * GBPS / receiving_gbps)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sending_gbps", "receiving_gbps", "codec"),
+    [
+        (0.02, 0.02, Codec.ZSTD),  # a link of 1 Gbit/s, shared by six
+        (0.125, 0.125, Codec.ZSTD),  # of 1 Gbit/s
+        (0.31, 0.31, Codec.ZSTD),  # of 10 Gbit/s, shared by four
+        (0.5, 0.2, Codec.LZ4),  # Zstandard would not keep up
+        (0.4, 0.7, Codec.PLAIN),  # an NVMe drive, shared by four
+        (1.25, 1.25, Codec.PLAIN),
+        (0.1, None, Codec.ZSTD),  # nothing was read yet
+    ],
+)
+def test_the_slower_a_tier_the_more_is_compressed(
+    sending_gbps: float, receiving_gbps: float | None, codec: Codec
+) -> None:
+    assert choice(sending_gbps=sending_gbps, receiving_gbps=receiving_gbps).codec is codec
+
+
+def test_a_codec_that_does_not_keep_up_with_the_writes_is_not_chosen() -> None:
+    assert choice(sending_gbps=0.31, receiving_gbps=0.1, concurrency=4).codec is Codec.ZSTD
+    assert choice(sending_gbps=0.31, receiving_gbps=0.1, concurrency=1).codec is Codec.PLAIN
+
+
+def test_where_others_want_the_cores_less_is_compressed() -> None:
+    assert choice(sending_gbps=0.31, receiving_gbps=0.31, busy=2.0).codec is Codec.PLAIN
+
+
+def test_nothing_is_compressed_before_a_transfer_was_seen() -> None:
+    made = CompressionChoice()
+    assert made.trial_due() and made.codec is Codec.PLAIN
+
+
+def test_a_link_that_changes_changes_the_choice() -> None:
+    made = choice(sending_gbps=1.25, receiving_gbps=1.25)
+    assert made.codec is Codec.PLAIN
+    for _ in range(64):
+        made.sent(MIB, MIB * GBPS / 0.05)
+        made.received(MIB, MIB * GBPS / 0.05)
+    assert made.codec is Codec.ZSTD
+    for _ in range(64):
+        made.sent(MIB, MIB * GBPS / 2.5)
+        made.received(MIB, MIB * GBPS / 2.5)
+    assert made.codec is Codec.PLAIN
+
+
+def test_what_cannot_be_made_shorter_is_left_alone_however_slow_the_link() -> None:
+    made = CompressionChoice()
+    for codec in (Codec.LZ4, Codec.ZSTD):
+        made.tried(codec, MIB, int(0.96 * MIB), MIB * GBPS, MIB * GBPS)
+    made.sent(MIB, 10.0)
+    assert made.codec is Codec.PLAIN
+
+
+def test_codecs_are_tried_again_and_again() -> None:
+    made = CompressionChoice()
+    due = [made.trial_due() for _ in range(200)]
+    assert [position for position, is_due in enumerate(due) if is_due] == [0, 64, 128, 192]
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("bfloat16", 2), ("float16", 2), ("torch.bfloat16", 2), ("half", 2), ("float32", 4), ("float", 4),
+     ("fp8", 1), ("fp8_e4m3", 1), ("torch.float8_e5m2", 1), ("uint8", 1), ("opaque", 1), ("", 1), ("nvfp4", 1)],
+)  # fmt: skip
+def test_the_length_of_a_number_by_the_name_of_its_type(name: str, length: int) -> None:
+    assert item_bytes(name) == length
+
+
+@given(plain_bytes=st.integers(1, 5 * PART_BYTES), data=st.data())
+def test_a_frame_says_what_it_was_made_of(plain_bytes: int, data: st.DataObject) -> None:
+    parts = parts_of(plain_bytes)
+    stored = tuple(data.draw(st.lists(st.integers(1, PART_BYTES // 2), min_size=parts, max_size=parts)))
+    frame = Frame(plain_bytes, data.draw(st.integers(0, 2**64 - 1)), PART_BYTES, stored)
+    assert Frame.unpack(frame.pack(), frame.stored_bytes, plain_bytes) == frame
+    assert sum(frame.plain_bytes_of(number) for number in range(parts)) == plain_bytes
+
+
+@given(raw=st.binary(min_size=0, max_size=64), stored_bytes=st.integers(0, 1 << 33), room_bytes=st.integers(0, 1 << 33))
+def test_a_frame_of_arbitrary_bytes_is_refused_or_in_bounds(raw: bytes, stored_bytes: int, room_bytes: int) -> None:
+    try:
+        frame = Frame.unpack(raw, stored_bytes, room_bytes)
+    except FrameError:
+        return
+    assert 0 < frame.plain_bytes <= room_bytes and frame.stored_bytes == stored_bytes and frame.fits_in_place
+
+
+LYING = {
+    "longer than there is room": struct.pack("<QQIII", 3 * PART_BYTES, 0, PART_BYTES, 3, 100),
+    "without a byte": struct.pack("<QQIII", 0, 0, PART_BYTES, 0, 100),
+    "of more parts than it has": struct.pack("<QQIII", 10, 0, PART_BYTES, 2, 100),
+    "of parts of another length": struct.pack("<QQIII", 10, 0, 5, 2, 100),
+    "of a part without a byte": struct.pack("<QQIII", 10, 0, PART_BYTES, 1, 0),
+    "of another length": struct.pack("<QQIII", 10, 0, PART_BYTES, 1, 99),
+}
+
+
+@pytest.mark.parametrize("lie", LYING)
+def test_a_frame_that_lies_is_refused(lie: str) -> None:
+    with pytest.raises(FrameError):
+        Frame.unpack(LYING[lie], packed_bytes(1) + 100, 2 * PART_BYTES)
+
+
+def test_parts_that_would_be_overwritten_are_refused() -> None:
+    frame = Frame(2 * PART_BYTES, 0, PART_BYTES, (PART_BYTES, 10))
+    assert not frame.fits_in_place
+    with pytest.raises(FrameError, match="plain place"):
+        Frame.unpack(frame.pack(), frame.stored_bytes, 2 * PART_BYTES)
+
+
+def test_a_header_says_its_codec_and_plain_ones_are_as_they_were() -> None:
+    plain = Header(b"k" * 24, b"f" * 16, 1000, 7)
+    assert plain.pack()[8:16] == struct.pack("<II", 1, 24)
+    packed = Header(b"k" * 24, b"f" * 16, 1000, 7, Codec.ZSTD)
+    assert Header.unpack(packed.pack()) == packed and packed.pack()[8:12] == struct.pack("<I", 2)
+
+
+@pytest.mark.parametrize(("version", "codec"), [(1, 2), (2, 0), (2, 9), (3, 0)])
+def test_a_codec_that_the_version_does_not_have_is_refused(version: int, codec: int) -> None:
+    import xxhash
+
+    raw = bytearray(Header(b"k" * 24, b"f" * 16, 1000, 7).pack())
+    raw[8:12], raw[14:16] = struct.pack("<I", version), struct.pack("<H", codec)
+    raw[80:88] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(raw[:80])))
+    with pytest.raises(HeaderError, match="codec|version"):
+        Header.unpack(raw)

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,10 +27,29 @@ from tiercache.core.header import (
     payload_checksum,
 )
 from tiercache.errors import CorruptChunk
+from tiercache.tiers.compression import Compression, Packed, unpacked
 from tiercache.tiers.files.access import occupied_bytes, open_regular
 from tiercache.tiers.files.allocation import NO_ROOM, reserve
 
 _thread = threading.local()
+
+
+def write_chunk(path: Path | str, chunk: Packed, compression: Compression, *, direct: bool, durable: bool) -> int:
+    """As `write_chunk_file`; `compression` learns how quick it was."""
+    began_s = time.monotonic()
+    occupied_bytes = write_chunk_file(path, chunk.header, chunk.padded, direct=direct, durable=durable)
+    compression.sent(chunk.header.payload_bytes, time.monotonic() - began_s)
+    return occupied_bytes
+
+
+def read_chunk(
+    path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, compression: Compression, *, direct: bool
+) -> int:
+    """As `read_chunk_file`, made plain: returns the payload's length. `compression` learns how quick it was."""
+    began_s = time.monotonic()
+    header = read_chunk_file(path, key, fingerprint, into, direct=direct)
+    compression.received(header.payload_bytes, time.monotonic() - began_s)
+    return unpacked(header, into)
 
 
 def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool) -> int:

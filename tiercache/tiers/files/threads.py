@@ -14,8 +14,8 @@ from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Span
 from tiercache.errors import ConfigError, CorruptChunk
 from tiercache.memory.workers import Workers, to_the_end
-from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.chunk_file import read_chunk
 from tiercache.tiers.files.cufile import CuFileFiles
 from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.files.gds_probe import probe_gds
@@ -57,14 +57,16 @@ class TwiceMover(ThreadMover):
         return self._readers.submit(self._read, volume, key, into)
 
     def _read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
+        fingerprint, compression = self._shelves.fingerprint, self._shelves.compression
+
         def read(path: str) -> int:
             try:
-                return unpacked(volume.read_file(path, key, into), into)
+                return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct)
             except CorruptChunk as error:
                 logger.info("%s; reading it again", error)
                 self._shelves.counters.read_again += 1
             _forget_cached(path)
-            return unpacked(volume.read_file(path, key, into), into)
+            return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct)
 
         return volume.read_by(key, read)
 

@@ -20,22 +20,21 @@ import errno
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from tiercache.core.header import Header, file_bytes
+from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
-from tiercache.tiers.compression import Compression, unpacked
+from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.abandoned import Abandoned
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
 from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
-from tiercache.tiers.files.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
+from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
 from tiercache.tiers.files.count_file import LedgerLost
 from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
@@ -154,18 +153,12 @@ class Volume:
     def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
         quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
-        return self.read_by(key, lambda path: unpacked(self.read_file(path, key, into), into))
-
-    def read_file(self, path: str, key: ChunkKey, into: np.ndarray) -> Header:
-        """As `read_chunk_file`."""
-        began_s = time.monotonic()
-        header = read_chunk_file(path, key, self.fingerprint, into, direct=self.direct)
-        self.compression.received(header.payload_bytes, time.monotonic() - began_s)
-        return header
+        return self.read_by(
+            key, lambda path: read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct)
+        )
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
-        """As `read`, with a `reader` that gets the path and returns the plain payload's length, or raises as
-        `read_chunk_file` does."""
+        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk`."""
         try:
             return reader(self.path(key))
         except ABSENT:
@@ -185,12 +178,7 @@ class Volume:
 
         def create(path: str) -> int:
             with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
-                began_s = time.monotonic()
-                occupied_bytes = write_chunk_file(
-                    path, stored.header, stored.padded, direct=self.direct, durable=self.durable
-                )
-                self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
-            return occupied_bytes
+                return write_chunk(path, stored, self.compression, direct=self.direct, durable=self.durable)
 
         return self.write_by(key, payload_bytes, victims, create)
 

@@ -90,17 +90,18 @@ def bench(
         str,
         typer.Option(
             help="Comma list of: core, cpu, disk, prefetch, loop, restart; "
-            "only when named: hf3fs, redis, mooncake, s3, vllm."
+            "only when named: compression, hf3fs, redis, mooncake, s3, vllm."
         ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, measures nothing.")] = False,
     peer: Annotated[str, typer.Option(help="Also measure this peer (lmcache).")] = "",
     peer_python: Annotated[Path | None, typer.Option(help="A Python that has the peer installed.")] = None,
+    chunks: Annotated[Path | None, typer.Option(help="Chunks to compress, such as demo/kv; else generated ones.")] = None,
 ) -> None:
     """Ceilings of this machine and ours, interleaved in one run."""
     from tiercache.bench.command import bench_command
 
-    raise typer.Exit(bench_command(json_file, directory, pairs, only, quick, peer, peer_python))
+    raise typer.Exit(bench_command(json_file, directory, pairs, only, quick, peer, peer_python, chunks))
 
 
 @app.command()

@@ -146,6 +146,25 @@ def test_new_process_loads_asynchronously_what_the_old_one_stored(
         assert ours["tokens"][:4] == theirs["tokens"][:4]
 
 
+def test_compressed_chunks_give_the_prefix_caches_answer(
+    model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (cold, _, _, hit, counted), _ = drive(
+        {
+            "model": model,
+            "enable_prefix_caching": False,
+            "tiercache": tiercache_settings(tmp_path, disk_compression="zstd"),
+        },
+        [["generate", prompts], ["flush"], ["clear_hot"], ["generate", prompts], ["statistics"]],
+    )
+    assert [answer["cached"] for answer in cold] == [0, 0]
+    for ours, theirs in zip(hit, oracle, strict=True):
+        assert ours["cached"] == theirs["cached"]
+        assert same_answer(ours, theirs)
+    disk = counted["tiers"]["disk"]
+    assert disk["stored_bytes"] < 0.9 * disk["written_bytes"]
+
+
 def test_scheduler_and_worker_in_two_processes(
     model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
 ) -> None:

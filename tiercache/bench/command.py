@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tiercache.bench.compression_figures import measure_compression
 from tiercache.bench.core_figures import measure_core
 from tiercache.bench.cpu_figures import measure_cpu
 from tiercache.bench.disk_figures import measure_disk
@@ -31,13 +32,20 @@ from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
-PARTS = (*DEFAULT_PARTS, "hf3fs", "mooncake", "redis", "s3", "vllm")
+PARTS = (*DEFAULT_PARTS, "compression", "hf3fs", "mooncake", "redis", "s3", "vllm")
 """All but the default ones are measured when asked for: they want an emulator, a server or vLLM, and a machine that does
 nothing else."""
 
 
 def bench_command(
-    json_file: Path | None, directory: Path, pairs: int, only: str, quick: bool, peer: str, peer_python: Path | None
+    json_file: Path | None,
+    directory: Path,
+    pairs: int,
+    only: str,
+    quick: bool,
+    peer: str,
+    peer_python: Path | None,
+    chunks: Path | None,
 ) -> int:
     """Exit status 2 for a wrong argument, 1 when a measurement could not be made, both said in one sentence."""
     parts = [part.strip() for part in only.split(",") if part.strip()] or list(DEFAULT_PARTS)
@@ -68,7 +76,7 @@ def bench_command(
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
 
-            plan = Plan(pairs, QUICK if quick else FULL, place, progress, peer_python, quick)
+            plan = Plan(pairs, QUICK if quick else FULL, place, progress, peer_python, chunks, quick)
             for part in parts:
                 _measure(part, figures, plan)
     except (TierCacheError, OSError) as error:
@@ -108,6 +116,8 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
             runner.run(measure_loop(figures, plan, "loop.uvloop"))
     elif part == "restart":
         asyncio.run(measure_restart(figures, plan))
+    elif part == "compression":
+        asyncio.run(measure_compression(figures, plan))
     elif part == "mooncake":
         asyncio.run(measure_mooncake(figures, plan))
     elif part == "redis":

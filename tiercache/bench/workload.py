@@ -53,6 +53,8 @@ class Plan:
     progress: Progress
     peer_python: Path | None = None
     """A Python that has LMCache; None measures no peer."""
+    chunks: Path | None = None
+    """A directory of chunks, whose payloads are compressed; None: generated ones are."""
     quick: bool = False
     """Whether `sizes` are those that only show that everything works."""
 

@@ -161,6 +161,7 @@ FAMILIES = (
     _tier("counter", "read_misses", "Chunks that were expected in a tier and not there."),
     _tier("counter", "writes", "Chunks written to a tier."),
     _tier("counter", "written_bytes", "Payload bytes written to a tier."),
+    _tier("counter", "stored_bytes", "Of those, what a tier that may compress has stored."),
     _tier("counter", "write_failures", "Writes that failed."),
     _tier("counter", "evicted", "Chunks evicted from a tier."),
     _tier("counter", "corrupt", "Chunks that failed verification."),

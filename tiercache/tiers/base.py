@@ -37,8 +37,8 @@ class TierStatistics:
     writes: int = 0
     written_bytes: int = 0
     stored_bytes: int = 0
-    """Of `written_bytes`, what was stored: fewer where the tier compresses. Chunks that somebody else was quicker to store
-    count as well."""
+    """Of `written_bytes`, what was stored: fewer where the tier compresses; 0 where it never does. Chunks that somebody else
+    was quicker to store count as well."""
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0

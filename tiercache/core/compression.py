@@ -28,7 +28,7 @@ from typing import Any
 PART_BYTES = 1 << 20
 _WORTH = 0.95
 """What compression has to leave at most to be worth anything."""
-_TRIAL_EVERY = 64
+_TRIAL_EVERY = 256
 """Chunks. What a codec leaves and takes is looked at anew so often."""
 _FASTER = 0.9
 """Of the time without a codec: what is hardly quicker is left alone."""
@@ -166,7 +166,7 @@ class CompressionChoice:
 
     Somebody waits for reads: the codec is chosen with which a chunk is back soonest, transfer and decompression one after
     the other. Nobody waits for a write, but what is written must keep up: with the codec as many chunks a second have to get
-    there as without. All times are measured: transfers as they come, codecs by a part of every 64th chunk, beside all that
+    there as without. All times are measured: transfers as they come, codecs by a part of every 256th chunk, beside all that
     the machine does then.
     """
 

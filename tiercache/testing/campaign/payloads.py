@@ -34,10 +34,13 @@ def key_of(place: str, number: int) -> ChunkKey:
 
 
 def payload_of(key: ChunkKey) -> np.ndarray:
-    """uint8[1 .. CHUNK_BYTES]. Begins with the key itself, and every word differs from every other one."""
+    """uint8[1 .. CHUNK_BYTES]. Begins with the key itself, and every word differs from every other one. Half of them can be
+    compressed, as KV can: every second byte has few values."""
     seed = int.from_bytes(key[-8:], "little")
     words = np.arange(CHUNK_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(seed)
     payload = words.view(np.uint8)
+    if seed & 16:
+        payload[1::2] &= 0x07
     payload[:KEY_BYTES] = np.frombuffer(key, np.uint8)
     # Most chunks are whole; some are tails.
     return payload if seed % 8 else payload[: 1 + seed // 8 % CHUNK_BYTES]

@@ -19,6 +19,8 @@ CROWDED_CAP_BYTES = TOP_DIRECTORIES * _BLOCK_BYTES + 80 * FILE_BYTES
 ROOMY_CAP_BYTES = TOP_DIRECTORIES * _BLOCK_BYTES + 5 * SLOTS * KEYS_A_SLOT * FILE_BYTES // 2
 _PENDING = re.compile(r"[0-9a-f]{32}\.\d+")
 _FS_STALE_S = 15.0
+_COMPRESSIONS = ("none", "zstd", "lz4")
+"""Writers differ, and each reads what the others stored."""
 
 
 class DirectoryPlace(Place):
@@ -46,11 +48,16 @@ class DirectoryPlace(Place):
         if self.kind == "fs":
             remote = "remote_storage_plugin.fs"
             options = {f"{remote}.base_path": str(self.chunks), f"{remote}.max_size": cap_gb, f"{remote}.threads": 4}
+            options[f"{remote}.compression"] = _COMPRESSIONS[slot % len(_COMPRESSIONS)]
             return self.config(remote_storage_plugins=["fs"], **options, **shared_memory)
         # Half of the writers make every chunk durable.
         durability = "fdatasync" if slot < 2 else "none"
         return self.config(
-            local_disk=str(self.chunks), max_local_disk_size=cap_gb, disk_durability=durability, **shared_memory
+            local_disk=str(self.chunks),
+            max_local_disk_size=cap_gb,
+            disk_durability=durability,
+            disk_compression=_COMPRESSIONS[slot % len(_COMPRESSIONS)],
+            **shared_memory,
         )
 
     def occupied(self) -> Occupied:

@@ -100,6 +100,7 @@ class Compression:
                         f"{tier}: compression by {mode} needs numcodecs, which cannot be imported: {error}; pip install "
                         "numcodecs, or set it to none"
                     ) from error
+                logger.info("%s: numcodecs cannot be imported (%s): nothing is compressed", tier, error)
                 self._choice = None
 
     def pack(self, key: ChunkKey, fingerprint: bytes, padded: np.ndarray, payload_bytes: int) -> Packed:

@@ -29,6 +29,9 @@ from tiercache.errors import CorruptChunk
 from tiercache.tiers.files.access import occupied_bytes, open_regular
 from tiercache.tiers.files.allocation import NO_ROOM, reserve
 
+PART_BYTES, _PARTS = 1 << 20, 8
+"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte."""
+
 _thread = threading.local()
 
 
@@ -61,8 +64,18 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
         os.close(descriptor)
 
 
-def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> int:
+def read_chunk_file(
+    path: Path | str,
+    key: bytes,
+    fingerprint: bytes,
+    into: np.ndarray,
+    *,
+    direct: bool,
+    pause: Callable[[], None] | None = None,
+) -> int:
     """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns the payload's length.
+
+    With a `pause` it is read in parts, between which that is called.
 
     Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
     found when it is not the chunk.
@@ -73,9 +86,13 @@ def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.n
         length_bytes = os.fstat(descriptor).st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
         buffer = _buffer()
-        got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)
+        part_bytes = payload_room if pause is None else max(PART_BYTES, aligned(payload_room // _PARTS))
+        got = os.preadv(descriptor, [memoryview(buffer), into[: min(part_bytes, payload_room)].data], 0)
         while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
-            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room].data], got)
+            if pause is not None:
+                pause()
+            start = got - HEADER_BYTES
+            more = os.preadv(descriptor, [into[start : min(start + part_bytes, payload_room)].data], got)
             if more <= 0:
                 break
             got += more

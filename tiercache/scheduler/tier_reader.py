@@ -87,7 +87,7 @@ class TierReader:
     Its places go to demand reads first. While a demand read has one, no more than one prefetch at a time begins: what a tier
     has to give is shared by all that it reads at a time, so each one that runs makes the demand read longer. (Measured with
     six in flight: a demand read takes half as long as among prefetches that go on. Fewer prefetches at all times cost
-    throughput and gained little.)
+    throughput and gained little.) Where prefetches are apart, those that run give way, and reads have places of their own.
     """
 
     def __init__(self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics) -> None:

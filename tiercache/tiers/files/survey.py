@@ -49,7 +49,7 @@ class Scanned:
 
     def newest_first(self) -> np.ndarray:
         """The positions of the chunks, int64. For a worker thread: NumPy sorts without Python's lock."""
-        return np.argsort(-np.frombuffer(self.times_s), kind="stable")
+        return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -168,7 +168,7 @@ def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
         loop.call_soon_threadsafe(end.set)
 
 
-async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
+async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
     """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
 
     `first`: nothing was known before, so the order is that of the files' times. Later the order is what use has made it, and
@@ -191,7 +191,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
             calls_s.append(loop.time() - began_s)
             for part in parts:
                 if first:
-                    await _add(shelf, index, part, range(len(part.keys)), ignored)
+                    await _add(shelf, index, part, np.arange(len(part.keys)), ignored)
                 found.add(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(volume.quarantined.occupied_bytes)
@@ -225,11 +225,13 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
 
 
 async def _compare(
-    found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Container[ChunkKey]
-) -> tuple[Sequence[int], list[ChunkKey], int]:
+    found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Collection[ChunkKey]
+) -> tuple[np.ndarray, list[ChunkKey], int]:
     """The positions of the chunks that were found and not known, the newest first, the keys that were known and not found,
     and the bytes of all that is not to be in the index."""
     keys, sizes = found.keys, found.sizes
+    if not known and not ignored:  # as after most starts
+        return newest_first, [], found.counted_bytes - int(np.asarray(sizes).sum())
     unseen: set[ChunkKey] = set()
     new, gone = array("q"), list[ChunkKey]()
     taken_up_bytes = 0
@@ -251,17 +253,17 @@ async def _compare(
     await _in_steps(known, unseen.update)
     await _in_steps(newest_first, see)
     await _in_steps(known if unseen else (), miss)
-    return new, gone, found.counted_bytes - taken_up_bytes
+    return np.asarray(new), gone, found.counted_bytes - taken_up_bytes
 
 
 async def _add(
-    shelf: Shelf, index: CappedIndex, found: Scanned, positions: Sequence[int], ignored: Container[ChunkKey]
+    shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
 ) -> None:
     keys, sizes = found.keys, found.sizes
 
-    def add(step: Sequence[int]) -> None:
+    def add(step: np.ndarray) -> None:
         noted = shelf.noted_while_scanning
-        for position in step:
+        for position in step.tolist():
             key = keys[position]
             if key not in index and key not in ignored and key not in noted:
                 index.add(key, sizes[position], cold=True)
@@ -269,12 +271,12 @@ async def _add(
     await _in_steps(positions, add)
 
 
-async def _age(shelf: Shelf, index: CappedIndex, found: Scanned, positions: Sequence[int]) -> None:
+async def _age(shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
     keys = found.keys
 
-    def age(step: Sequence[int]) -> None:
+    def age(step: np.ndarray) -> None:
         noted = shelf.noted_while_scanning
-        index.age([key for position in step if (key := keys[position]) not in noted])
+        index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
 
     await _in_steps(positions, age)
 

@@ -54,11 +54,7 @@ class Flights:
         flight = self._flights.get(key)
         if flight is not None and flight.forgotten:
             flight = None
-        if (
-            flight is not None
-            and flight.purpose is Purpose.PREFETCH
-            and purpose is Purpose.READ
-        ):
+        if flight is not None and flight.purpose is Purpose.PREFETCH and purpose is Purpose.READ:
             if self.on_demand is not None:
                 self.on_demand(key)
             if flight.begun:

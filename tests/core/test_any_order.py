@@ -13,7 +13,7 @@ NAMED = st.one_of(st.lists(KEYS, min_size=1, max_size=10, unique=True), st.lists
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("insert"), KEYS, st.none() | KEYS),
-        st.tuples(st.sampled_from(["insert_cold", "touch", "renew", "discard", "readmit"]), KEYS),
+        st.tuples(st.sampled_from(["insert_cold", "touch", "renew", "age", "discard", "readmit"]), KEYS),
         st.tuples(st.sampled_from(["touch_prefix", "follow", "put"]), NAMED),
         st.tuples(st.sampled_from(["pop_victim", "park", "coldest"])),
     ),
@@ -50,7 +50,7 @@ class Played:
             if named in self.parked:
                 order.readmit(named, 0, self.parked.pop(named))
                 self.resident.add(named)
-        elif how in ("touch", "renew"):
+        elif how in ("touch", "renew", "age"):
             if named in self.resident:
                 getattr(order, how)(named)
         elif named not in self.resident and named not in self.parked:
@@ -94,6 +94,23 @@ def test_every_resident_is_evicted_once_whatever_was_said_of_it(policy: str, ste
         played.step(*step)
         assert played.order.entries.keys() == played.resident
     played.pop_all()
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+@given(steps=STEPS)
+@settings(max_examples=100, deadline=None)
+def test_who_is_aged_stands_where_he_would_had_he_left_and_been_found_again(
+    policy: str, steps: list[tuple[str]]
+) -> None:
+    aged, found_again = Played(policy), Played(policy)
+    for how, *named in steps:
+        aged.step(how, *named)
+        if how != "age":
+            found_again.step(how, *named)
+        elif named[0] in found_again.resident:
+            found_again.step("discard", *named)
+            found_again.step("insert_cold", *named)
+    assert aged.pop_all() == found_again.pop_all()
 
 
 @pytest.mark.parametrize("policy", ORDERS)

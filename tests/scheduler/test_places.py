@@ -14,8 +14,9 @@ from tiercache.tiers.base import Traits
 
 
 class OnePlace(TierReader):
-    def __init__(self, bench: Bench) -> None:
-        super().__init__(MemoryTier("t", Traits(read_concurrency=1)), bench.cpu, ReaderSettings(), ReaderStatistics())
+    def __init__(self, bench: Bench, *, apart: bool = False) -> None:
+        traits = Traits(read_concurrency=1, prefetches_apart=apart)
+        super().__init__(MemoryTier("t", traits), bench.cpu, ReaderSettings(), ReaderStatistics())
         assert self.places == 1
 
     async def acquire(self, purpose: Purpose) -> None:
@@ -54,7 +55,12 @@ async def test_places_go_to_demand_and_in_turn(bench: Bench) -> None:
 
     tasks = [
         asyncio.create_task(wait(name, purpose))
-        for name, purpose in (("p1", Purpose.PREFETCH), ("p2", Purpose.PREFETCH), ("r1", Purpose.READ), ("r2", Purpose.READ))
+        for name, purpose in (
+            ("p1", Purpose.PREFETCH),
+            ("p2", Purpose.PREFETCH),
+            ("r1", Purpose.READ),
+            ("r2", Purpose.READ),
+        )
     ]
     await asyncio.sleep(0)
     places.release(Purpose.PREFETCH)
@@ -72,3 +78,29 @@ async def test_place_that_comes_at_the_moment_of_cancellation_goes_on(bench: Ben
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert places.free == 1
+
+
+async def test_read_does_not_wait_for_prefetches_that_are_apart(bench: Bench) -> None:
+    places = OnePlace(bench, apart=True)
+    await places.acquire(Purpose.PREFETCH)
+    await places.acquire(Purpose.READ)
+    more = [asyncio.create_task(places.acquire(purpose)) for purpose in (Purpose.READ, Purpose.PREFETCH)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in more), "each kind has its places, and no more"
+    places.release(Purpose.READ)
+    await more[0]
+    places.release(Purpose.READ)
+    places.release(Purpose.PREFETCH)
+    await more[1]
+
+
+async def test_reads_and_prefetches_together_have_half_of_the_arena_at_most(bench: Bench) -> None:
+    bench.cpu.budget.divide(f"tier {number}" for number in range(bench.cpu.pool.count))
+    assert bench.cpu.budget.reads_at_once == 1
+    places = OnePlace(bench, apart=True)
+    await places.acquire(Purpose.PREFETCH)
+    reading = asyncio.create_task(places.acquire(Purpose.READ))
+    await asyncio.sleep(0)
+    assert not reading.done()
+    places.release(Purpose.PREFETCH)
+    await reading

@@ -74,6 +74,24 @@ async def test_demand_overtakes_prefetches_that_wait_for_a_place(bench: Bench) -
     assert bench.is_whole()
 
 
+async def test_demand_hurries_the_prefetch_that_it_joins(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (key,) = bench.keep_on_tier(range(1, 2))
+    hurried: list[bytes] = []
+    monkeypatch.setattr(bench.tier, "hurry", hurried.append)
+    reader = reader_of(bench)
+    bench.tier.gate.clear()
+    promoting = asyncio.create_task(reader.promote(key, soon()))
+    await bench.tier.until_entered(1)
+    assert not hurried
+    asking = asyncio.create_task(reader.fetch(key, soon()))
+    await settle()
+    assert hurried == [key]
+    bench.tier.gate.set()
+    for lease in await asyncio.gather(promoting, asking):
+        assert lease is not None
+        lease.release()
+
+
 async def test_demand_takes_over_the_prefetch_of_its_own_chunk(bench: Bench) -> None:
     keys = bench.keep_on_tier(range(1, 12))
     reader = reader_of(bench)
@@ -141,7 +159,9 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
         if hold is not None:
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
-    while reader.flights or reader.flights.lingering:  # their timers are a moment later than those of the last who waited
+    while (
+        reader.flights or reader.flights.lingering
+    ):  # their timers are a moment later than those of the last who waited
         await asyncio.sleep(0)
     assert bench.is_whole()
 

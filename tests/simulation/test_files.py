@@ -683,7 +683,7 @@ def test_a_volume_lives_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert volume.direct
         assert volume.write(key, payload, 8000, Victims()) == 3 * 4096
         assert volume.read(key, room) == 8000 and room[:8000].tobytes() == NEW[:8000]
-        assert len(volume.surveyor.scan(key.hex()[:2]).chunks) == 1
+        assert len(volume.surveyor.scan(key.hex()[:2]).keys) == 1
         directory = calls.open(f"{ROOT}/cache/{key.hex()[:2]}", os.O_RDONLY)
         calls.fsync(directory)
 

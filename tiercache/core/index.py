@@ -79,9 +79,11 @@ class CappedIndex:
     def age(self, keys: Sequence[ChunkKey]) -> None:
         """Move resident `keys` behind all others, the last of them to go first."""
         for key in keys:
-            occupied = self.order.discard(key)
-            if occupied is not None:
-                self.order.insert_cold(key, occupied)
+            self.order.age(key)
+
+    def keys(self) -> list[ChunkKey]:
+        """All that are resident, in no particular order: an OrderedDict takes ten times as long to say them in its own."""
+        return list(dict.keys(self.order.entries))
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
         """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them.

@@ -54,13 +54,12 @@ class Flights:
         flight = self._flights.get(key)
         if flight is not None and flight.forgotten:
             flight = None
-        if (
-            flight is not None
-            and flight.purpose is Purpose.PREFETCH
-            and purpose is Purpose.READ
-            and self.on_demand is not None
-        ):
-            self.on_demand(key)
+        if flight is not None and flight.purpose is Purpose.PREFETCH and purpose is Purpose.READ:
+            if self.on_demand is not None:
+                self.on_demand(key)
+            if flight.begun:
+                for tier in self.tiers:
+                    tier.tier.hurry(key)
         if flight is not None and (flight.begun or purpose is Purpose.PREFETCH or flight.purpose is Purpose.READ):
             self.counters.joined += 1
             flight.deadline_s = max(flight.deadline_s, deadline_s)

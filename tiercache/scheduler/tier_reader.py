@@ -87,7 +87,7 @@ class TierReader:
     Its places go to demand reads first. While a demand read has one, no more than one prefetch at a time begins: what a tier
     has to give is shared by all that it reads at a time, so each one that runs makes the demand read longer. (Measured with
     six in flight: a demand read takes half as long as among prefetches that go on. Fewer prefetches at all times cost
-    throughput and gained little.)
+    throughput and gained little.) Where prefetches are apart, those that run give way, and reads have places of their own.
     """
 
     def __init__(self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics) -> None:
@@ -101,13 +101,15 @@ class TierReader:
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
         self.places = min(tier.traits.read_concurrency, cpu.budget.reads_at_once)
+        self._apart = tier.traits.prefetches_apart and not cpu.on_device
         self.taken = {READ: 0, PREFETCH: 0}
         """Places."""
         self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
         """Of those who wait for a place."""
         self.reads = TierReadStatistics()
         self._begun: dict[asyncio.Task[int | None], float] = {}
-        """Reads under way, the oldest first, and since when."""
+        """Reads under way, the oldest first, and since when. Not those that stand still for others: what they take says
+        nothing about the tier."""
         self._late: dict[ChunkKey, _Read] = {}
         """Those that nobody waited for to the end."""
         self._stuck: set[asyncio.Task[int | None]] = set()
@@ -226,7 +228,8 @@ class TierReader:
     async def _begin(self, flight: Flight) -> _Read | None:
         """Once there is a place at the tier and a slot to read into; None when there is none in time."""
         key, purpose, tier = flight.key, flight.purpose, self.tier
-        read = tier.read_device if self.cpu.on_device and isinstance(tier, DeviceTier) else tier.read
+        to_host = tier.prefetch if purpose is PREFETCH else tier.read
+        read = tier.read_device if self.cpu.on_device and isinstance(tier, DeviceTier) else to_host
         slot = None
         placed = False
         try:
@@ -241,7 +244,8 @@ class TierReader:
             if not placed or slot is None or flight.forgotten or not self.may_have(key):
                 return None
             task = asyncio.create_task(read(key, self.cpu.pool.view(slot)))
-            self._begun[task] = asyncio.get_running_loop().time()
+            if purpose is READ or not self._apart:
+                self._begun[task] = asyncio.get_running_loop().time()
             begun = _Read(key, slot, purpose, flight.parent, self.cpu.under_way.begin([key]), task)
             slot, placed = None, False
         finally:
@@ -263,16 +267,26 @@ class TierReader:
     async def _place(self, flight: Flight) -> bool:
         began_s = asyncio.get_running_loop().time()
         came = await self.turns.wait(flight.purpose, lambda: self._until_s(flight.deadline_s, began_s))
-        if came is None and flight.purpose is READ and self.reads.reading >= self.places:
+        if came is None and flight.purpose is READ and self._is_full:
             # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
             # nothing: others go before it. Nor does a place whose owner waits for memory.
             self._timed_out(began_s)
         return came is not None
 
+    @property
+    def _is_full(self) -> bool:
+        """Whether it is busy with as many reads as it takes on."""
+        return len(self._begun) >= self.places or self.reads.reading >= self.cpu.budget.reads_at_once
+
     def _take_place(self, purpose: Purpose, _: str | None) -> bool | None:
         """True if there is one for that purpose by now."""
         demand = self.taken[READ] or self.turns.waiting[READ]
-        if sum(self.taken.values()) >= self.places or (purpose is PREFETCH and demand and self.taken[PREFETCH]):
+        places, taken = self.places, sum(self.taken.values())
+        if purpose is READ and self._apart:
+            if taken >= self.cpu.budget.reads_at_once:
+                return None
+            taken = self.taken[READ]
+        if taken >= places or (purpose is PREFETCH and demand and self.taken[PREFETCH]):
             return None
         self.taken[purpose] += 1
         return True
@@ -366,9 +380,9 @@ class TierReader:
         self.reads.reading -= 1
         self.cpu.under_way.end(read.passage)
         now_s = asyncio.get_running_loop().time()
-        began_s = self._begun.pop(read.task)
+        began_s = self._begun.pop(read.task, None)
         lease = None
-        if length is not None:
+        if length is not None and began_s is not None:
             self.estimate.add(now_s - began_s, now_s)  # also of one that nobody waited for to its end
         if length is None or self._closed or read.passage.forgot(read.key):
             self.cpu.abandon(read.slot, read.purpose)

@@ -25,6 +25,8 @@ class Traits:
     """Other processes may add and remove chunks: an unknown key is worth a `probe`."""
     read_concurrency: int = 4
     write_concurrency: int = 4
+    prefetches_apart: bool = False
+    """As many prefetches as reads may be under way besides them, and give way to them: see `Tier.prefetch`."""
 
 
 @dataclass
@@ -126,6 +128,13 @@ class Tier(ABC):
         None is a miss. Raises CorruptChunk when what lies there is not what it should be (it is gone from the tier by
         then), TierUnavailable or OSError when the tier failed.
         """
+
+    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """As `read`, of a chunk that nobody waits for: it may take a little longer so that reads go first."""
+        return await self.read(key, into)
+
+    def hurry(self, key: ChunkKey) -> None:  # noqa: B027 - most tiers prefetch as they read
+        """Somebody waits by now for a chunk that is being prefetched."""
 
     @abstractmethod
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:

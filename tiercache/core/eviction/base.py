@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from tiercache.core.eviction.family import Family
@@ -29,7 +29,7 @@ class EvictionOrder(ABC, Generic[V]):
     SPARED = 0.8
     """The part of all residents that may be too recent to be judged. The latest prefix always is."""
 
-    entries: MutableMapping[ChunkKey, V]
+    entries: dict[ChunkKey, V]
 
     def __init__(self) -> None:
         self._family = Family()
@@ -59,6 +59,12 @@ class EvictionOrder(ABC, Generic[V]):
     @abstractmethod
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         """Add a resident of unknown age (found on disk after a restart): first in line to go."""
+
+    def age(self, key: ChunkKey) -> None:
+        """Put a resident behind all others, as one of unknown age; nothing where it is not resident."""
+        value = self.discard(key)
+        if value is not None:
+            self.insert_cold(key, value)
 
     def touch(self, key: ChunkKey) -> None:
         """Note a use of a resident key."""

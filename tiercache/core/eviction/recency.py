@@ -30,6 +30,12 @@ class Lru(EvictionOrder[V]):
         self.entries[key] = value
         self.entries.move_to_end(key, last=False)
 
+    def age(self, key: ChunkKey) -> None:
+        if key in self.entries:
+            self._path.clear()
+            self._leave(key)
+            self.entries.move_to_end(key, last=False)  # a map that loses and gains keys is made anew, in one long step
+
     def touch(self, key: ChunkKey) -> None:
         if self._recent.ends or self._family.parents:
             super().touch(key)

@@ -63,7 +63,7 @@ class Access:
         In a directory that others may write to, the name may be a link by now, or a second name of a file that is private:
         those are left alone.
         """
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) == self.file_mode:
+        if stat.S_IMODE(status.st_mode) == self.file_mode or status.st_uid != os.geteuid():
             return True
         try:
             descriptor = open_regular(path, os.O_RDONLY)

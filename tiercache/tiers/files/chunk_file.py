@@ -31,6 +31,9 @@ from tiercache.tiers.compression import Compression, Packed, unpacked
 from tiercache.tiers.files.access import occupied_bytes, open_regular
 from tiercache.tiers.files.allocation import NO_ROOM, reserve
 
+PART_BYTES, _PARTS = 1 << 20, 8
+"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte."""
+
 _thread = threading.local()
 
 
@@ -43,12 +46,21 @@ def write_chunk(path: Path | str, chunk: Packed, compression: Compression, *, di
 
 
 def read_chunk(
-    path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, compression: Compression, *, direct: bool
+    path: Path | str,
+    key: bytes,
+    fingerprint: bytes,
+    into: np.ndarray,
+    compression: Compression,
+    *,
+    direct: bool,
+    pause: Callable[[], None] | None = None,
 ) -> int:
-    """As `read_chunk_file`, made plain: returns the payload's length. `compression` learns how quick it was."""
+    """As `read_chunk_file`, made plain: returns the payload's length. `compression` learns how quick
+    it was, unless it had to give way."""
     began_s = time.monotonic()
-    header = read_chunk_file(path, key, fingerprint, into, direct=direct)
-    compression.received(header.payload_bytes, time.monotonic() - began_s)
+    header = read_chunk_file(path, key, fingerprint, into, direct=direct, pause=pause)
+    if pause is None:
+        compression.received(header.payload_bytes, time.monotonic() - began_s)
     return unpacked(header, into)
 
 
@@ -81,9 +93,19 @@ def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, d
         os.close(descriptor)
 
 
-def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.ndarray, *, direct: bool) -> Header:
+def read_chunk_file(
+    path: Path | str,
+    key: bytes,
+    fingerprint: bytes,
+    into: np.ndarray,
+    *,
+    direct: bool,
+    pause: Callable[[], None] | None = None,
+) -> Header:
     """Read and verify the chunk at `path` into `into` (uint8, page-aligned). Returns its header, by which the payload is
     `unpacked`: it lies there as it was stored.
+
+    With a `pause` it is read in parts, between which that is called.
 
     Raises FileNotFoundError when it is not there, NotAFile when something else is, CorruptChunk with what was expected and
     found when it is not the chunk.
@@ -94,9 +116,13 @@ def read_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, into: np.n
         length_bytes = os.fstat(descriptor).st_size
         payload_room = min(aligned(max(0, length_bytes - HEADER_BYTES)), into.nbytes)
         buffer = _buffer()
-        got = os.preadv(descriptor, [memoryview(buffer), into[:payload_room].data], 0)
+        part_bytes = payload_room if pause is None else max(PART_BYTES, aligned(payload_room // _PARTS))
+        got = os.preadv(descriptor, [memoryview(buffer), into[: min(part_bytes, payload_room)].data], 0)
         while HEADER_BYTES <= got < min(length_bytes, HEADER_BYTES + payload_room):
-            more = os.preadv(descriptor, [into[got - HEADER_BYTES : payload_room].data], got)
+            if pause is not None:
+                pause()
+            start = got - HEADER_BYTES
+            more = os.preadv(descriptor, [into[start : min(start + part_bytes, payload_room)].data], got)
             if more <= 0:
                 break
             got += more

@@ -56,6 +56,18 @@ class Mover(ABC):
     def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
         """As `Volume.read`."""
 
+    @property
+    def prefetches_apart(self) -> bool:
+        """As `Traits.prefetches_apart`."""
+        return False
+
+    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        """As `read`; it may stand still while there are reads."""
+        return self.read(volume, key, into)
+
+    def hurry(self, key: ChunkKey) -> None:  # noqa: B027
+        """As `Tier.hurry`."""
+
     @abstractmethod
     def write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims

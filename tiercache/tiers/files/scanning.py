@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
+import numpy as np
 import xxhash
 
 from tiercache.core.index import CappedIndex
@@ -20,10 +23,13 @@ from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
 
-FoundChunk = tuple[float, ChunkKey, int]
+Items = TypeVar("Items", bound=Any)
 
 _STEP = 1024
-"""Chunks that are taken up at a time, so that the loop is never busy with it for long."""
+"""Chunks that are taken up at a time: a millisecond of the loop."""
+_BREATH_S = 0.001
+"""Between two steps. A loop that is never idle keeps Python's lock from all threads: whoever gives it away for an instant
+has taken it back before they are awake, and they ask for it in vain for as long as that goes on."""
 _LEAST_PAUSE_S = 1.0
 
 
@@ -162,7 +168,7 @@ def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
         loop.call_soon_threadsafe(end.set)
 
 
-async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, first: bool) -> Scanned | None:
+async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
     """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
 
     `first`: nothing was known before, so the order is that of the files' times. Later the order is what use has made it, and
@@ -172,7 +178,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
     shelf.begin_scan()
-    known = list(index.order.entries)
+    known = index.keys()
     found = Scanned()
     try:
         began_s = loop.time()
@@ -185,18 +191,19 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
             calls_s.append(loop.time() - began_s)
             for part in parts:
                 if first:
-                    await _add(shelf, index, part.chunks, ignored)
+                    await _add(shelf, index, part, np.arange(len(part.keys)), ignored)
                 found.add(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(volume.quarantined.occupied_bytes)
         calls_s.append(loop.time() - began_s)
-        new, gone, explained_bytes = await workers.submit(_compare, found, known, ignored)
+        newest_first = await workers.submit(found.newest_first)
+        new, gone, explained_bytes = await _compare(found, newest_first, known, ignored)
         if shelf.volume is not volume:
             return None  # it was replaced meanwhile, and is scanned anew
         if first:
-            await _age(shelf, index, new)
+            await _age(shelf, index, found, new)
         else:
-            await _add(shelf, index, new, ignored)
+            await _add(shelf, index, found, new, ignored)
         await _forget(shelf, index, gone)
         changed_bytes = await workers.submit(volume.reckon, reckoning, found.counted_bytes)
     finally:
@@ -210,44 +217,86 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Container[ChunkKey], *, 
     volume.strays_removed = 0
     logger.info(
         "%s: %d chunks found (%d strays removed, %d foreign files left alone)",
-        volume.root, len(found.chunks), found.strays, found.foreign,
+        volume.root, len(found.keys), found.strays, found.foreign,
     )  # fmt: skip
     if changed_bytes and not first:
         logger.info("%s: the count was corrected by %d bytes", volume.root, changed_bytes)
     return found
 
 
-def _compare(
-    found: Scanned, known: list[ChunkKey], ignored: Container[ChunkKey]
-) -> tuple[list[FoundChunk], list[ChunkKey], int]:
-    """The chunks that were found and not known, the newest first, those known and not found, and the bytes of all that is
-    not to be in the index. For a worker thread."""
-    before = set(known)
-    new = [chunk for chunk in found.chunks if chunk[1] not in before]
-    new.sort(key=lambda chunk: chunk[0], reverse=True)
-    before.difference_update(key for _, key, _ in found.chunks)
-    taken_up_bytes = sum(occupied_bytes for _, key, occupied_bytes in found.chunks if key not in ignored)
-    return new, list(before), found.counted_bytes - taken_up_bytes
+async def _compare(
+    found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Collection[ChunkKey]
+) -> tuple[np.ndarray, list[ChunkKey], int]:
+    """The positions of the chunks that were found and not known, the newest first, the keys that were known and not found,
+    and the bytes of all that is not to be in the index."""
+    keys, sizes = found.keys, found.sizes
+    if not known and not ignored:  # as after most starts
+        return newest_first, [], found.counted_bytes - int(np.asarray(sizes).sum())
+    unseen: set[ChunkKey] = set()
+    new, gone = array("q"), list[ChunkKey]()
+    taken_up_bytes = 0
+
+    def see(positions: np.ndarray) -> None:
+        nonlocal taken_up_bytes
+        for position in positions.tolist():
+            key = keys[position]
+            if key not in ignored:
+                taken_up_bytes += sizes[position]
+            if key in unseen:
+                unseen.discard(key)
+            else:
+                new.append(position)
+
+    def miss(step: Sequence[ChunkKey]) -> None:
+        gone.extend(key for key in step if key in unseen)
+
+    await _in_steps(known, unseen.update)
+    await _in_steps(newest_first, see)
+    await _in_steps(known if unseen else (), miss)
+    return np.asarray(new), gone, found.counted_bytes - taken_up_bytes
 
 
-async def _add(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk], ignored: Container[ChunkKey]) -> None:
-    for start in range(0, len(chunks), _STEP):
-        for _, key, occupied_bytes in chunks[start : start + _STEP]:
-            if key not in index and key not in ignored and key not in shelf.noted_while_scanning:
-                index.add(key, occupied_bytes, cold=True)
-        await asyncio.sleep(0)
+async def _add(
+    shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray, ignored: Collection[ChunkKey]
+) -> None:
+    keys, sizes = found.keys, found.sizes
+
+    def add(step: np.ndarray) -> None:
+        noted = shelf.noted_while_scanning
+        for position in step.tolist():
+            key = keys[position]
+            if key not in index and key not in ignored and key not in noted:
+                index.add(key, sizes[position], cold=True)
+
+    await _in_steps(positions, add)
 
 
-async def _age(shelf: Shelf, index: CappedIndex, chunks: Sequence[FoundChunk]) -> None:
-    for start in range(0, len(chunks), _STEP):
-        step = chunks[start : start + _STEP]
-        index.age([key for _, key, _ in step if key not in shelf.noted_while_scanning])
-        await asyncio.sleep(0)
+async def _age(shelf: Shelf, index: CappedIndex, found: Scanned, positions: np.ndarray) -> None:
+    keys = found.keys
+
+    def age(step: np.ndarray) -> None:
+        noted = shelf.noted_while_scanning
+        index.age([key for position in step.tolist() if (key := keys[position]) not in noted])
+
+    await _in_steps(positions, age)
 
 
 async def _forget(shelf: Shelf, index: CappedIndex, keys: Sequence[ChunkKey]) -> None:
-    for start in range(0, len(keys), _STEP):
-        for key in keys[start : start + _STEP]:
+    def forget(step: Sequence[ChunkKey]) -> None:
+        for key in step:
             if key not in shelf.noted_while_scanning:
                 index.remove(key)
-        await asyncio.sleep(0)
+
+    await _in_steps(keys, forget)
+
+
+async def _in_steps(items: Items, work: Callable[[Items], None]) -> None:
+    """Do it for all of them, a sequence, in steps with a breath between two.
+
+    Here, and not in a thread: one that computes gives Python's lock away every 5 ms only, and a read meanwhile waits so
+    long for each of its calls.
+    """
+    for start in range(0, len(items), _STEP):
+        if start:
+            await asyncio.sleep(_BREATH_S)
+        work(items[start : start + _STEP])

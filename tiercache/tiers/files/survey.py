@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import KEY_BYTES, ChunkKey
@@ -21,20 +24,32 @@ TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 @dataclass
 class Scanned:
-    """What was found below one top-level directory, or several. Sizes are what the file system really allocates."""
+    """What was found below one top-level directory, or several. Sizes are what the file system really allocates.
 
-    chunks: list[tuple[float, ChunkKey, int]] = field(default_factory=list)
-    """(modification time in s, key, occupied bytes)"""
+    Three columns, and not an object a chunk: a hundred thousand objects take milliseconds to free, in one go.
+    """
+
+    keys: list[ChunkKey] = field(default_factory=list)
+    times_s: array[float] = field(default_factory=lambda: array("d"))
+    """When each was modified."""
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    """Bytes that each occupies."""
     counted_bytes: int = 0
     """Of chunks and directories."""
     strays: int = 0
     foreign: int = 0
 
     def add(self, other: Scanned) -> None:
-        self.chunks += other.chunks
+        self.keys += other.keys
+        self.times_s += other.times_s
+        self.sizes += other.sizes
         self.counted_bytes += other.counted_bytes
         self.strays += other.strays
         self.foreign += other.foreign
+
+    def newest_first(self) -> np.ndarray:
+        """The positions of the chunks, int64. For a worker thread: NumPy sorts without Python's lock."""
+        return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
 @dataclass(frozen=True)
@@ -85,8 +100,11 @@ class Surveyor:
         if is_file and _is_chunk(entry, top):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
                 self._has_modes = self._has_modes and self._access.enforce_found(entry.path, status)
-                found.counted_bytes += occupied_bytes(status)
-                found.chunks.append((status.st_mtime, bytes.fromhex(entry.name), occupied_bytes(status)))
+                size_bytes = occupied_bytes(status)
+                found.counted_bytes += size_bytes
+                found.keys.append(bytes.fromhex(entry.name))
+                found.times_s.append(status.st_mtime)
+                found.sizes.append(size_bytes)
                 return
             # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
         elif not is_file or not self._owner.is_stray(entry.name):

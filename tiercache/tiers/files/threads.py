@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from tiercache.tiers.files.cufile import CuFileFiles
 from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
 from tiercache.tiers.files.gds_probe import probe_gds
 from tiercache.tiers.files.parts import Mover
+from tiercache.tiers.files.precedence import Precedence
 from tiercache.tiers.files.shelves import Shelves
 from tiercache.tiers.files.volume import Volume
 
@@ -34,14 +36,28 @@ class ThreadMover(Mover):
         self.places = places_of(threads)
         self._shelves = shelves
         self._readers = Workers(f"{shelves.name}-read", threads)
+        self._prefetchers = Workers(f"{shelves.name}-prefetch", threads)
+        """Of their own: a read finds a thread, whatever stands still."""
+        self._precedence = Precedence()
         self._writers = Workers(f"{shelves.name}-write", threads)
 
     async def close(self) -> None:
         self._readers.close()
+        self._prefetchers.close()
         self._writers.close()
 
+    @property
+    def prefetches_apart(self) -> bool:
+        return True
+
     def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._readers.submit(volume.read, key, into)
+        return self._precedence.read(self._readers.submit(volume.read, key, into))
+
+    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(volume.read, key, into, pause))
+
+    def hurry(self, key: ChunkKey) -> None:
+        self._precedence.hurry(key)
 
     def write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
@@ -54,19 +70,24 @@ class TwiceMover(ThreadMover):
     its way over the network."""
 
     def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._readers.submit(self._read, volume, key, into)
+        return self._precedence.read(self._readers.submit(self._read, volume, key, into))
 
-    def _read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
+    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(self._read, volume, key, into, pause))
+
+    def _read(
+        self, volume: Volume, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None
+    ) -> int | None:
         fingerprint, compression = self._shelves.fingerprint, self._shelves.compression
 
         def read(path: str) -> int:
             try:
-                return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct)
+                return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct, pause=pause)
             except CorruptChunk as error:
                 logger.info("%s; reading it again", error)
                 self._shelves.counters.read_again += 1
             _forget_cached(path)
-            return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct)
+            return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct, pause=pause)
 
         return volume.read_by(key, read)
 

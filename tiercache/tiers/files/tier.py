@@ -135,6 +135,12 @@ class FileTier(DeviceTier):
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._read(key, lambda volume: self.shelves.mover.read(volume, key, into))
 
+    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        return await self._read(key, lambda volume: self.shelves.mover.prefetch(volume, key, into))
+
+    def hurry(self, key: ChunkKey) -> None:
+        self.shelves.mover.hurry(key)
+
     async def read_device(self, key: ChunkKey, into: Span) -> int | None:
         return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
 
@@ -337,8 +343,14 @@ class FileTier(DeviceTier):
                 self.shelves.catch_up_soon(shelf)
 
     def _traits(self) -> Traits:
-        places = self.shelves.mover.places
-        return Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
+        mover = self.shelves.mover
+        return Traits(
+            durable=True,
+            shared=True,
+            read_concurrency=mover.places,
+            write_concurrency=mover.places,
+            prefetches_apart=mover.prefetches_apart,
+        )
 
 
 def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:

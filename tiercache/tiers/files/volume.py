@@ -150,12 +150,15 @@ class Volume:
             return 0
         return occupied_bytes(status) if stat.S_ISREG(status.st_mode) else 0
 
-    def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+    def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
-        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back."""
-        return self.read_by(
-            key, lambda path: read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct)
-        )
+        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back.
+        `pause` as for `read_chunk_file`."""
+
+        def reader(path: str) -> int:
+            return read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause)
+
+        return self.read_by(key, reader)
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
         """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk`."""

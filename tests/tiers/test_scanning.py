@@ -1,0 +1,71 @@
+"""Looking through a directory with more chunks than are taken up in one step of the loop."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.tiers.test_disk import opened
+from tiercache.core.header import file_bytes
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.scanning import _STEP
+
+FEW = 2 * _STEP + 10
+
+
+def keys(numbers: range, top: int | None = None) -> list[bytes]:
+    """All of one directory, or spread over all of them."""
+    return [bytes([number % 256 if top is None else top]) + number.to_bytes(4, "big") + bytes(19) for number in numbers]
+
+
+def make_files(tier: DiskTier, chunks: Sequence[bytes]) -> None:
+    """Empty inside: a scan looks at names and sizes. The first is the oldest."""
+    for age, key in enumerate(chunks):
+        path = Path(tier.path(key))
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(file_bytes(CHUNK_BYTES))
+        os.utime(path, (1000 + age, 1000 + age))
+
+
+def victims(tier: DiskTier) -> list[bytes]:
+    index = tier.shelves.all[0].index
+    return [key for key, _ in index.evict(index.used_bytes)]
+
+
+async def test_all_are_in_the_order_of_their_times_after_a_restart(tmp_path: Path) -> None:
+    chunks = keys(range(FEW))
+    async with opened(tmp_path, cap_chunks=2 * FEW) as tier:
+        make_files(tier, chunks)
+    async with opened(tmp_path, cap_chunks=2 * FEW) as tier:
+        await tier.scanned()
+        assert victims(tier) == chunks
+
+
+async def test_later_scan_learns_of_all_that_came_and_went(tmp_path: Path) -> None:
+    gone, stayed, came = keys(range(FEW)), keys(range(FEW, FEW + 5)), keys(range(2 * FEW, 3 * FEW))
+    async with opened(tmp_path, cap_chunks=3 * FEW) as tier:
+        make_files(tier, gone + stayed)
+    async with opened(tmp_path, cap_chunks=3 * FEW) as tier:
+        await tier.scanned()
+        for key in gone:
+            os.unlink(tier.path(key))
+        make_files(tier, came)
+        tier.shelves.begin_scan(tier.shelves.all[0], first=False)
+        await tier.scanned()
+        assert victims(tier) == came + stayed, "what is new goes first, the oldest before all"
+
+
+async def test_loop_is_idle_between_steps(tmp_path: Path) -> None:
+    """Threads get Python's lock then. A loop that only lets others have their turn keeps it from them."""
+    loop = asyncio.get_running_loop()
+    times_s: list[float] = []
+    async with opened(tmp_path, cap_chunks=2 * FEW) as tier:
+        make_files(tier, keys(range(FEW), top=0))
+    async with opened(tmp_path, cap_chunks=2 * FEW) as tier:
+        tier.tell(lambda _: times_s.append(loop.time()))
+        await tier.scanned()
+        assert len(times_s) == FEW
+        for step in range(_STEP, FEW, _STEP):
+            assert times_s[step] >= times_s[step - 1] + 0.001

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiercache.core.eviction import EvictionOrder
-from tiercache.core.keys import ChunkKey
+from tiercache.core.eviction import Order, TenantOrder
+from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+from tiercache.core.tenants import TenantStatistics
 
 
 class CappedIndex:
@@ -13,10 +14,13 @@ class CappedIndex:
 
     Methods return what the caller has to delete; they never wait and never touch the tier. `used_bytes` counts what
     is resident. About 150 bytes an entry with LRU (one ordered map; equal sizes share one integer).
+
+    With an order that knows tenants, those have a quota. What is being written for one counts as his from `expect` on.
     """
 
-    def __init__(self, order: EvictionOrder[int]) -> None:
+    def __init__(self, order: Order[int]) -> None:
         self.order = order
+        self.tenants = order if isinstance(order, TenantOrder) else None
         self.used_bytes = 0
         self._sizes: dict[int, int] = {}
         self.on_change: Callable[[ChunkKey], None] | None = None
@@ -46,6 +50,8 @@ class CappedIndex:
         if before is not None:
             entries[key] = occupied_bytes
             self.used_bytes += occupied_bytes - before
+            if self.tenants is not None:
+                self.tenants.shares.hold(tenant_of(key), occupied_bytes - before)
             if not cold:
                 self.order.touch(key)
             return
@@ -54,6 +60,8 @@ class CappedIndex:
         else:
             self.order.insert(key, occupied_bytes, parent)
         self.used_bytes += occupied_bytes
+        if self.tenants is not None:
+            self.tenants.shares.hold(tenant_of(key), occupied_bytes, 1)
         if self.on_change is not None:
             self.on_change(key)
         if len(self._sizes) > 4096:
@@ -72,6 +80,8 @@ class CappedIndex:
         occupied = self.order.discard(key)
         if occupied is not None:
             self.used_bytes -= occupied
+            if self.tenants is not None:
+                self.tenants.shares.hold(tenant_of(key), -occupied, -1)
             if self.on_change is not None:
                 self.on_change(key)
         return occupied
@@ -84,16 +94,68 @@ class CappedIndex:
                 self.order.insert_cold(key, occupied)
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them.
+        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them. First
+        those of tenants who have more than their quota.
 
         Returns their keys and the bytes that each occupies; the caller deletes them.
         """
         victims: list[tuple[ChunkKey, int]] = []
+        tenants = self.tenants
         while needed_bytes > 0 and self.order.entries and len(victims) != most:
-            key, occupied = self.order.pop_victim()
+            key, occupied = self.order.pop_victim() if tenants is None else self._pop(tenants, tenants.shares.over)
             self.used_bytes -= occupied
             needed_bytes -= occupied
             victims.append((key, occupied))
             if self.on_change is not None:
                 self.on_change(key)
         return victims
+
+    # Tenants
+
+    @property
+    def excess_bytes(self) -> int:
+        """What tenants have beyond their quotas: these were lowered, or others have written."""
+        return self.tenants.shares.excess_bytes if self.tenants is not None else 0
+
+    def expect(self, key: ChunkKey, needed_bytes: int) -> None:
+        """So many bytes are being written for the tenant of `key`, or so many less."""
+        if self.tenants is not None:
+            self.tenants.shares.expect(tenant_of(key), needed_bytes)
+
+    def lacking_bytes(self, key: ChunkKey, needed_bytes: int = 0) -> int:
+        """What the tenant of `key` has to give up to be within his quota when `needed_bytes` more have come."""
+        return self.tenants.shares.lacking_bytes(tenant_of(key), needed_bytes) if self.tenants is not None else 0
+
+    def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
+        """Whether the tenant of `key` can have so many bytes more by giving up what he has."""
+        if self.tenants is None:
+            return True
+        tenant = tenant_of(key)
+        return self.tenants.shares.lacking_bytes(tenant, needed_bytes) <= self.tenants.shares.held_bytes(tenant)
+
+    def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
+        """As `evict`, of what the tenant of `key` has."""
+        victims: list[tuple[ChunkKey, int]] = []
+        tenants, tenant = self.tenants, tenant_of(key)
+        while tenants is not None and needed_bytes > 0 and tenants.shares.held_bytes(tenant):
+            victim, occupied = self._pop(tenants, tenant)
+            self.used_bytes -= occupied
+            needed_bytes -= occupied
+            victims.append((victim, occupied))
+            if self.on_change is not None:
+                self.on_change(victim)
+        return victims
+
+    def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
+        """Of every tenant; empty where there are no quotas."""
+        return self.tenants.shares.statistics() if self.tenants is not None else {}
+
+    @staticmethod
+    def _pop(tenants: TenantOrder[int], tenant: Tenant | None) -> tuple[ChunkKey, int]:
+        """A victim, of that tenant if one is named."""
+        found = tenants.pop_victim() if tenant is None else tenants.pop_victim_of(tenant)
+        assert found is not None, "who holds bytes has chunks"
+        key, occupied_bytes = found
+        tenants.shares.note_evicted(tenant_of(key))
+        tenants.shares.hold(tenant_of(key), -occupied_bytes, -1)
+        return found

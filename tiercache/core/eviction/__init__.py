@@ -12,6 +12,7 @@ from tiercache.core.eviction.cost import CostAware
 from tiercache.core.eviction.frequency import Lfu
 from tiercache.core.eviction.recency import Fifo, Lru, Mru
 from tiercache.core.eviction.segmented import S3Fifo, Slru
+from tiercache.core.eviction.tenants import TenantOrder
 
 ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
     "LRU": Lru,
@@ -24,9 +25,31 @@ ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
 }
 
 
+Order = EvictionOrder[V] | TenantOrder[V]
+
+
 def make_order(policy: str) -> EvictionOrder[V]:
     """The order called `policy` in the configuration (`cache_policy`)."""
     return ORDERS[policy.upper()]()
 
 
-__all__ = ["ORDERS", "CostAware", "EvictionOrder", "Fifo", "Lfu", "Lru", "Mru", "S3Fifo", "Slru", "make_order"]
+def make_tier_order(policy: str, tenant_bytes: int) -> Order[V]:
+    """As `make_order`; one that knows tenants where each may have `tenant_bytes` at most, and not any number of them (0)."""
+    return TenantOrder(ORDERS[policy.upper()], tenant_bytes) if tenant_bytes else make_order(policy)
+
+
+__all__ = [
+    "ORDERS",
+    "CostAware",
+    "EvictionOrder",
+    "Fifo",
+    "Lfu",
+    "Lru",
+    "Mru",
+    "Order",
+    "S3Fifo",
+    "Slru",
+    "TenantOrder",
+    "make_order",
+    "make_tier_order",
+]

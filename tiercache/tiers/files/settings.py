@@ -36,8 +36,15 @@ class FileSettings:
     allowance_bytes: int | None = 0
     """What this instance may have charged to the cap and not used yet: fewer changes of a count that others wait for. None:
     a 64th of the cap, at most 1 GiB."""
+    tenant_bytes: int = 0
+    """What each tenant may have of all directories together, of each an equal share; 0: no quota."""
     beside: bool = False
     """A file is made in the directory in which it will have its name, see `Volume`."""
+
+    @property
+    def tenant_share_bytes(self) -> int:
+        """Of one directory."""
+        return self.tenant_bytes // len(self.directories)
 
     def allowance_of(self, cap_bytes: int) -> int:
         """For a directory with that cap."""

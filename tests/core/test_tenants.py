@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.eviction import ORDERS, TenantOrder, make_tier_order
+from tiercache.core.eviction import ORDERS, TenantOrder, make_byte_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
 from tiercache.core.layout import Layout
@@ -21,7 +21,7 @@ def key(number: int, salt: str = "") -> bytes:
 
 
 def index_of(quota: int, policy: str = "LRU") -> CappedIndex:
-    return CappedIndex(make_tier_order(policy, quota))
+    return CappedIndex(make_byte_order(policy, quota))
 
 
 # Keys
@@ -152,7 +152,7 @@ class Quotas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = SharedIndex(make_tier_order("COST", self.QUOTA))
+        self.index = SharedIndex(make_byte_order("COST", self.QUOTA))
         self.sizes: dict[bytes, int] = {}
         self.coming: dict[bytes, int] = {}
 

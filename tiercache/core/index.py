@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiercache.core.eviction import Order, TenantOrder
+from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import TenantStatistics
 
@@ -15,12 +15,12 @@ class CappedIndex:
     Methods return what the caller has to delete; they never wait and never touch the tier. `used_bytes` counts what
     is resident. About 150 bytes an entry with LRU (one ordered map; equal sizes share one integer).
 
-    With an order that knows tenants, those have a quota. What is being written for one counts as his from `expect` on.
+    With a QuotaOrder tenants have a quota. What is being written for one counts as his from `expect` on.
     """
 
-    def __init__(self, order: Order[int]) -> None:
+    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
         self.order = order
-        self.tenants = order if isinstance(order, TenantOrder) else None
+        self.tenants = order if isinstance(order, QuotaOrder) else None
         self.used_bytes = 0
         self._sizes: dict[int, int] = {}
         self.on_change: Callable[[ChunkKey], None] | None = None
@@ -50,7 +50,7 @@ class CappedIndex:
         if before is not None:
             entries[key] = occupied_bytes
             self.used_bytes += occupied_bytes - before
-            if self.tenants is not None:
+            if occupied_bytes != before and self.tenants is not None:
                 self.tenants.shares.hold(tenant_of(key), occupied_bytes - before)
             if not cold:
                 self.order.touch(key)
@@ -60,8 +60,6 @@ class CappedIndex:
         else:
             self.order.insert(key, occupied_bytes, parent)
         self.used_bytes += occupied_bytes
-        if self.tenants is not None:
-            self.tenants.shares.hold(tenant_of(key), occupied_bytes, 1)
         if self.on_change is not None:
             self.on_change(key)
         if len(self._sizes) > 4096:
@@ -80,8 +78,6 @@ class CappedIndex:
         occupied = self.order.discard(key)
         if occupied is not None:
             self.used_bytes -= occupied
-            if self.tenants is not None:
-                self.tenants.shares.hold(tenant_of(key), -occupied, -1)
             if self.on_change is not None:
                 self.on_change(key)
         return occupied
@@ -100,9 +96,8 @@ class CappedIndex:
         Returns their keys and the bytes that each occupies; the caller deletes them.
         """
         victims: list[tuple[ChunkKey, int]] = []
-        tenants = self.tenants
         while needed_bytes > 0 and self.order.entries and len(victims) != most:
-            key, occupied = self.order.pop_victim() if tenants is None else self._pop(tenants, tenants.shares.over)
+            key, occupied = self.order.pop_victim()
             self.used_bytes -= occupied
             needed_bytes -= occupied
             victims.append((key, occupied))
@@ -136,9 +131,11 @@ class CappedIndex:
     def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
         """As `evict`, of what the tenant of `key` has."""
         victims: list[tuple[ChunkKey, int]] = []
-        tenants, tenant = self.tenants, tenant_of(key)
-        while tenants is not None and needed_bytes > 0 and tenants.shares.held_bytes(tenant):
-            victim, occupied = self._pop(tenants, tenant)
+        while self.tenants is not None and needed_bytes > 0:
+            found = self.tenants.pop_victim_of(tenant_of(key))
+            if found is None:
+                break
+            victim, occupied = found
             self.used_bytes -= occupied
             needed_bytes -= occupied
             victims.append((victim, occupied))
@@ -149,13 +146,3 @@ class CappedIndex:
     def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
         """Of every tenant; empty where there are no quotas."""
         return self.tenants.shares.statistics() if self.tenants is not None else {}
-
-    @staticmethod
-    def _pop(tenants: TenantOrder[int], tenant: Tenant | None) -> tuple[ChunkKey, int]:
-        """A victim, of that tenant if one is named."""
-        found = tenants.pop_victim() if tenant is None else tenants.pop_victim_of(tenant)
-        assert found is not None, "who holds bytes has chunks"
-        key, occupied_bytes = found
-        tenants.shares.note_evicted(tenant_of(key))
-        tenants.shares.hold(tenant_of(key), -occupied_bytes, -1)
-        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiercache.core.eviction import Order
+from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 
@@ -15,7 +15,7 @@ DIRECTORIES = 256
 class SharedIndex(CappedIndex):
     """A CappedIndex that can be compared with a listing of one of the directories. About 60 bytes an entry more."""
 
-    def __init__(self, order: Order[int]) -> None:
+    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
         super().__init__(order)
         self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
 

@@ -12,7 +12,7 @@ from tiercache.core.eviction.cost import CostAware
 from tiercache.core.eviction.frequency import Lfu
 from tiercache.core.eviction.recency import Fifo, Lru, Mru
 from tiercache.core.eviction.segmented import S3Fifo, Slru
-from tiercache.core.eviction.tenants import TenantOrder
+from tiercache.core.eviction.tenants import QuotaOrder, TenantOrder
 
 ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
     "LRU": Lru,
@@ -33,9 +33,9 @@ def make_order(policy: str) -> EvictionOrder[V]:
     return ORDERS[policy.upper()]()
 
 
-def make_tier_order(policy: str, tenant_bytes: int) -> Order[V]:
-    """As `make_order`; one that knows tenants where each may have `tenant_bytes` at most, and not any number of them (0)."""
-    return TenantOrder(ORDERS[policy.upper()], tenant_bytes) if tenant_bytes else make_order(policy)
+def make_byte_order(policy: str, tenant_bytes: int) -> EvictionOrder[int] | QuotaOrder:
+    """As `make_order`, of bytes that chunks occupy. A tenant may have `tenant_bytes` of them; 0: as many as he likes."""
+    return QuotaOrder(ORDERS[policy.upper()], tenant_bytes) if tenant_bytes else make_order(policy)
 
 
 __all__ = [
@@ -47,9 +47,10 @@ __all__ = [
     "Lru",
     "Mru",
     "Order",
+    "QuotaOrder",
     "S3Fifo",
     "Slru",
     "TenantOrder",
+    "make_byte_order",
     "make_order",
-    "make_tier_order",
 ]

@@ -20,7 +20,7 @@ class TenantOrder(Generic[V]):
     """
 
     def __init__(self, policy: type[EvictionOrder[V]], most_bytes: int) -> None:
-        """`most_bytes`: of a tenant. `shares` are the accounts, kept by whoever evicts."""
+        """`most_bytes`: of a tenant. The accounts, `shares`, are kept by whoever evicts."""
         self.shares = Shares(most_bytes)
         self.whole = policy()
         self.entries = self.whole.entries
@@ -113,3 +113,39 @@ class TenantOrder(Generic[V]):
         """So that tenants who come and go leave nothing behind."""
         if not own.entries:
             del self._own[tenant]
+
+
+class QuotaOrder(TenantOrder[int]):
+    """Of a tier on files, where the value of a chunk is the bytes that it occupies: keeps the accounts itself. Chunks of a
+    tenant who has more than his quota go before those of others."""
+
+    def insert(self, key: ChunkKey, value: int, parent: ChunkKey | None = None) -> None:
+        super().insert(key, value, parent)
+        self.shares.hold(tenant_of(key), value, 1)
+
+    def insert_cold(self, key: ChunkKey, value: int) -> None:
+        super().insert_cold(key, value)
+        self.shares.hold(tenant_of(key), value, 1)
+
+    def discard(self, key: ChunkKey) -> int | None:
+        value = super().discard(key)
+        if value is not None:
+            self.shares.hold(tenant_of(key), -value, -1)
+        return value
+
+    def pop_victim(self) -> tuple[ChunkKey, int]:
+        tenant = self.shares.over
+        found = super().pop_victim() if tenant is None else super().pop_victim_of(tenant)
+        assert found is not None, "who holds bytes has chunks"
+        self._has_gone(*found)
+        return found
+
+    def pop_victim_of(self, tenant: Tenant) -> tuple[ChunkKey, int] | None:
+        found = super().pop_victim_of(tenant)
+        if found is not None:
+            self._has_gone(*found)
+        return found
+
+    def _has_gone(self, key: ChunkKey, occupied_bytes: int) -> None:
+        self.shares.note_evicted(tenant_of(key))
+        self.shares.hold(tenant_of(key), -occupied_bytes, -1)

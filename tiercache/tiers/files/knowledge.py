@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from tiercache.core.eviction import make_tier_order
+from tiercache.core.eviction import make_byte_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
@@ -29,7 +29,7 @@ class OwnIndex(Knowledge):
 
     def make_index(self) -> CappedIndex:
         settings = self._shelves.settings
-        return CappedIndex(make_tier_order(settings.policy, settings.tenant_share_bytes))
+        return CappedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
     def follow_deletions(self, shelf: Shelf) -> None:
         deletions = Deletions(self._shelves, shelf)
@@ -66,7 +66,7 @@ class FollowedIndex(OwnIndex):
 
     def make_index(self) -> CappedIndex:
         settings = self._shelves.settings
-        return SharedIndex(make_tier_order(settings.policy, settings.tenant_share_bytes))
+        return SharedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
     def follow_deletions(self, shelf: Shelf) -> None:
         """Its refresher does."""

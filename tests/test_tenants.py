@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, payload
 from tiercache import ConfigError, Lease, TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
+from tiercache.control.top import tables_of
 from tiercache.core.budget import PREFETCH, WRITE
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import tenant_of, tenant_tag
@@ -337,11 +339,17 @@ async def test_figures_have_the_tag_and_nothing_has_the_salt(
             "held_bytes": QUOTA * file_bytes(CHUNK_BYTES), "chunks": QUOTA, "evicted": 32,
         }  # fmt: skip
         assert statistics["tiers"]["cpu"]["tenants"]["default"]["chunks"] == 2
-        metrics = exposition({Path("c.sock"): figures_of(cache)}).decode()
+        figures = figures_of(cache)
+        metrics = exposition({Path("c.sock"): figures}).decode()
         row = f'tiercache_tenant_bytes{{socket="c.sock",tenant="{tag}",tier="cpu"}} {QUOTA * CHUNK_BYTES:.1f}'
         assert row in metrics
         assert f'tiercache_tenant_evicted{{socket="c.sock",tenant="{tag}",tier="disk"}} 32.0' in metrics
-        shown = [repr(statistics), metrics, cache.describe(), repr(cache.config)]
+        console = Console(width=200, record=True)
+        for table in tables_of({Path("c.sock"): figures}, {}, 0.0):
+            console.print(table)
+        seen = console.export_text()
+        assert tag in seen and "default" in seen
+        shown = [repr(statistics), metrics, seen, cache.describe(), repr(cache.config)]
     async with opened(tmp_path, tenant_salt=SALT) as cache:
         keys = cache.keys(range(64))
         await put(cache, keys)

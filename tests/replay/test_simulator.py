@@ -220,19 +220,3 @@ def test_blocks_of_two_sizes_are_refused() -> None:
         survey([request(0, "a"), Request(1, [b"x"], 20, 20)])
     with pytest.raises(TraceError, match="no request"):
         survey([])
-
-
-@pytest.mark.parametrize("policy", ["LRU", "COST"])
-@pytest.mark.parametrize("flash", [0, 300])
-def test_a_scan_beside_a_trace_costs_at_most_a_point_of_hit_rate_with_quotas_and_most_without(
-    policy: str, flash: int
-) -> None:
-    trace = Trace(EXCERPTS / "mooncake_conversation.jsonl")
-
-    def hit(times: int, **known: object) -> float:
-        setting = Setting(times * 200, times * flash, policy, **known)  # type: ignore[arg-type]
-        return Simulator(setting, 512).run(trace).hit
-
-    alone, beside = hit(1), hit(2, noisy=10.0)
-    assert alone > 0.05 and beside < 0.5 * alone
-    assert abs(hit(2, noisy=10.0, quotas=True) - alone) < 0.01

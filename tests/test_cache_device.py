@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tiercache import Config, Layout, TierCache
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.device.paged import PagedKv
 from tiercache.device.payloads import PagedChunk
 from tiercache.device.twin import TwinDriver
@@ -77,6 +77,19 @@ async def test_tensors_come_back_from_the_hot_cache(opened: Opened, driver: Twin
         async with cache.get(keys[3]) as lease:
             assert lease is not None
             assert lease.view.tobytes() == tensors[3].view(torch.uint8).numpy().tobytes()
+
+
+async def test_a_tenants_tensors_stay_within_his_quota_and_cost_nobody_else(opened: Opened, driver: TwinDriver) -> None:
+    async with opened(tenant_max_local_cpu_size=8 * CHUNK_BYTES / 2**30) as cache:
+        tensors = chunks(driver, range(20))
+        quiet, noisy = ([key_of(number) + tenant_tag(salt) for number in range(20)] for salt in ("quiet", "noisy"))
+        assert await cache.put_many(quiet[:8], tensors[:8]) == 8
+        for _ in range(3):
+            assert await cache.put_many(noisy, tensors) == 20
+        assert cache.statistics().tiers["cpu"].tenants[tenant_tag("noisy").hex()].chunks == 8
+        places = [tensor_on(driver, tensor.shape) for tensor in tensors[:8]]
+        assert cache.lookup_hot(quiet) == 8 == await cache.get_into(quiet[:8], places)
+        assert all(same(place, tensor) for place, tensor in zip(places, tensors, strict=False))
 
 
 async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, driver: TwinDriver) -> None:

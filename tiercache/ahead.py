@@ -152,7 +152,7 @@ class Ahead:
                 lease: Lease | None = old[0]
             else:
                 lease = self.prefetcher.hand_over(key)
-                if lease is None and self.prefetcher.has_room:
+                if lease is None and self.prefetcher.has_room(key):
                     lease = self.cpu.hold(key)
             if lease is not None:
                 self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])

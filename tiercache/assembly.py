@@ -21,10 +21,13 @@ from tiercache.device.driver import DeviceError, Driver
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
+from tiercache.memory.slots import SlotPool
+from tiercache.memory.workers import Workers
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.tier_reader import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
+from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.mounts import file_system_of
 from tiercache.tiers.files.settings import FileSettings
@@ -35,6 +38,7 @@ from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import BUILT_IN, make_remote
+from tiercache.tiers.tenants import TenantCpuTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 logger = logging.getLogger("tiercache")
@@ -95,6 +99,23 @@ def make_twin() -> TwinDriver:
     return TwinDriver(available_memory_bytes() or 1 << 30)
 
 
+def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
+    """The hot cache. Raises ConfigError for a quota that holds no chunk."""
+    quota_bytes = config.tenant_arena_bytes
+    if not quota_bytes or not config.local_cpu:
+        return CpuTier(pool, copiers, policy=config.cache_policy, keep=config.local_cpu)
+    _check_quota("tenant_max_local_cpu_size", quota_bytes, pool.slot_bytes)
+    return TenantCpuTier(pool, copiers, quota_bytes, config.prefetch_share, policy=config.cache_policy)
+
+
+def _check_quota(key: str, quota_bytes: int, needed_bytes: int) -> None:
+    if 0 < quota_bytes < needed_bytes:
+        raise ConfigError(
+            f"{key}: {quota_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, lower "
+            "chunk_size, or set it to 0: no quota"
+        )
+
+
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
     """The tiers of the plan below the hot cache, in its order. Raises ConfigError for a cap that holds no chunk, a library
     that is missing, settings that do not do."""
@@ -102,13 +123,20 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     for planned in below:
         if planned.state == ON:
             _check_cap(planned, file_bytes(layout.chunk_bytes))
+            _check_quota(_quota_key(planned), planned.tenant_bytes, file_bytes(layout.chunk_bytes))
     tiers = [make_tier(config, layout, device, planned) for planned in below if planned.state == ON]
     _check_no_directory_is_used_twice(tiers)
     return tiers
 
 
 _CAPS = {"disk": "max_local_disk_size", "gds": "max_gds_size", "weka": "max_gds_size", "hf3fs": "max_hf3fs_size"}
-"""The keys of caps, by kind; fs has one for each instance."""
+"""The keys of caps, by kind; fs has one for each instance. Those of quotas are the same with tenant_ before them."""
+
+
+def _quota_key(planned: PlannedTier) -> str:
+    if planned.kind in _CAPS:
+        return f"tenant_{_CAPS[planned.kind]}"
+    return f"{PLUGIN_PREFIX}{planned.name}.tenant_max_size"
 
 
 def _check_cap(planned: PlannedTier, needed_bytes: int) -> None:
@@ -165,6 +193,7 @@ def _disk(config: Config, layout: Layout, device: Device | None, planned: Planne
         file_access=config.file_access,
         compression=config.disk_compression,
         item_bytes=layout.item_bytes,
+        tenant_bytes=planned.tenant_bytes,
     )
     return DiskTier(settings, layout.fingerprint)
 
@@ -192,6 +221,7 @@ def _gds(config: Config, layout: Layout, device: Device | None, planned: Planned
         file_access=config.file_access,
         way="auto" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
+        tenant_bytes=planned.tenant_bytes,
     )
     return GdsTier(settings, layout.fingerprint, device)
 
@@ -213,6 +243,7 @@ def _weka(config: Config, layout: Layout, device: Device | None, planned: Planne
         policy=policy_below(config),
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
+        tenant_bytes=planned.tenant_bytes,
         file_access=config.file_access,
     )
     return WekaTier(settings, layout.fingerprint, device)
@@ -237,6 +268,7 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
         durable=config.disk_durability == "fdatasync",
         policy=policy_below(config),
         file_access=config.file_access,
+        tenant_bytes=planned.tenant_bytes,
         mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
         iov_bytes=config.hf3fs_iov_size,
         chunk_bytes=layout.chunk_bytes,

@@ -51,7 +51,7 @@ class TierCache:
         self.layout = layout
         self._driver = device
         self._naming = naming
-        self.namespace = layout.namespace(config.tenant_salt)
+        self.namespace, _ = self._named = layout.named_by(config.tenant_salt)
         self._thread = 0
         """The one that the loop ran in last."""
         self._started = False
@@ -142,9 +142,11 @@ class TierCache:
         """What is known about requests to come."""
         return self.parts.ahead
 
-    def keys(self, tokens: Sequence[int] | np.ndarray) -> list[ChunkKey]:
-        """Keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set."""
-        return chunk_keys(self.namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk)
+    def keys(self, tokens: Sequence[int] | np.ndarray, *, salt: str = "") -> list[ChunkKey]:
+        """Keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set. `salt` is a
+        tenant's, beside the cache's own `tenant_salt`: tenants share no chunk, and each has his quota."""
+        namespace, tenant = self.layout.named_by(self.config.tenant_salt, salt) if salt else self._named
+        return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk, tenant=tenant)
 
     # Writing
 

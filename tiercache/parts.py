@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from tiercache.ahead import Ahead, check_loop, check_number
-from tiercache.assembly import arena_settings, make_device, make_fan_out, reader_settings
+from tiercache.assembly import arena_settings, make_cpu, make_device, make_fan_out, reader_settings
 from tiercache.closing import Closing, Part
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
@@ -224,7 +224,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     if device is not None:
         device.begin()
         await to_the_end(copiers.submit(device.pin, arena.memory))
-    cpu = CpuTier(pool, copiers, policy=config.cache_policy, keep=config.local_cpu)
+    cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     closing.taken.push_async_callback(closing.let_end)
     closing.taken.push_async_callback(cpu.close)

@@ -53,7 +53,8 @@ def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
     assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis", "lm"]
     assert [tier["state"] for tier in tiers] == ["on"] * 6 + ["not available in this version"]
     assert tiers[1] == {
-        "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "state": "on", "note": "",
+        "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "tenant_bytes": 0, "state": "on",
+        "note": "",
     }  # fmt: skip
 
 

@@ -168,7 +168,7 @@ async def test_without_the_token_nothing_is_said_or_done(cache: TierCache, serve
         ("prefetch", b'{"lora": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001, 400, "malformed", "nested too deep"),
         ("prefetch", b"\xff\xfe", 400, "malformed", "malformed body"),
         ("progress", b'{"handle": "none"}', 404, "unknown", "no prefetch 'none'"),
-        ("lookup", b'{"tokens": [1], "cache_salt": "x"}', 409, "refused", "in vLLM only"),
+        ("lookup", b'{"tokens": [1], "lora": {"name": "a", "path": "/a"}}', 409, "refused", "in vLLM only"),
         ("prefect", b"{}", 404, "unknown", "no command 'prefect'; known are prefetch, "),
     ],
 )

@@ -178,11 +178,17 @@ async def test_what_is_not_a_message_gets_a_sentence(
     assert re.search(says, answer["error"]["message"])
 
 
-async def test_engine_words_are_refused_without_an_engine(cache: TierCache, place: Path) -> None:
-    for more in ({"cache_salt": "t"}, {"lora": Lora("a", "/a")}):
-        with pytest.raises(ControlError, match="known to a cache in vLLM only") as caught:
-            await ask(place, Lookup(tokens=TOKENS, **more))  # type: ignore[arg-type]
-        assert caught.value.kind == "refused"
+async def test_an_adapter_is_refused_without_an_engine(cache: TierCache, place: Path) -> None:
+    with pytest.raises(ControlError, match="known to a cache in vLLM only") as caught:
+        await ask(place, Lookup(tokens=TOKENS, lora=Lora("a", "/a")))
+    assert caught.value.kind == "refused"
+
+
+async def test_tokens_with_a_salt_are_the_chunks_of_that_tenant(cache: TierCache, place: Path) -> None:
+    keys = cache.keys(TOKENS, salt="tenant")
+    await cache.put_many(keys[:2], [bytes(LAYOUT.chunk_bytes)] * 2)
+    for question in (Lookup(tokens=TOKENS, cache_salt="tenant"), Lookup(keys=[key.hex() for key in keys])):
+        assert (await ask(place, question))["found"] == 2
 
 
 async def test_cache_without_a_hot_tier_refuses_to_prefetch(tmp_path: Path, place: Path) -> None:

@@ -79,7 +79,7 @@ def test_queue_of_nothing_but_items_aside_keeps_its_bounds() -> None:
     ],
 )
 def test_what_is_no_key_is_a_sentence(wrong: object, error: type[Exception], found: str) -> None:
-    with pytest.raises(error, match=f"key: expected 24 bytes .*found {found}"):
+    with pytest.raises(error, match=f"key: expected 24 bytes, or 32 .*found {found}"):
         check_keys([A, wrong])  # type: ignore[list-item]
     with pytest.raises(error):
         check_key(wrong)  # type: ignore[arg-type]

@@ -220,3 +220,12 @@ def test_blocks_of_two_sizes_are_refused() -> None:
         survey([request(0, "a"), Request(1, [b"x"], 20, 20)])
     with pytest.raises(TraceError, match="no request"):
         survey([])
+
+
+@pytest.mark.parametrize("policy", ["LRU", "COST"])
+def test_a_scan_beside_a_trace_costs_nothing_with_quotas_and_everything_without(policy: str) -> None:
+    turns = [request(10 * number, "abcdefgh") for number in range(10)]
+    alone = simulated(turns, ram=8, policy=policy)
+    beside = simulated(turns, ram=16, policy=policy, noisy=10.0)
+    quotas = simulated(turns, ram=16, policy=policy, noisy=10.0, quotas=True)
+    assert (alone.hit, quotas.hit) == (0.9, 0.9) and beside.hit < 0.2

@@ -119,8 +119,8 @@ def test_chunk_read_in_parts_is_whole_and_pauses_between_them(tmp_path: Path, sm
     key, payload = chunk(1)
     written(tmp_path / "chunk", key, payload)
     into, pauses = page_aligned(CHUNK_BYTES), []
-    length = read_chunk_file(tmp_path / "chunk", key, FINGERPRINT, into, direct=False, pause=lambda: pauses.append(1))
-    assert length == CHUNK_BYTES and np.array_equal(into, payload)
+    header = read_chunk_file(tmp_path / "chunk", key, FINGERPRINT, into, direct=False, pause=lambda: pauses.append(1))
+    assert header.payload_bytes == CHUNK_BYTES and np.array_equal(into, payload)
     assert len(pauses) == small_parts - 1 > 1
 
 

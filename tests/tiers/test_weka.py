@@ -13,6 +13,7 @@ import pytest
 from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, is_hit, small_device
 from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical_bytes, refresher_of, store, until
+from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -366,3 +367,39 @@ def failing(code: int) -> Callable[..., int]:
         raise OSError(code, os.strerror(code))
 
     return fail
+
+
+def tenants_chunk(number: int, salt: str) -> ChunkKey:
+    return key_of(number) + tenant_tag(salt)
+
+
+async def store_for(tier: WekaTier, salt: str, numbers: range) -> None:
+    for number in numbers:
+        assert await tier.write(tenants_chunk(number, salt), chunk(number)[1], CHUNK_BYTES)
+
+
+def of_tenant(directory: Path, salt: str) -> int:
+    return sum(path.name.endswith(tenant_tag(salt).hex()) for path in directory.glob("00/*"))
+
+
+async def test_a_tenant_at_his_quota_makes_room_for_himself_where_another_is_elected(
+    tmp_path: Path, election: Election
+) -> None:
+    async with opened(tmp_path, 64, tenant_bytes=8 * FILE_BYTES) as tier:
+        await store_for(tier, "quiet", range(8))
+        await store_for(tier, "noisy", range(100, 140))
+        assert of_tenant(tmp_path, "noisy") == 8 == of_tenant(tmp_path, "quiet")
+        assert tier.statistics().evicted == 32 == tier.statistics().tenants[tenant_tag("noisy").hex()].evicted
+
+
+async def test_what_several_instances_wrote_above_a_quota_the_elected_one_deletes(tmp_path: Path) -> None:
+    quota = {"tenant_bytes": 8 * FILE_BYTES}
+    async with opened(tmp_path, 64, **quota) as one, opened(tmp_path, 64, **quota) as other:
+        await store_for(one, "quiet", range(8))
+        await store_for(one, "noisy", range(100, 108))
+        await store_for(other, "noisy", range(200, 208))
+        assert of_tenant(tmp_path, "noisy") == 16, "each knows of its own"
+        await asyncio.gather(one.refreshed(), other.refreshed())
+        await until(lambda: of_tenant(tmp_path, "noisy") <= 8)
+        await asyncio.gather(one.refreshed(), other.refreshed())
+        assert of_tenant(tmp_path, "noisy") == 8 == of_tenant(tmp_path, "quiet")

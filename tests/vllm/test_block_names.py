@@ -14,8 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from tiercache.core.keys import keys_from_hashes, tenant_of, tenant_tag
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.block_names import BlockNames
+from tiercache.integrations.vllm.grouped import in_parts, keys_of, names_of, needed_chunks
+from tiercache.integrations.vllm.planning import BlockGeometry, HeadParts, KvGroup
 
 
 def request(tokens: list[int], **more: Any) -> Any:
@@ -66,6 +69,37 @@ def test_own_names_grow_with_the_request() -> None:
     names = BlockNames("xxhash", 4)
     grown = names.extend(names.extend([], request(list(range(5)))), request(list(range(9))))
     assert grown == own(request(list(range(9))))
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])
+@pytest.mark.parametrize("geometry", ["one group", "two groups", "parts"])
+def test_keys_of_a_request_with_a_salt_say_whose_they_are(algorithm: str, geometry: str) -> None:
+    groups = (KvGroup(0, 4), KvGroup(1, 4, window_tokens=6))
+    places = {
+        "one group": BlockGeometry(4, 1),
+        "two groups": BlockGeometry(4, 1, groups=groups),
+        "parts": in_parts(BlockGeometry(4, 1), groups, HeadParts(4, 2, 2)),
+    }
+    found: dict[str, list[bytes]] = {}
+    for salt in ("", "quiet", "noisy"):
+        names = BlockNames(algorithm, 4).extend([], request(list(range(12)), cache_salt=salt or None))
+        if geometry != "one group":
+            names = names_of(needed_chunks(3, places[geometry]), names, places[geometry])
+        found[salt] = keys_of(b"n" * 24, names, places[geometry])
+        assert {tenant_of(key) for key in found[salt]} == {tenant_tag(salt)}
+        if geometry == "one group" and not salt:
+            assert found[salt] == keys_from_hashes(b"n" * 24, names), "as ever"
+    if algorithm == "xxhash":  # else the salt is in vLLM's hashes, which are made up here
+        bare = {key[:24] for keys in found.values() for key in keys}
+        assert len(bare) == sum(map(len, found.values())), "the salt is in what tells chunks apart, too"
+
+
+def test_a_caches_own_salt_and_a_requests_make_another_tenant_than_either() -> None:
+    both = [
+        BlockNames("sha256", 4, tenant_salt=own_salt).extend([], request(list(range(4)), cache_salt=salt))[0][32:]
+        for own_salt, salt in [("", None), ("a", None), ("", "b"), ("a", "b")]
+    ]
+    assert both == [b"", tenant_tag("a"), tenant_tag("b"), tenant_tag("a", "b")]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "xxhash"])

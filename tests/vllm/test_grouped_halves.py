@@ -92,6 +92,7 @@ class Engine:
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             block_hashes=NAMES[: tokens // TOKENS],
+            cache_salt=None,
             num_computed_tokens=0,
             num_in_flight_tokens=0,
             priority=0,

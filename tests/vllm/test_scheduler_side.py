@@ -62,6 +62,7 @@ class Engine:
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             block_hashes=NAMES[: tokens // 16],
+            cache_salt=None,
             num_computed_tokens=0,
             num_in_flight_tokens=0,
             priority=0,
@@ -499,7 +500,7 @@ class Adapter:
     def names(self, engine: Engine) -> list[bytes]:
         """Of its blocks, while what they hold is not known to be something else."""
         key = engine.side.names.adapters.key_of(self.request.lora_path).result(10)
-        return engine.side.names.extend([], cast(Any, SimpleNamespace(block_hashes=NAMES)), key)
+        return engine.side.names.extend([], cast(Any, SimpleNamespace(block_hashes=NAMES, cache_salt=None)), key)
 
 
 def test_a_request_with_an_adapter_waits_until_it_is_known_what_it_holds(engine: Engine, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place, split_paths
@@ -23,6 +23,8 @@ class PlannedTier:
     """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
     cap_bytes: int | None
     """None: no cap of its own."""
+    tenant_bytes: int = field(default=0, kw_only=True)
+    """What a tenant may have of it; 0: any part."""
     state: str = ON
     """on, off, not available in this version, or refused: the cache does not start."""
     note: str = ""
@@ -38,6 +40,7 @@ class PlannedTier:
             "kind": self.kind,
             "place": self.place,
             "cap_bytes": self.cap_bytes,
+            "tenant_bytes": self.tenant_bytes,
             "state": self.state,
             "note": self.note,
         }
@@ -53,20 +56,25 @@ def _cpu(config: ConfigFields) -> PlannedTier:
     if config.local_cpu_use_hugepages:
         place = "2 MiB huge pages"
     note = "" if config.local_cpu else "local_cpu is false: the arena stages chunks for the other tiers and keeps none"
-    return PlannedTier("cpu", "cpu", place, config.arena_bytes, ON if config.local_cpu else OFF, note)
+    state, quota_bytes = ON if config.local_cpu else OFF, config.tenant_arena_bytes
+    return PlannedTier("cpu", "cpu", place, config.arena_bytes, state, note, tenant_bytes=quota_bytes)
 
 
 def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
     if paths := config.local_disk:
         on = config.disk_bytes > 0
         note = "" if on else "max_local_disk_size is 0, which switches the disk tier off"
-        yield PlannedTier("disk", "disk", ", ".join(paths), config.disk_bytes, ON if on else OFF, note, paths)
+        state, quota_bytes = ON if on else OFF, config.tenant_disk_bytes
+        yield PlannedTier(
+            "disk", "disk", ", ".join(paths), config.disk_bytes, state, note, paths, tenant_bytes=quota_bytes
+        )
 
 
 def _gds(config: ConfigFields) -> Iterator[PlannedTier]:
     for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
         if paths:
-            yield PlannedTier(kind, kind, ", ".join(paths), config.gds_bytes or None, directories=paths)
+            cap_bytes, quota_bytes = config.gds_bytes or None, config.tenant_gds_bytes
+            yield PlannedTier(kind, kind, ", ".join(paths), cap_bytes, directories=paths, tenant_bytes=quota_bytes)
 
 
 def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
@@ -74,14 +82,21 @@ def _remotes(config: ConfigFields) -> Iterator[PlannedTier]:
         state = ON if remote.available else NOT_AVAILABLE
         directories = tuple(split_paths(remote.place)) if remote.type == "hf3fs" else ()
         yield PlannedTier(
-            remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote), directories, remote
-        )
+            remote.name, remote.type, shown_place(remote), _cap(config, remote), state, _role(remote), directories, remote,
+            tenant_bytes=_quota(config, remote),
+        )  # fmt: skip
 
 
 def _cap(config: ConfigFields, remote: Remote) -> int | None:
     if remote.type == "hf3fs":
         return config.hf3fs_bytes or None
     return int(remote.options.get("max_size", 0.0) * 2**30) or None if remote.type == "fs" else None
+
+
+def _quota(config: ConfigFields, remote: Remote) -> int:
+    if remote.type == "hf3fs":
+        return config.tenant_hf3fs_bytes
+    return int(remote.options.get("tenant_max_size", 0.0) * 2**30) if remote.type == "fs" else 0
 
 
 def _role(remote: Remote) -> str:

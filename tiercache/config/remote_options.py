@@ -133,6 +133,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("base_path", Words(paths=True), (), "directories on the mount", ("fs_base_path",)),
         Option("url", _TEXT, None, "fs://host:port/path as LMCache writes it; only the path counts"),
         Option("max_size", Number(unit="GB"), 0.0, "cap of all directories; 0: nine tenths of what is free at the start"),
+        Option("tenant_max_size", Number(unit="GB"), 0.0, "the most that a tenant may hold of it; 0: no quota"),
         Option("use_odirect", Optional(Switch()), None, "past the page cache; unset: where the mount can",
                ("fs_connector_use_odirect",)),
         Option("threads", Whole(1, 256, "threads"), 8, "threads that read and write"),

@@ -139,6 +139,14 @@ class ConfigFields:
 
     local_cpu: bool = _key(Switch(), True, "keep chunks hot in RAM; false: the arena is for staging only", tier="cpu")
     max_local_cpu_size: float = _key(Number(above=True, unit="GB"), 5.0, "RAM for chunks, per worker", tier="cpu")
+    tenant_max_local_cpu_size: float = _key(
+        Number(unit="GB"),
+        0.0,
+        "the most RAM that a tenant (a cache_salt, or all that has none) may hold, per worker: at that he evicts his own "
+        "chunks only; 0: no quota. The other tenant_max_ keys are the same for their tiers",
+        tier="cpu",
+        ours=True,
+    )
     reserve_local_cpu_size: float = _key(
         Number(unit="GB"), 0.0, "RAM of the machine to leave free: lowers max_local_cpu_size where it must", tier="cpu"
     )
@@ -175,6 +183,9 @@ class ConfigFields:
         Words(paths=True), (), "directories of the disk tier, made when missing; file:// allowed", tier="disk"
     )
     max_local_disk_size: float = _key(Number(unit="GB"), 0.0, "cap of the disk tier; 0 switches it off", tier="disk")
+    tenant_max_local_disk_size: float = _key(
+        Number(unit="GB"), 0.0, "the most of the disk tier that a tenant may hold; 0: no quota", tier="disk", ours=True
+    )
     local_disk_path_sharding: str = _key(
         Choice(("by_gpu", "by_chunk")),
         "by_gpu",
@@ -254,6 +265,9 @@ class ConfigFields:
         tier="gds",
         ours=True,
     )
+    tenant_max_gds_size: float = _key(
+        Number(unit="GB"), 0.0, "the most of the GDS or Weka tier that a tenant may hold; 0: no quota", tier="gds", ours=True
+    )
     gds_backend: str = _key(Choice(("cufile", "hipfile")), "cufile", "the library that moves the bytes", tier="gds")
     use_direct_io: bool = _key(
         Switch(), False, "true: warn where O_DIRECT does not work; it is used where it does", tier="gds", extra=True
@@ -279,6 +293,9 @@ class ConfigFields:
         "cap of a 3FS tier; 0: nine tenths of what is free there when the cache starts",
         tier="hf3fs",
         ours=True,
+    )
+    tenant_max_hf3fs_size: float = _key(
+        Number(unit="GB"), 0.0, "the most of a 3FS tier that a tenant may hold; 0: no quota", tier="hf3fs", ours=True
     )
     hf3fs_iov_size: int = _key(
         Whole(104857600, 2147483648, "bytes"),
@@ -322,6 +339,23 @@ class ConfigFields:
     @property
     def arena_bytes(self) -> int:
         return int(self.max_local_cpu_size * GB)
+
+    @property
+    def tenant_arena_bytes(self) -> int:
+        """What a tenant may hold of the arena, and below of other tiers; 0: no quota."""
+        return int(self.tenant_max_local_cpu_size * GB)
+
+    @property
+    def tenant_disk_bytes(self) -> int:
+        return int(self.tenant_max_local_disk_size * GB)
+
+    @property
+    def tenant_gds_bytes(self) -> int:
+        return int(self.tenant_max_gds_size * GB)
+
+    @property
+    def tenant_hf3fs_bytes(self) -> int:
+        return int(self.tenant_max_hf3fs_size * GB)
 
     @property
     def disk_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tiercache.control.served import ServedCache
 from tiercache.core.breaker import BreakerState
 from tiercache.core.distribution import SECONDS, Distribution
+from tiercache.core.tenants import MOST_SHOWN
 
 Figures = Mapping[str, Any]
 """What a cache answers to `Statistics`: plain dictionaries, as `figures_of` makes them."""
@@ -143,6 +144,15 @@ def _hits(figures: Figures) -> Iterator[Row]:
         yield (tier,), chunks
 
 
+def _tenant(key: str) -> Callable[[Figures], Iterable[Row]]:
+    def rows(figures: Figures) -> Iterator[Row]:
+        for tier, values in figures["statistics"]["tiers"].items():
+            for tenant, held in values["tenants"].items():
+                yield (tier, tenant), held[key]
+
+    return rows
+
+
 def _tier(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
     return Family(f"tiercache_tier_{key}", kind, text, ("tier",), _of_tiers(key))
 
@@ -154,6 +164,26 @@ def _writer(kind: Literal["counter", "gauge"], key: str, text: str) -> Family:
 def _reader(key: str, text: str) -> Family:
     return Family(f"tiercache_reader_{key}", "counter", text, (), _of_readers(key))
 
+
+TENANTS = (
+    Family(
+        "tiercache_tenant_bytes",
+        "gauge",
+        f"Bytes of a tier that a tenant holds, by the tag that his salt is hashed to: the {MOST_SHOWN} that hold most, and "
+        "the rest as one. Where tenants have quotas.",
+        ("tier", "tenant"),
+        _tenant("held_bytes"),
+    ),
+    Family("tiercache_tenant_chunks", "gauge", "Chunks of a tenant in a tier.", ("tier", "tenant"), _tenant("chunks")),
+    Family(
+        "tiercache_tenant_evicted",
+        "gauge",
+        "Chunks of a tenant that were evicted from a tier, since he last held none.",
+        ("tier", "tenant"),
+        _tenant("evicted"),
+    ),
+)
+"""Labels come and go with tenants: for programs that show a snapshot, not for those that keep each label for ever."""
 
 FAMILIES = (
     _tier("counter", "reads", "Chunks read from a tier."),

@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 
 from tiercache.control.messages import Command, ControlError, HexKey, Prefix, Token, decode
-from tiercache.core.keys import KEY_BYTES
+from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES
 
 FROM_BYTES = 16 << 10
 """A message of that length is decoded in one go."""
 _AT_ONCE = 8192
 _MOST_TOKENS = 1 << 21
 _MOST_KEYS = 1 << 16
-_KEY_HEAD = bytes([0xD9, 2 * KEY_BYTES])
-_PACKED_KEY_BYTES = len(_KEY_HEAD) + 2 * KEY_BYTES
+_KEY_HEADS = (bytes([0xD9, 2 * KEY_BYTES]), bytes([0xD9, 2 * TAGGED_KEY_BYTES]))
 
 _tokens: msgspec.msgpack.Decoder[list[int]] = msgspec.msgpack.Decoder(list[Token])
 _keys: msgspec.msgpack.Decoder[list[str]] = msgspec.msgpack.Decoder(list[HexKey])
@@ -94,15 +93,18 @@ def _key_list(packed: bytes | bytearray, position: int) -> Generator[None, None,
     count, position = _count(packed, position, 0x90, 0xDC)
     _check_count("keys", count, _MOST_KEYS)
     keys: list[str] = []
+    head = bytes(packed[position : position + 2])  # of all: the keys of a prefix have all a tag, or none has one
+    size = len(head) + head[-1] if head in _KEY_HEADS else 0
     for first in range(0, count, _AT_ONCE):
         some = min(_AT_ONCE, count - first)
-        end = position + some * _PACKED_KEY_BYTES
+        end = position + some * size
         part = packed[position:end]
-        for place, byte in enumerate(_KEY_HEAD):
-            if part[place::_PACKED_KEY_BYTES].count(byte) != some:
-                raise ControlError(
-                    "malformed", f"malformed message: Expected {2 * KEY_BYTES} hex digits - at or behind `$.keys[{first}]`"
-                )
+        if not size or any(part[place::size].count(byte) != some for place, byte in enumerate(head)):
+            raise ControlError(
+                "malformed",
+                f"malformed message: Expected {2 * KEY_BYTES} hex digits, or {2 * TAGGED_KEY_BYTES} in all keys "
+                f"- at or behind `$.keys[{first}]`",
+            )
         keys += _elements(_keys, part, some, "keys", first)
         position = end
         yield

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from tiercache.core.keys import KEY_BYTES
+from tiercache.core.keys import HEX_KEY
 from tiercache.errors import TierCacheError
 
 LARGEST_MESSAGE_BYTES = 8 << 20
@@ -18,7 +18,7 @@ LONGEST_S = 7 * 86400.0
 LONGEST_NAME = 256
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-HexKey = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * KEY_BYTES}}}$")]
+HexKey = Annotated[str, msgspec.Meta(pattern=f"^{HEX_KEY}$")]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_NAME)]
 Word = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]

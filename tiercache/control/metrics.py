@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiercache.control.families import FAMILIES, Family, Figures
+from tiercache.control.families import FAMILIES, TENANTS, Family, Figures
 from tiercache.core.distribution import Distribution
 
 
@@ -34,7 +34,7 @@ class _Snapshot(Collector):
             if not isinstance(answer, Exception):
                 found.append((path.name, answer))
         yield up
-        for family in FAMILIES:
+        for family in (*FAMILIES, *TENANTS):
             yield _metric(family, found)
 
 

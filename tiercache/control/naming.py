@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tiercache.control.messages import ControlError, Prefix
 from tiercache.control.served import ServedCache
-from tiercache.core.keys import ChunkKey, chunk_keys
+from tiercache.core.keys import KEY_BYTES, ChunkKey, chunk_keys
 
 _TOKENS_AT_ONCE = 16 << 10
 _KEYS_AT_ONCE = 8 << 10
@@ -36,28 +36,29 @@ class TokenNaming:
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is not None:
             return given
-        if prefix.cache_salt or prefix.lora is not None:
+        if prefix.lora is not None:
             raise ControlError(
-                "refused", "cache_salt and lora are known to a cache in vLLM only; this one names chunks by their token ids"
+                "refused", "lora is known to a cache in vLLM only; this one names chunks by their token ids"
             )
         async with self._naming:
-            return await _hashed(cache, prefix.tokens or ())
+            return await _hashed(cache, prefix.tokens or (), prefix.cache_salt)
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         return await self.keys(cache, prefix)
 
 
-async def _hashed(cache: ServedCache, tokens: Sequence[int]) -> list[ChunkKey]:
+async def _hashed(cache: ServedCache, tokens: Sequence[int], salt: str) -> list[ChunkKey]:
     """`cache.keys` in steps: a chunk's key is what the next one's is made from."""
     chunk_tokens = cache.layout.chunk_tokens
+    namespace, tenant = cache.layout.named_by(cache.config.tenant_salt, salt)
     step = max(1, _TOKENS_AT_ONCE // chunk_tokens) * chunk_tokens
     keys: list[ChunkKey] = []
     for start in range(0, len(tokens), step):
         if start:
             await asyncio.sleep(0)
-        before = keys[-1] if keys else cache.namespace
+        before = keys[-1][:KEY_BYTES] if keys else namespace
         part = tokens[start : start + step]
-        keys += chunk_keys(before, part, chunk_tokens, partial=cache.config.save_unfull_chunk)
+        keys += chunk_keys(before, part, chunk_tokens, partial=cache.config.save_unfull_chunk, tenant=tenant)
     return keys
 
 

@@ -25,6 +25,9 @@ from tiercache.tables import show_figures
 
 _HEADERS = ("tier", "hits", "hit %", "read MB", "MB/s", "ms", "written MB", "MB/s", "ms", "queue", "evicted", "failed")
 
+_MOST_TENANTS = 8
+"""Of each tier."""
+
 Answers = Mapping[Path, "dict[str, Any] | ControlError"]
 
 
@@ -78,6 +81,8 @@ def tables_of(answers: Answers, before: Answers, elapsed_s: float) -> Iterator[T
             continue
         known = before.get(path)
         yield _table(path.name, answer, None if isinstance(known, ControlError) else known, elapsed_s)
+        if any(tier["tenants"] for tier in answer["statistics"]["tiers"].values()):
+            yield _tenants(path.name, answer)
 
 
 def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float) -> Table:
@@ -92,6 +97,19 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
     for row in rows_of(figures, before, elapsed_s):
         style = None if set(row[-2:]) <= {BreakerState.CLOSED.value, ""} else "red"
         table.add_row(*row, style=style)
+    return table
+
+
+def _tenants(name: str, figures: Figures) -> Table:
+    """What the largest hold, where tenants have quotas."""
+    table = Table(title=f"{name}: tenants")
+    for number, header in enumerate(("tier", "tenant", "holds MB", "chunks", "evicted")):
+        table.add_column(header, justify="left" if number < 2 else "right")
+    for tier, values in figures["statistics"]["tiers"].items():
+        for tenant, held in list(values["tenants"].items())[:_MOST_TENANTS]:
+            table.add_row(
+                tier, tenant, f"{held['held_bytes'] / 1e6:,.1f}", f"{held['chunks']:,}", f"{held['evicted']:,}"
+            )
     return table
 
 

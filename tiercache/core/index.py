@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiercache.core.eviction import EvictionOrder
-from tiercache.core.keys import ChunkKey
+from tiercache.core.eviction import EvictionOrder, QuotaOrder
+from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+from tiercache.core.tenants import TenantStatistics
 
 
 class CappedIndex:
@@ -13,10 +14,13 @@ class CappedIndex:
 
     Methods return what the caller has to delete; they never wait and never touch the tier. `used_bytes` counts what
     is resident. About 150 bytes an entry with LRU (one ordered map; equal sizes share one integer).
+
+    With a QuotaOrder tenants have a quota. What is being written for one counts as his from `expect` on.
     """
 
-    def __init__(self, order: EvictionOrder[int]) -> None:
+    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
         self.order = order
+        self.tenants = order if isinstance(order, QuotaOrder) else None
         self.used_bytes = 0
         self._sizes: dict[int, int] = {}
         self.on_change: Callable[[ChunkKey], None] | None = None
@@ -46,6 +50,8 @@ class CappedIndex:
         if before is not None:
             entries[key] = occupied_bytes
             self.used_bytes += occupied_bytes - before
+            if occupied_bytes != before and self.tenants is not None:
+                self.tenants.shares.hold(tenant_of(key), occupied_bytes - before)
             if not cold:
                 self.order.touch(key)
             return
@@ -86,7 +92,8 @@ class CappedIndex:
         return list(dict.keys(self.order.entries))
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them.
+        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them. First
+        those of tenants who have more than their quota.
 
         Returns their keys and the bytes that each occupies; the caller deletes them.
         """
@@ -99,3 +106,45 @@ class CappedIndex:
             if self.on_change is not None:
                 self.on_change(key)
         return victims
+
+    # Tenants
+
+    @property
+    def excess_bytes(self) -> int:
+        """What tenants have beyond their quotas: these were lowered, or others have written."""
+        return self.tenants.shares.excess_bytes if self.tenants is not None else 0
+
+    def expect(self, key: ChunkKey, needed_bytes: int) -> None:
+        """So many bytes are being written for the tenant of `key`, or so many less."""
+        if self.tenants is not None:
+            self.tenants.shares.expect(tenant_of(key), needed_bytes)
+
+    def lacking_bytes(self, key: ChunkKey, needed_bytes: int = 0) -> int:
+        """What the tenant of `key` has to give up to be within his quota when `needed_bytes` more have come."""
+        return self.tenants.shares.lacking_bytes(tenant_of(key), needed_bytes) if self.tenants is not None else 0
+
+    def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
+        """Whether the tenant of `key` can have so many bytes more by giving up what he has."""
+        if self.tenants is None:
+            return True
+        tenant = tenant_of(key)
+        return self.tenants.shares.lacking_bytes(tenant, needed_bytes) <= self.tenants.shares.held_bytes(tenant)
+
+    def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
+        """As `evict`, of what the tenant of `key` has."""
+        victims: list[tuple[ChunkKey, int]] = []
+        while self.tenants is not None and needed_bytes > 0:
+            found = self.tenants.pop_victim_of(tenant_of(key))
+            if found is None:
+                break
+            victim, occupied = found
+            self.used_bytes -= occupied
+            needed_bytes -= occupied
+            victims.append((victim, occupied))
+            if self.on_change is not None:
+                self.on_change(victim)
+        return victims
+
+    def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
+        """Of every tenant; empty where there are no quotas."""
+        return self.tenants.shares.statistics() if self.tenants is not None else {}

@@ -3,6 +3,10 @@
 A key is BLAKE2b-192 of the key before it and the chunk's tokens, so it stands for the whole prefix. BLAKE2b rather than
 a fast hash because a key must not collide and must not be forgeable between tenants; 24 bytes because a Python `bytes`
 of 16 and one of 24 take the same memory.
+
+A tenant is whoever has a salt. Behind the 24 bytes a key of his has his tag, 8 bytes that the salt is hashed to: so every
+tier, every process and every restart knows whose chunk it is from its name. The salt is in the 24 bytes as well; the tag
+keeps nobody apart. A key without a salt has no tag.
 """
 
 from __future__ import annotations
@@ -15,7 +19,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 ChunkKey = bytes
+Tenant = bytes
+"""Its tag; empty for all that has no salt."""
 KEY_BYTES = 24
+"""Without a tag."""
+TAG_BYTES = 8
+TAGGED_KEY_BYTES = KEY_BYTES + TAG_BYTES
+HEX_KEY = rf"(?:[0-9a-f]{{{2 * KEY_BYTES}}}|[0-9a-f]{{{2 * TAGGED_KEY_BYTES}}})"
+"""A regular expression for a key as files and messages have it."""
 SHORTEST_HASH_BYTES = 16
 
 _TOKEN_BYTES = 4
@@ -30,11 +41,13 @@ def chunk_keys(
     chunk_tokens: int,
     *,
     partial: bool = False,
+    tenant: Tenant = b"",
 ) -> list[ChunkKey]:
     """Keys of the consecutive chunks of `tokens` (ids in 0 .. 2**32 - 1), in order.
 
-    `namespace` comes from `Layout.namespace`. A tail shorter than `chunk_tokens` gets a key only when `partial`.
-    Raises OverflowError or ValueError for an id that does not fit.
+    `namespace` comes from `Layout.namespace`, or is the key of the chunk before, without its tag. A tail shorter than
+    `chunk_tokens` gets a key only when `partial`. `tenant` is the tag of whoever's salt is in the namespace. Raises
+    OverflowError or ValueError for an id that does not fit.
     """
     raw = _token_bytes(tokens)
     step = chunk_tokens * _TOKEN_BYTES
@@ -47,13 +60,32 @@ def chunk_keys(
         digest.update(raw[start : min(start + step, end)])
         key = digest.digest()
         keys.append(key)
-    return keys
+    return [key + tenant for key in keys] if tenant else keys
+
+
+def tenant_tag(*salts: str) -> Tenant:
+    """The tag of a tenant who has these salts, of which empty ones do not count; empty where there is none.
+
+    Who can guess a salt can make its tag: a salt is to be as hard to guess as a password.
+    """
+    found = [salt.encode() for salt in salts if salt]
+    if not found:
+        return b""
+    tag = hashlib.blake2b(digest_size=TAG_BYTES, person=b"tiercache-tenant")
+    for salt in found:
+        tag.update(len(salt).to_bytes(8, "little") + salt)
+    return tag.digest()
+
+
+def tenant_of(key: ChunkKey) -> Tenant:
+    """Whose chunk it is."""
+    return key[KEY_BYTES:]
 
 
 def check_keys(keys: Iterable[ChunkKey]) -> None:
     """Raises TypeError or ValueError, with what was expected and found, unless all are keys. About 40 ns each."""
     for key in keys:
-        if type(key) is not bytes or len(key) != KEY_BYTES:
+        if type(key) is not bytes or (len(key) != KEY_BYTES and len(key) != TAGGED_KEY_BYTES):
             raise _no_key(key)
 
 
@@ -66,19 +98,20 @@ def check_one_each(keys: Sequence[ChunkKey], things: Sequence[object], name: str
 
 def check_key(key: ChunkKey) -> None:
     """As `check_keys`, for one."""
-    if type(key) is not bytes or len(key) != KEY_BYTES:
+    if type(key) is not bytes or (len(key) != KEY_BYTES and len(key) != TAGGED_KEY_BYTES):
         raise _no_key(key)
 
 
 def _no_key(found: object) -> Exception:
-    expected = f"key: expected {KEY_BYTES} bytes (from `cache.keys` or `keys_from_hashes`), found"
+    expected = f"key: expected {KEY_BYTES} bytes, or {TAGGED_KEY_BYTES} (from `cache.keys` or `keys_from_hashes`), found"
     if isinstance(found, bytes):
         return ValueError(f"{expected} {len(found)} bytes")
     return TypeError(f"{expected} {type(found).__name__}")
 
 
-def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes]) -> list[ChunkKey]:
-    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves.
+def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes], tenant: Tenant = b"") -> list[ChunkKey]:
+    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves, and where
+    there is a `tenant` (from `tenant_tag`) his salt must be in them, or in the namespace.
 
     Raises TypeError or ValueError for what cannot be one: anything but bytes, or fewer than 16 of them.
     """
@@ -91,7 +124,8 @@ def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes]) -> list[ChunkKey
                 f"{len(value)} at position {position}"
             )
     blake2b = hashlib.blake2b
-    return [blake2b(value, digest_size=KEY_BYTES, key=namespace).digest() for value in hashes]
+    keys = [blake2b(value, digest_size=KEY_BYTES, key=namespace).digest() for value in hashes]
+    return [key + tenant for key in keys] if tenant else keys
 
 
 def _token_bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:

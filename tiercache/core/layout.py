@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from tiercache.core.compression import item_bytes
+from tiercache.core.keys import KEY_BYTES, Tenant, tenant_tag
 
 FINGERPRINT_BYTES = 16
 
@@ -80,7 +81,7 @@ class Layout:
     def keeps(self, key: bytes) -> bool:
         """Whether it is for this rank, among those that hold the same bytes, to write the chunk `key` to tiers that they
         share. Each of them has an equal part of all keys."""
-        return int.from_bytes(key[-4:]) % self.replicas == self.rank % self.replicas
+        return int.from_bytes(key[KEY_BYTES - 4 : KEY_BYTES]) % self.replicas == self.rank % self.replicas
 
     @cached_property
     def fingerprint(self) -> bytes:
@@ -93,8 +94,17 @@ class Layout:
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
 
-    def namespace(self, salt: str = "") -> bytes:
-        """The seed of the key chain: layouts and tenants (`salt`) never share a key. 24 bytes."""
-        seed = hashlib.blake2b(self.fingerprint, digest_size=24, person=b"tiercache-space1")
+    def namespace(self, salt: str = "", request_salt: str = "") -> bytes:
+        """The seed of the key chain: layouts and tenants never share a key. `salt` is the whole cache's, a `request_salt` is
+        one request's. 24 bytes."""
+        seed = hashlib.blake2b(self.fingerprint, digest_size=KEY_BYTES, person=b"tiercache-space1")
         seed.update(salt.encode())
-        return seed.digest()
+        if not request_salt:
+            return seed.digest()
+        return hashlib.blake2b(
+            request_salt.encode(), digest_size=KEY_BYTES, key=seed.digest(), person=b"tiercache-space2"
+        ).digest()
+
+    def named_by(self, salt: str, request_salt: str = "") -> tuple[bytes, Tenant]:
+        """The namespace of a tenant and his tag: what `chunk_keys` makes his keys with."""
+        return self.namespace(salt, request_salt), tenant_tag(salt, request_salt)

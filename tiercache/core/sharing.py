@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiercache.core.eviction import EvictionOrder
+from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 
@@ -15,7 +15,7 @@ DIRECTORIES = 256
 class SharedIndex(CappedIndex):
     """A CappedIndex that can be compared with a listing of one of the directories. About 60 bytes an entry more."""
 
-    def __init__(self, order: EvictionOrder[int]) -> None:
+    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
         super().__init__(order)
         self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
 
@@ -30,10 +30,10 @@ class SharedIndex(CappedIndex):
         return super().remove(key)
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        victims = super().evict(needed_bytes, most)
-        for key, _ in victims:
-            self._groups[key[0]].discard(key)
-        return victims
+        return self._without(super().evict(needed_bytes, most))
+
+    def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
+        return self._without(super().evict_own(key, needed_bytes))
 
     def group(self, directory: int) -> frozenset[ChunkKey]:
         """The chunks known in a directory, as they are now."""
@@ -52,6 +52,11 @@ class SharedIndex(CappedIndex):
         for key in gone:
             self.remove(key)
         return gone
+
+    def _without(self, victims: list[tuple[ChunkKey, int]]) -> list[tuple[ChunkKey, int]]:
+        for key, _ in victims:
+            self._groups[key[0]].discard(key)
+        return victims
 
 
 class Freshness:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
+from tiercache.core.keys import ChunkKey
 
 T = TypeVar("T")
 
@@ -19,12 +20,13 @@ class Turn(Generic[T]):
 
     outcome: asyncio.Future[T | None]
     tier: str | None
+    key: ChunkKey | None
 
 
 class Turns(Generic[T]):
     def __init__(
         self,
-        take: Callable[[Purpose, str | None], T | None],
+        take: Callable[[Purpose, str | None, ChunkKey | None], T | None],
         give_back: Callable[[T, Purpose], None],
         *,
         by_tier: bool = False,
@@ -34,16 +36,20 @@ class Turns(Generic[T]):
         self._take = take
         self._give_back = give_back
         self._by_tier = by_tier
+        self.stands_aside: Callable[[Purpose, ChunkKey | None], bool] = _never
+        """Whether it is his own affair that who waits for this chunk gets nothing: others do not wait for him."""
         self.waiting: list[deque[Turn[T]]] = [deque() for _ in Purpose]
         self.waiters = 0
         self.closed = False
 
-    async def wait(self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None) -> T | None:
+    async def wait(
+        self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
+    ) -> T | None:
         """One by a loop time that may move meanwhile; None at that time, and when all is closed. Cancelled, it holds
         nothing."""
-        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier)) is not None:
+        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier, key)) is not None:
             return taken
-        requested = self.request(purpose, tier)
+        requested = self.request(purpose, tier, key)
         came = False
         try:
             came = await done_by(requested, until_s)
@@ -52,10 +58,12 @@ class Turns(Generic[T]):
                 self.withdraw(purpose, requested)
         return requested.result() if came else None
 
-    def request(self, purpose: Purpose, tier: str | None = None) -> asyncio.Future[T | None]:
+    def request(
+        self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None
+    ) -> asyncio.Future[T | None]:
         """One as soon as there is one; None: all is closed. Who gives up says so with `withdraw`; else it is his. `tier` is
-        what somebody reads from."""
-        turn: Turn[T] = Turn(asyncio.get_running_loop().create_future(), tier)
+        what somebody reads from, `key` the chunk that it is for."""
+        turn: Turn[T] = Turn(asyncio.get_running_loop().create_future(), tier, key)
         if self.closed:
             turn.outcome.set_result(None)
         else:
@@ -84,8 +92,10 @@ class Turns(Generic[T]):
             waiting = self.waiting[purpose]
             while waiting:
                 for turn in waiting:
-                    taken = self._take(purpose, turn.tier)
-                    if taken is not None or purpose is not READ or not self._by_tier:
+                    taken = self._take(purpose, turn.tier, turn.key)
+                    if taken is not None:
+                        break
+                    if not (purpose is READ and self._by_tier) and not self.stands_aside(purpose, turn.key):
                         break
                 if taken is None:
                     break
@@ -100,6 +110,10 @@ class Turns(Generic[T]):
             while waiting:
                 self.waiters -= 1
                 waiting.popleft().outcome.set_result(None)
+
+
+def _never(purpose: Purpose, key: ChunkKey | None) -> bool:
+    return False
 
 
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:

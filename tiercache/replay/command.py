@@ -46,6 +46,8 @@ class Options:
     strict: bool = False
     limit: int | None = None
     repeat: int = 1
+    noisy: float = 0.0
+    """Each setting also in twice the memory beside a tenant that scans, with quotas and without."""
     session_interval_s: float = 0.0
     json_file: Path | None = None
     plot_file: Path | None = None
@@ -133,12 +135,23 @@ def _rows(options: Options, trace: Trace, looked: Survey, measure_from: int) -> 
         yield _simulated("no cache", options.base, trace, looked, measure_from)
     for ram, flash, setting in settings:
         yield _simulated(_name(options, setting), setting, trace, looked, measure_from, ram, flash)
+        for quotas in (False, True) if options.noisy else ():
+            name = f"{_name(options, setting)}, noisy{', quotas' if quotas else ''}"
+            shared = _beside_a_scan(setting, options.noisy, quotas)
+            yield _simulated(name, shared, trace, looked, measure_from, f"2 x {ram}", f"2 x {flash}")
     if options.bounds:
         bounded = {total for total in sizes if total < _UNBOUNDED}
         for total, hit in sorted(optimal_hits(trace, bounded, measure_from).items()):
             yield Row("optimal", sizes[total], ram_blocks=total, ram_gib=total * block_bytes / 2**30, hit=hit)
         unbounded = replace(options.base, ram_blocks=_UNBOUNDED)
         yield _simulated("infinite", unbounded, trace, looked, measure_from)
+
+
+def _beside_a_scan(setting: Setting, noisy: float, quotas: bool) -> Setting:
+    flash_blocks = None if setting.flash_blocks is None else 2 * setting.flash_blocks
+    return replace(
+        setting, ram_blocks=2 * setting.ram_blocks, flash_blocks=flash_blocks, noisy=noisy, quotas=quotas
+    )
 
 
 def _variants(options: Options, ram_blocks: int, flash_blocks: int | None) -> Iterator[Setting]:
@@ -214,6 +227,8 @@ def _check(options: Options) -> None:
     lists = (options.ram, options.flash, options.policies, options.admissions, options.gib_per_day, options.prefetch)
     if options.real is not None and any(len(values) != 1 for values in lists):
         raise SettingError("--real: expected one setting, found lists of sizes, policies, admissions or prefetches")
+    if options.noisy and (options.real is not None or "all" in options.ram):
+        raise SettingError("--noisy: expected a size of the hot cache, and no --real")
     if not 0 <= options.measure_from < 1:
         raise SettingError(f"--measure-from: expected a part from 0 to below 1, found {options.measure_from:g}")
     for file in (options.json_file, options.plot_file):

@@ -52,6 +52,10 @@ class Setting:
     """Programs are wrong about when, by up to this part of the time that they say, evenly and either way."""
     least_probability: float = 0.8
     """That a prefetched chunk is used before it is evicted."""
+    noisy: float = 0.0
+    """Another tenant stores so many blocks for each one of the trace, and none twice."""
+    quotas: bool = False
+    """A tenant may hold half of RAM, and half of the flash."""
     hardware: Hardware = Hardware()
 
 

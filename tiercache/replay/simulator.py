@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, make_admission
-from tiercache.core.eviction import make_order
+from tiercache.core.eviction import make_byte_order
 from tiercache.core.index import CappedIndex
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import KEY_BYTES, ChunkKey, tenant_of, tenant_tag
 from tiercache.core.prefetch import Fetch, PrefetchPlan
 from tiercache.replay.figures import Figures
 from tiercache.replay.formats import Request
 from tiercache.replay.programs import Programs
 from tiercache.replay.setting import Setting
+
+_NOISY_TAG = tenant_tag("noisy")
+_NOISY_BLOCKS = 16
+"""Of each request of the tenant that scans."""
 
 
 class Simulator:
@@ -30,16 +35,20 @@ class Simulator:
         hardware = setting.hardware
         self.block_bytes = block_tokens * hardware.bytes_per_token
         self.figures = Figures()
-        self.ram: CappedIndex = CappedIndex(make_order(setting.policy))
+        half_bytes = self.block_bytes // 2 if setting.quotas else 0
+        self.ram: CappedIndex = CappedIndex(make_byte_order(setting.policy, setting.ram_blocks * half_bytes))
         self.flash: CappedIndex | None = None
         if setting.flash_blocks is None or setting.flash_blocks > 0:
-            self.flash = CappedIndex(make_order(setting.flash_policy))
+            quota_bytes = (setting.flash_blocks or 0) * half_bytes
+            self.flash = CappedIndex(make_byte_order(setting.flash_policy, quota_bytes))
         self.admission = make_admission(setting.admission, REMEMBERED_KEYS)
         self.governor = Governor(setting.flash_bytes_per_day)
         self._ram_cap_bytes = setting.ram_blocks * self.block_bytes
         self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
         self._flash_free_s = 0.0
         self._engines = [0.0] * hardware.engines
+        self._scanned = 0
+        self._to_scan = 0.0
         self._measuring = False
         self._prefetched_s = 0.0
         self._coming: tuple[Fetch, float] | None = None
@@ -59,6 +68,7 @@ class Simulator:
                     programs.plan.accounts.clear()
             if programs is not None:
                 self._until(programs, request.time_s)
+            self._scan(request)
             self._arrive(request)
             figures.all_requests += 1
             figures.span_s = request.time_s
@@ -105,19 +115,41 @@ class Simulator:
         if fetch.key in ram:
             plan.transfers.fetched(fetch.key)
             return
-        if ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
-            if not plan.finds_room(ram.order.coldest, self._renew, fetch, now_s):
+        at_quota = ram.lacking_bytes(fetch.key, self.block_bytes) > 0
+        if at_quota or ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
+            coldest = ram.order.coldest
+            if at_quota and ram.tenants is not None:
+                coldest = partial(ram.tenants.coldest_of, tenant_of(fetch.key))
+            if not plan.finds_room(coldest, self._renew, fetch, now_s):
                 plan.no_room(fetch, now_s)
                 return
-            self._evict_ram(self.block_bytes, now_s)
+            self._make_room(fetch.key, now_s)
         ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
         ram.order.renew(fetch.key)
         plan.transfers.fetched(fetch.key)
 
-    def _evict_ram(self, needed_bytes: int, now_s: float) -> None:
-        victims = self.ram.evict(needed_bytes)
-        if self.programs is not None:
-            self.programs.plan.evicted([key for key, _ in victims], now_s)
+    def _make_room(self, key: ChunkKey, now_s: float) -> None:
+        """In RAM, for one block: what is above the quota of its tenant goes first."""
+        ram = self.ram
+        victims = ram.evict_own(key, ram.lacking_bytes(key, self.block_bytes))
+        victims += ram.evict(ram.used_bytes + self.block_bytes - self._ram_cap_bytes)
+        if self.programs is not None and victims:
+            self.programs.plan.evicted([victim for victim, _ in victims], now_s)
+
+    def _scan(self, request: Request) -> None:
+        """What another tenant stores before that request comes. Nothing of it is counted."""
+        self._to_scan += self.setting.noisy * len(request.keys)
+        while self._to_scan >= _NOISY_BLOCKS:
+            self._to_scan -= _NOISY_BLOCKS
+            parent = None
+            for _ in range(_NOISY_BLOCKS):
+                self._scanned += 1
+                key = self._scanned.to_bytes(KEY_BYTES, "big") + _NOISY_TAG
+                self._make_room(key, request.time_s)
+                self.ram.add(key, self.block_bytes, parent=parent)
+                if self.flash is not None:
+                    self._add_to(self.flash, key)
+                parent = key
 
     def _renew(self, keys: Sequence[ChunkKey]) -> None:
         entries, renew = self.ram.order.entries, self.ram.order.renew
@@ -235,9 +267,7 @@ class Simulator:
         ram = self.ram
         if key in ram.order.entries or not self._ram_cap_bytes:
             return
-        lacking_bytes = ram.used_bytes + self.block_bytes - self._ram_cap_bytes
-        if lacking_bytes > 0:
-            self._evict_ram(lacking_bytes, now_s)
+        self._make_room(key, now_s)
         ram.add(key, self.block_bytes, parent=parent)
         self.figures.inserted_blocks += 1
 
@@ -248,7 +278,11 @@ class Simulator:
         if not self.governor.allows(self.block_bytes, now_s):
             self.figures.governed_blocks += 1
             return
+        self._add_to(flash, key)
+        self.figures.flash_written_blocks += 1
+
+    def _add_to(self, flash: CappedIndex, key: ChunkKey) -> None:
         if self._flash_cap_bytes is not None:
+            flash.evict_own(key, flash.lacking_bytes(key, self.block_bytes))
             flash.evict(flash.used_bytes + self.block_bytes - self._flash_cap_bytes)
         flash.add(key, self.block_bytes)
-        self.figures.flash_written_blocks += 1

@@ -83,7 +83,7 @@ class DevicePath:
         """Returns how many of the chunks are in the cache (hot, or on their way to a device tier) when their memory may be
         changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
         pool = self.device.pool
-        size = max(1, min(pool.count // 4, self.cpu.pool.count // 4, _BATCH_BYTES // pool.slot_bytes))
+        size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
         patience = Patience(deadline_s)
         # The staging tier's too: a chunk is forgotten in both at the same time.
         passage = self.cpu.under_way.begin([key for key, _ in chunks])
@@ -173,7 +173,10 @@ class DevicePath:
             elif wants_device:
                 chunk.staged = self.staging.try_reserve(Purpose.WRITE)
             if wants_host:
-                chunk.hot = await self.cpu.reserve(Purpose.WRITE, deadline_s - loop.time())
+                # Who is at his own quota does not keep the others from their turn while he waits for himself.
+                waits_for_himself = self.cpu.turns.stands_aside(Purpose.WRITE, key)
+                left_s = 0.0 if waits_for_himself else deadline_s - loop.time()
+                chunk.hot = await self.cpu.reserve(Purpose.WRITE, left_s, key)
                 if chunk.hot is None and not wants_device:
                     self.skipped += 1
                     self._abandon(chunk)

@@ -138,7 +138,7 @@ class HostPath:
         key, length, source = item
         if key in batch.fills or put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
             return True
-        slot = self.cpu.try_reserve(WRITE)
+        slot = self.cpu.try_reserve(WRITE, None, key)
         if slot is None:
             return False
         batch.fills[key] = (slot, length, source)
@@ -148,7 +148,8 @@ class HostPath:
     async def _admit_late(self, item: _Item, batch: _Batch, put: _Put) -> None:
         """As `_admit`, waiting for a slot as long as the put may."""
         key, length, source = item
-        slot = await self.cpu.reserve(WRITE, put.patience.deadline_s - asyncio.get_running_loop().time())
+        left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
+        slot = await self.cpu.reserve(WRITE, left_s, key)
         if slot is None:
             self.skipped += 1
         # While we waited, somebody else may have begun the same chunk, or finished it.

@@ -160,11 +160,10 @@ class Prefetcher:
         """Chunks that are kept for somebody to come."""
         return len(self._holds)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more chunk that is hot may be kept: within the share, and leaving reads and writes theirs."""
+    def has_room(self, key: ChunkKey) -> bool:
+        """Whether a chunk that is hot may be kept, too: within the share, and leaving reads and writes theirs."""
         kept = len(self._holds) + len(self._reads) + self.pinned
-        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self.reader.cpu.spare
+        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self.reader.cpu.spares(key)
 
     def hand_over(self, key: ChunkKey) -> Lease | None:
         """The hold on a chunk, for whoever keeps it from now on: he counts as the one that it was fetched for."""
@@ -303,7 +302,7 @@ class Prefetcher:
         cpu = self.reader.cpu
         self._count_kept()
         while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
-            if not self.plan.finds_room(cpu.next_victim, cpu.renew, fetch, now_s):
+            if not self.plan.finds_room(partial(cpu.next_victim, fetch.key), cpu.renew, fetch, now_s):
                 # The others are worth no more and would find none either: each search takes milliseconds of the loop.
                 self.plan.no_room(fetch, now_s)
                 self._search_s = now_s + _SEARCH_PAUSE_S
@@ -336,7 +335,7 @@ class Prefetcher:
             return True  # somebody came for it already; whoever waits is told when it is here
         if not self.reader.cpu.contains(key):
             return False
-        if key not in self._holds and self.has_room:
+        if key not in self._holds and self.has_room(key):
             hold = self.reader.cpu.hold(key)
             if hold is not None:
                 self._keep(key, hold)

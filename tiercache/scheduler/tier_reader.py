@@ -240,7 +240,15 @@ class TierReader:
                     return None
             placed = await self._place(flight)
             if placed and slot is None:
-                slot = await self._slot(flight)
+                slot = self.cpu.try_reserve(purpose, self.name, key)
+                if slot is None and self.cpu.turns.stands_aside(purpose, key):
+                    # A tenant at his quota waits for himself, and others do not wait for the place that he would have.
+                    self._leave(purpose)
+                    placed = False
+                    slot = await self._slot(flight)
+                    placed = slot is not None and await self._place(flight)
+                elif slot is None:
+                    slot = await self._slot(flight)
             if not placed or slot is None or flight.forgotten or not self.may_have(key):
                 return None
             task = asyncio.create_task(read(key, self.cpu.pool.view(slot)))
@@ -259,9 +267,9 @@ class TierReader:
         return begun
 
     async def _slot(self, flight: Flight) -> Slot | None:
-        slot = self.cpu.try_reserve(flight.purpose, self.name)
+        slot = self.cpu.try_reserve(flight.purpose, self.name, flight.key)
         if slot is None:
-            slot = await self.cpu.turns.wait(flight.purpose, lambda: flight.deadline_s, self.name)
+            slot = await self.cpu.turns.wait(flight.purpose, lambda: flight.deadline_s, self.name, flight.key)
         return slot
 
     async def _place(self, flight: Flight) -> bool:
@@ -278,7 +286,7 @@ class TierReader:
         """Whether it is busy with as many reads as it takes on."""
         return len(self._begun) >= self.places or self.reads.reading >= self.cpu.budget.reads_at_once
 
-    def _take_place(self, purpose: Purpose, _: str | None) -> bool | None:
+    def _take_place(self, purpose: Purpose, *_: object) -> bool | None:
         """True if there is one for that purpose by now."""
         demand = self.taken[READ] or self.turns.waiting[READ]
         places, taken = self.places, sum(self.taken.values())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
+from tiercache.core.tenants import TenantStatistics
 from tiercache.core.traffic import KeyTraffic
 from tiercache.device.driver import Span
 from tiercache.memory.arena import Arena
@@ -49,6 +50,8 @@ class TierStatistics:
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
+    tenants: dict[str, TenantStatistics] = field(default_factory=dict)
+    """By their tags in hex, where tenants have quotas; see `tiercache.core.tenants.shown`."""
 
 
 class Tier(ABC):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
-from tiercache.core.eviction import EvictionOrder, make_order
+from tiercache.core.eviction import Order, make_order
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
@@ -38,7 +38,7 @@ class CpuTier(Tier):
         self.keep = keep
         self.budget = SlotBudget.for_arena(pool.count)
         self._entries: dict[ChunkKey, Entry] = {}
-        self._order: EvictionOrder[Entry] = make_order(policy)
+        self._order: Order[Entry] = make_order(policy)
         self._evictable = 0
         self._parked = 0
         """Entries that are out of the order."""
@@ -140,46 +140,50 @@ class CpuTier(Tier):
     # Slots
 
     @property
+    def most_slots(self) -> int:
+        """What one tenant may hold."""
+        return self.pool.count
+
+    @property
     def obtainable(self) -> int:
         """Slots that are free or evictable now."""
         return self.pool.free + self._evictable
 
-    def next_victim(self) -> ChunkKey | None:
-        """Which chunk would be evicted for a slot now; None where one is free, or none can be had."""
+    def next_victim(self, key: ChunkKey | None = None) -> ChunkKey | None:
+        """Which chunk would be evicted for a slot for `key` now; None where one is free, or none can be had."""
         while not self.pool.free and self._evictable:
-            key = self._order.coldest()
-            assert key is not None
-            if self._entries[key].held_for is None:
-                return key
+            victim = self._order.coldest()
+            assert victim is not None
+            if self._entries[victim].held_for is None:
+                return victim
             self._park(self._order.pop_victim()[1])
         return None
 
-    @property
-    def spare(self) -> bool:
-        """Whether one more resident may be kept from eviction for somebody who may come: reads and writes have enough."""
+    def spares(self, key: ChunkKey) -> bool:
+        """Whether a resident may be kept from eviction for somebody who may come: reads and writes have enough."""
         return self.budget.allows(PREFETCH, self.obtainable)
 
-    def try_reserve(self, purpose: Purpose, tier: str | None = None) -> Slot | None:
+    def try_reserve(self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait, or somebody waits
-        already. `tier` is who reads into it.
+        already. `tier` is who reads into it, `key` what the chunk will be.
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
         if self.turns.waiting[purpose]:
             return None
-        return self._take_slot(purpose, tier)
+        return self._take_slot(purpose, tier, key)
 
-    async def reserve(self, purpose: Purpose, timeout_s: float) -> Slot | None:
+    async def reserve(self, purpose: Purpose, timeout_s: float, key: ChunkKey | None = None) -> Slot | None:
         """As `try_reserve`, waiting up to `timeout_s` for leases to end. Cancelled while waiting, it holds nothing.
 
         Raises CacheClosed when the cache is closed meanwhile.
         """
-        slot = self.try_reserve(purpose)
+        slot = self.try_reserve(purpose, None, key)
         if slot is None:
             if timeout_s <= 0:
                 await asyncio.sleep(0)  # a caller that is refused again and again must not keep the loop
             until_s = asyncio.get_running_loop().time() + timeout_s
-            slot = await self.turns.wait(purpose, lambda: until_s)
+            slot = await self.turns.wait(purpose, lambda: until_s, None, key)
             if slot is None and self.turns.closed:
                 raise CacheClosed("the cache was closed while this waited for room")
         return slot
@@ -265,7 +269,7 @@ class CpuTier(Tier):
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         if key in self._entries:
             return True
-        slot = self.try_reserve(WRITE)
+        slot = self.try_reserve(WRITE, None, key)
         if slot is None:
             return False
         passage = self.under_way.begin([key])
@@ -367,9 +371,10 @@ class CpuTier(Tier):
             entry.used_meanwhile = False
             self._order.touch(entry.key)
 
-    def _evict(self) -> Slot:
-        while True:
-            key, entry = self._order.pop_victim()
+    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None]) -> Slot | None:
+        """The slot of the first victim that nobody holds; None where there is none."""
+        while (victim := pop_victim()) is not None:
+            key, entry = victim
             if entry.held_for is not None:
                 self._park(entry)
                 continue
@@ -380,13 +385,15 @@ class CpuTier(Tier):
             if self.on_evict is not None:
                 self.on_evict(key)
             return entry.slot
+        return None
 
-    def _take_slot(self, purpose: Purpose, tier: str | None) -> Slot | None:
+    def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
         if not self.budget.allows(purpose, self.obtainable, tier):
             return None
         slot = self.pool.take()
         if slot is None:
-            slot = self._evict()
+            slot = self._evict(self._order.pop_victim)
+            assert slot is not None, "what can be had is free or evictable"
         self.budget.take(purpose, tier)
         if tier is not None and purpose is READ:
             self._readers[slot] = tier

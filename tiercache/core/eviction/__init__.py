@@ -12,6 +12,7 @@ from tiercache.core.eviction.cost import CostAware
 from tiercache.core.eviction.frequency import Lfu
 from tiercache.core.eviction.recency import Fifo, Lru, Mru
 from tiercache.core.eviction.segmented import S3Fifo, Slru
+from tiercache.core.eviction.tenants import QuotaOrder, TenantOrder
 
 ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
     "LRU": Lru,
@@ -24,9 +25,32 @@ ORDERS: dict[str, type[EvictionOrder]] = {  # type: ignore[type-arg]
 }
 
 
+Order = EvictionOrder[V] | TenantOrder[V]
+
+
 def make_order(policy: str) -> EvictionOrder[V]:
     """The order called `policy` in the configuration (`cache_policy`)."""
     return ORDERS[policy.upper()]()
 
 
-__all__ = ["ORDERS", "CostAware", "EvictionOrder", "Fifo", "Lfu", "Lru", "Mru", "S3Fifo", "Slru", "make_order"]
+def make_byte_order(policy: str, tenant_bytes: int) -> EvictionOrder[int] | QuotaOrder:
+    """As `make_order`, of bytes that chunks occupy. A tenant may have `tenant_bytes` of them; 0: as many as he likes."""
+    return QuotaOrder(ORDERS[policy.upper()], tenant_bytes) if tenant_bytes else make_order(policy)
+
+
+__all__ = [
+    "ORDERS",
+    "CostAware",
+    "EvictionOrder",
+    "Fifo",
+    "Lfu",
+    "Lru",
+    "Mru",
+    "Order",
+    "QuotaOrder",
+    "S3Fifo",
+    "Slru",
+    "TenantOrder",
+    "make_byte_order",
+    "make_order",
+]

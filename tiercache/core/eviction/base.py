@@ -186,6 +186,12 @@ class EvictionOrder(ABC, Generic[V]):
         self._leave(key)
         return key, self._evict(key)
 
+    def evict(self, key: ChunkKey) -> V:
+        """Remove a resident that another order has chosen as a victim."""
+        self._path.clear()
+        self._leave(key)
+        return self._evict(key)
+
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
         self._returning = True

@@ -2,7 +2,8 @@
 
 vLLM has such names already (`request.block_hashes`): SHA-256 over the block before, the token ids, and what else changes the
 KV (name and path of the LoRA adapter, multimodal items with their place, cache salt, prompt embeddings); its seed is fixed
-unless PYTHONHASHSEED is set. What the adapter holds is added here. With a hash that is not cryptographic the seed is random
+unless PYTHONHASHSEED is set. What the adapter holds is added here, and behind the name of a request with a salt stands
+the tag of its tenant. With a hash that is not cryptographic the seed is random
 in each process, and two prefixes may be made to collide, so then we hash for ourselves what vLLM would have hashed.
 """
 
@@ -18,13 +19,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from tiercache.core.keys import tenant_tag
 from tiercache.integrations.vllm.adapters import Adapters
 from tiercache.integrations.vllm.model_in_vllm import place_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_NAME_BYTES = 32
+NAME_BYTES = 32
+"""Of a name, without its tenant's tag."""
 _AT_ONCE = 32
 """Blocks that are named without letting others run."""
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
@@ -61,13 +64,17 @@ class BlockNames:
         block_tokens: int,
         hash_tokens: int | None = None,
         adapters: Adapters | None = None,
+        tenant_salt: str = "",
     ) -> None:
-        """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block."""
+        """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block. `tenant_salt`
+        is the whole cache's, which the namespace has."""
         self.from_engine = hash_algorithm in _CRYPTOGRAPHIC
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens or block_tokens
         self._algorithm = hash_algorithm
         self._generation = b""
+        self._tenant_salt = tenant_salt
+        self._tag = tenant_tag(tenant_salt)
         self.adapters = adapters or Adapters(place_of)
 
     def forget_everything(self) -> bytes:
@@ -109,15 +116,17 @@ class BlockNames:
     def extend(self, names: list[bytes], request: Request, adapter: bytes = b"") -> list[bytes]:
         """Append the names of the blocks that `names` lacks; returns `names`. `adapter`: what `Adapters` knows of its."""
         key = self._generation + adapter
+        tag = tenant_tag(self._tenant_salt, request.cache_salt) if request.cache_salt else self._tag
         if not self.from_engine:
             for block in range(len(names), request.num_tokens // self._block_tokens):
-                names.append(self._own_name(names[-1] if names else key, request, block))
+                before = names[-1][:NAME_BYTES] if names else key
+                names.append(self._own_name(before, request, block) + tag)
             return names
         a_block = self._block_tokens // self._hash_tokens
         new = request.block_hashes[(len(names) + 1) * a_block - 1 :: a_block]
         if key:
-            new = [hashlib.blake2b(value, digest_size=_NAME_BYTES, key=key).digest() for value in new]
-        names += new
+            new = [hashlib.blake2b(value, digest_size=NAME_BYTES, key=key).digest() for value in new]
+        names += [value + tag for value in new] if tag else new
         return names
 
     def _own_name(self, before: bytes, request: Request, block: int) -> bytes:
@@ -127,4 +136,4 @@ class BlockNames:
         extra, _ = generate_block_hash_extra_keys(request, start, end, 0)
         tokens = np.asarray(request.all_token_ids[start:end], dtype="<i8").tobytes()
         content = msgspec.msgpack.encode((before, tokens, extra))
-        return hashlib.blake2b(content, digest_size=_NAME_BYTES).digest()
+        return hashlib.blake2b(content, digest_size=NAME_BYTES).digest()

@@ -150,7 +150,7 @@ class Claims:
 
     def _hold(self, key: ChunkKey) -> bool:
         lease = self.leases.get(key)
-        if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spare):
+        if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spares(key)):
             return False
         if lease is None or not lease.findable:
             found = self._cache.cpu.hold(key)

@@ -141,7 +141,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _names(self) -> BlockNames:
         algorithm = self._vllm_config.cache_config.prefix_caching_hash_algo
-        return BlockNames(algorithm, self._geometry.block_tokens, self._hash_tokens)
+        salt = self._config.tenant_salt
+        return BlockNames(algorithm, self._geometry.block_tokens, self._hash_tokens, tenant_salt=salt)
 
     @property
     def requires_kv_delivery(self) -> bool:

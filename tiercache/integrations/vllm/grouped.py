@@ -17,7 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tiercache.core.keys import ChunkKey, keys_from_hashes
+from tiercache.core.keys import TAG_BYTES, ChunkKey, keys_from_hashes
+from tiercache.integrations.vllm.block_names import NAME_BYTES
 from tiercache.integrations.vllm.planning import (
     BlockGeometry,
     BlockTransfer,
@@ -37,6 +38,8 @@ Tables = Sequence[Sequence[int]]
 
 NULL_BLOCK = 0
 
+_TAGGED_BYTES = NAME_BYTES + TAG_BYTES
+"""Of a block's name with its tenant's tag."""
 _SUFFIX_BYTES = 2
 """Behind a chunk's name: of which group it is."""
 _MOST_EMPTY = 0.1
@@ -66,10 +69,17 @@ def in_parts(geometry: BlockGeometry, groups: Sequence[KvGroup], parts: HeadPart
 
 def keys_of(namespace: bytes, names: Sequence[bytes], geometry: BlockGeometry) -> list[ChunkKey]:
     """The keys of a worker's chunks. In names, which are the same to all workers, its parts are counted from its first; in
-    keys from the first of all ranks."""
+    keys from the first of all ranks. A tenant's tag comes from the name to the end of the key."""
     if (parts := geometry.parts) is not None:
         names = [_counted_from_the_first_of_all(name, parts) for name in names]
-    return keys_from_hashes(namespace, names)
+    if not any(len(name) >= _TAGGED_BYTES for name in names):
+        return keys_from_hashes(namespace, names)
+    untagged = [name[:NAME_BYTES] + name[_TAGGED_BYTES:] if len(name) >= _TAGGED_BYTES else name for name in names]
+    keys = keys_from_hashes(namespace, untagged)
+    return [
+        key + name[NAME_BYTES:_TAGGED_BYTES] if len(name) >= _TAGGED_BYTES else key
+        for key, name in zip(keys, names, strict=True)
+    ]
 
 
 def _counted_from_the_first_of_all(name: bytes, parts: HeadParts) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.cache import TierCache
 from tiercache.core.breaker import BreakerState
+from tiercache.core.eviction import EvictionOrder
 from tiercache.testing.simulation.deletions import Deletions
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.plan import Operation
@@ -198,6 +199,7 @@ class Expected:
             self.recent.clear()
             return
         self.recent += groups
+        assert isinstance(cpu._order, EvictionOrder), "simulations are without quotas"
         left = int(_SPARED * cpu._order._most)
         held = sum(map(len, groups)) if self.cache.tiers else 0
         for group in reversed(self.recent):

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, HeaderError
+from tiercache.core.keys import HEX_KEY
 from tiercache.testing.simulation.disk import Disk
 from tiercache.testing.simulation.inodes import Directory, File
 from tiercache.testing.simulation.oracle import Violation
 
 _TOP = re.compile(r"[0-9a-f]{2}")
-_CHUNK = re.compile(r"[0-9a-f]{48}")
+_CHUNK = re.compile(HEX_KEY)
 _PENDING = re.compile(r"([0-9a-f]{32})\.(0|[1-9]\d*)")
 _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"

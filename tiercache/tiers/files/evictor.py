@@ -72,13 +72,16 @@ class Evictor:
         self._beat_s = 0.0
 
     @property
-    def above_high(self) -> bool:
+    def is_due(self) -> bool:
+        """Whether the count is too high, or a tenant has more than his quota."""
         volume = self.shelf.volume
-        return volume.ledger.counted_bytes > volume.cap_bytes * self.settings.high
+        return (
+            volume.ledger.counted_bytes > volume.cap_bytes * self.settings.high or self.shelf.index.excess_bytes > 0
+        )
 
     def evict_if_due(self) -> None:
         """Begin to evict if it is time."""
-        if self.above_high:
+        if self.is_due:
             self._call.set()
 
     def look_again(self) -> None:
@@ -117,7 +120,7 @@ class Evictor:
 
     async def _keep_below(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while self._goals or self.above_high:
+        while self._goals or self.is_due:
             await self._ask(self.shelf.volume.ledger.refresh)
             self._tell()
             if self._goal_bytes() and self.shelf.scanned and await self._elected() and await self._evict():
@@ -173,7 +176,8 @@ class Evictor:
 
     def _goal_bytes(self) -> int:
         volume = self.shelf.volume
-        return eviction_goal_bytes(volume.ledger.counted_bytes, volume.cap_bytes, self.settings.low, self._goals)
+        goal_bytes = eviction_goal_bytes(volume.ledger.counted_bytes, volume.cap_bytes, self.settings.low, self._goals)
+        return max(goal_bytes, self.shelf.index.excess_bytes)
 
     def _tell(self) -> None:
         """Let those who wait for room look again."""

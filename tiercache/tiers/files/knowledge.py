@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from tiercache.core.eviction import make_order
+from tiercache.core.eviction import make_byte_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
@@ -28,7 +28,8 @@ class OwnIndex(Knowledge):
         self._shelves = shelves
 
     def make_index(self) -> CappedIndex:
-        return CappedIndex(make_order(self._shelves.settings.policy))
+        settings = self._shelves.settings
+        return CappedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
     def follow_deletions(self, shelf: Shelf) -> None:
         deletions = Deletions(self._shelves, shelf)
@@ -64,7 +65,8 @@ class FollowedIndex(OwnIndex):
         self._watchers = Workers(f"{shelves.name}-refresh", len(shelves.settings.directories))
 
     def make_index(self) -> CappedIndex:
-        return SharedIndex(make_order(self._shelves.settings.policy))
+        settings = self._shelves.settings
+        return SharedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
     def follow_deletions(self, shelf: Shelf) -> None:
         """Its refresher does."""

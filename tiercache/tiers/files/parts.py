@@ -145,7 +145,7 @@ class Room(ABC):
 
     @abstractmethod
     async def trim(self, shelf: Shelf) -> None:
-        """The count was corrected, or the cap was lowered: go below the cap."""
+        """The count was corrected, or the cap or a quota was lowered: go below."""
 
     def evict_if_due(self, shelf: Shelf) -> None:  # noqa: B027
         """Begin to evict if it is time."""

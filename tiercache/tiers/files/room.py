@@ -22,6 +22,11 @@ background."""
 _DELETING_THREADS = 8
 
 
+def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
+    """How much of what is above a cap, or a tenant's quota, one write makes room for itself."""
+    return 2 * needed_bytes if lacking_bytes > _OVER_THE_CAP * needed_bytes else max(0, lacking_bytes)
+
+
 class OwnRoom(Room):
     """Who writes deletes what this instance has used least."""
 
@@ -40,8 +45,7 @@ class OwnRoom(Room):
                 shelves.scan_soon(shelf)
             elif await shelves.scanned_soon(shelf):
                 deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
-        if deficit_bytes > _OVER_THE_CAP * needed_bytes:
-            deficit_bytes = 2 * needed_bytes
+        deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
         if deficit_bytes > index.used_bytes and shelf.volume is volume:
             known_bytes = volume.ledger.used_bytes
             await shelves.metadata.submit(volume.ledger.refresh)
@@ -60,7 +64,8 @@ class OwnRoom(Room):
     async def trim(self, shelf: Shelf) -> None:
         """A step at a time, so that writes get their turn."""
         volume = shelf.volume
-        while shelf.volume is volume and (excess_bytes := volume.ledger.used_bytes - volume.cap_bytes) > 0:
+        while shelf.volume is volume:
+            excess_bytes = max(volume.ledger.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
             victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
             if not victims:
                 return
@@ -80,7 +85,8 @@ class OwnRoom(Room):
 
 
 class ElectedRoom(Room):
-    """One of all instances that share a directory evicts, in the background. Who writes waits for it and deletes nothing."""
+    """One of all instances that share a directory evicts, in the background. Who writes waits for it; he deletes nothing but
+    what is above the quota of the tenant he writes for."""
 
     def __init__(self, shelves: Shelves, settings: EvictorSettings | None = None, wait_s: float = 5.0) -> None:
         """`wait_s`: how long a write waits for room."""

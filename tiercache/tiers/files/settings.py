@@ -40,8 +40,15 @@ class FileSettings:
     """What is done to payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
     item_bytes: int = 1
     """Length of a number in them."""
+    tenant_bytes: int = 0
+    """What each tenant may have of all directories together, of each an equal share; 0: no quota."""
     beside: bool = False
     """A file is made in the directory in which it will have its name, see `Volume`."""
+
+    @property
+    def tenant_share_bytes(self) -> int:
+        """Of one directory."""
+        return self.tenant_bytes // len(self.directories)
 
     def allowance_of(self, cap_bytes: int) -> int:
         """For a directory with that cap."""

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
-from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.tiers.files.access import Access, occupied_bytes, open_regular
 from tiercache.tiers.files.count_file import Count
 from tiercache.tiers.files.owners import PENDING_NAME, Owner
 
-CHUNK_NAME = re.compile(rf"[0-9a-f]{{{KEY_BYTES * 2}}}")
+CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 

@@ -18,6 +18,7 @@ from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
 from tiercache.core.blame import Blame
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
+from tiercache.core.tenants import added_up, shown
 from tiercache.device.driver import Span
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import to_the_end
@@ -29,7 +30,7 @@ from tiercache.tiers.files.knowledge import OwnIndex
 from tiercache.tiers.files.manifest import reads_back
 from tiercache.tiers.files.parts import Knowledge, Mover, Room
 from tiercache.tiers.files.publishing import NameTaken
-from tiercache.tiers.files.room import OwnRoom
+from tiercache.tiers.files.room import OwnRoom, give_up_bytes
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.shelves import Shelves
@@ -68,6 +69,7 @@ class FileTier(DeviceTier):
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.shelves.counters
         self._blame = Blame()
+        self._evicted_for_quotas = 0
 
     @property
     def settings(self) -> FileSettings:
@@ -110,10 +112,11 @@ class FileTier(DeviceTier):
     def statistics(self) -> TierStatistics:
         shelves = self.shelves
         counters = TierStatistics(**vars(self._statistics))
-        counters.evicted = shelves.room.evicted
+        counters.evicted = shelves.room.evicted + self._evicted_for_quotas
         counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(shelf.index) for shelf in shelves.all)
         counters.occupied_bytes = sum(shelf.volume.ledger.used_bytes for shelf in shelves.all)
+        counters.tenants = shown(added_up(shelf.index.tenant_statistics() for shelf in shelves.all))
         return counters
 
     async def scanned(self) -> None:
@@ -245,11 +248,15 @@ class FileTier(DeviceTier):
             self.shelves.scan_soon(shelf)
             return False
         now_s = asyncio.get_running_loop().time()
+        index = shelf.index
+        if not index.fits(key, needed_bytes):
+            return False
         if not self.admission.admits(key) or not self.governor.allows(needed_bytes, now_s):
             return False
         began, is_latest = shelf.look_for(key), False
+        index.expect(key, needed_bytes)
         try:
-            occupied_bytes = await self._write_evicting(shelf, needed_bytes, write)
+            occupied_bytes = await self._write_evicting(shelf, key, needed_bytes, write)
         except BaseException as error:
             self.governor.give_back(needed_bytes)
             self._statistics.write_failures += 1
@@ -258,6 +265,7 @@ class FileTier(DeviceTier):
             logger.warning("a chunk cannot be stored: %s", error)
             return False
         finally:
+            index.expect(key, -needed_bytes)
             is_latest = shelf.looked(key, began)
             self.shelves.catch_up_soon(shelf)
         self.shelves.refused.pop(key, None)
@@ -268,11 +276,16 @@ class FileTier(DeviceTier):
         self._statistics.written_bytes += payload_bytes
         return True
 
-    async def _write_evicting(self, shelf: Shelf, needed_bytes: int, write: _Write) -> int:
+    async def _write_evicting(self, shelf: Shelf, key: ChunkKey, needed_bytes: int, write: _Write) -> int:
         deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
         attempt = 0
         while attempt < _ATTEMPTS:
-            victims = await self.shelves.room.make(shelf, needed_bytes, deficit_bytes)
+            own_bytes = give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes)
+            victims = await self.shelves.room.make(shelf, needed_bytes, deficit_bytes - own_bytes)
+            # Chosen only now: what was chosen before a wait would be lost if that failed.
+            own = shelf.index.evict_own(key, give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes))
+            self._evicted_for_quotas += len(own)
+            victims += own
             volume = shelf.volume
             try:
                 with shelf.leaving(victims):

@@ -66,6 +66,7 @@ def make_fs_tier(settings: RemoteSettings) -> Tier:
     engine = WekaSettings(
         directories=_directories(settings),
         cap_bytes=int(options.get("max_size", 0.0) * 2**30),
+        tenant_bytes=int(options.get("tenant_max_size", 0.0) * 2**30),
         threads=options.get("threads", _THREADS),
         direct=options.get("use_odirect"),
         durable=options.get("durability", "fdatasync") == "fdatasync",

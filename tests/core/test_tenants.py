@@ -1,0 +1,230 @@
+"""Tenants: whose chunk it is, what each holds, and who has to give up what."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tiercache.core.eviction import ORDERS, TenantOrder, make_byte_order
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
+from tiercache.core.layout import Layout
+from tiercache.core.sharing import SharedIndex
+from tiercache.core.tenants import DEFAULT, MOST_SHOWN, OTHERS, Shares, TenantStatistics, shown
+
+LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
+SALTS = ("", "quiet", "noisy")
+
+
+def key(number: int, salt: str = "") -> bytes:
+    return number.to_bytes(KEY_BYTES, "big") + tenant_tag(salt)
+
+
+def index_of(quota: int, policy: str = "LRU") -> CappedIndex:
+    return CappedIndex(make_byte_order(policy, quota))
+
+
+# Keys
+
+
+def test_a_key_says_whose_it_is_and_without_a_salt_is_as_it_was() -> None:
+    namespace, tag = LAYOUT.named_by("", "a secret")
+    tagged = chunk_keys(namespace, range(48), 16, tenant=tag)
+    check_keys(tagged)
+    assert {len(one) for one in tagged} == {TAGGED_KEY_BYTES}
+    assert {tenant_of(one) for one in tagged} == {tag} == {tenant_tag("a secret")}
+    plain = chunk_keys(LAYOUT.namespace(), range(48), 16)
+    assert LAYOUT.named_by("") == (LAYOUT.namespace(), b"")
+    assert [tenant_of(one) for one in plain] == [b""] * 3
+    assert plain[0].hex() == "418d6144ee37ad2dd1cfc5fb02d9f7ff8871ef7ee7773f8d", "what was stored before is found"
+
+
+def test_tenants_differ_by_all_of_their_salts_and_in_the_part_before_the_tag() -> None:
+    assert len({tenant_tag(*salts) for salts in [("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", "a")]}) == 6
+    assert tenant_tag("", "a") == tenant_tag("a", "") == tenant_tag("a")
+    spaces = {LAYOUT.namespace(*salts) for salts in [(), ("a",), ("", "a"), ("b",), ("a", "b"), ("b", "a")]}
+    assert len(spaces) == 6
+
+
+def test_ranks_that_hold_the_same_write_equal_parts_of_a_tenants_chunks() -> None:
+    """It was the key's last bytes that said who writes: of a tenant's keys these are all alike."""
+    ranks = [Layout("m", 16, 64, rank=rank, world_size=4, replicas=4) for rank in range(4)]
+    tagged = chunk_keys(bytes(24), range(16 * 400), 16, tenant=tenant_tag("a"))
+    parts = [sum(rank.keeps(one) for one in tagged) for rank in ranks]
+    assert sum(parts) == len(tagged) and min(parts) > 60
+
+
+# Accounts
+
+
+def test_few_tenants_are_named_and_the_rest_is_one() -> None:
+    found = {tenant_tag(str(number)): TenantStatistics(number, 1, 2) for number in range(1, MOST_SHOWN + 6)}
+    found[b""] = TenantStatistics(1000, 1)
+    named = shown(found)
+    assert len(named) == MOST_SHOWN + 1
+    assert next(iter(named)) == DEFAULT and tenant_tag(str(MOST_SHOWN + 5)).hex() in named
+    assert named[OTHERS] == TenantStatistics(1 + 2 + 3 + 4 + 5 + 6, 6, 12)
+
+
+def test_who_has_nothing_and_gets_nothing_is_forgotten() -> None:
+    shares = Shares(10)
+    shares.expect(b"t", 5)
+    shares.hold(b"t", 5, 1)
+    shares.expect(b"t", -5)
+    assert shares.holdings
+    shares.hold(b"t", -5, -1)
+    assert not shares.holdings and shares.excess_bytes == 0
+
+
+def test_what_is_on_its_way_counts() -> None:
+    index = index_of(10)
+    index.add(key(1, "a"), 6)
+    index.expect(key(2, "a"), 4)
+    assert index.lacking_bytes(key(3, "a")) == 0 and index.lacking_bytes(key(3, "a"), 1) == 1
+    assert index.fits(key(3, "a"), 6) and not index.fits(key(3, "a"), 7)
+    assert index.fits(key(3, "b"), 10) and not index.fits(key(3, "b"), 11)
+
+
+# Who goes
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_who_is_at_his_quota_gives_up_his_own(policy: str) -> None:
+    index = index_of(3, policy)
+    quiet = [key(number, "quiet") for number in range(3)]
+    for one in quiet:
+        index.add(one, 1)
+    for number in range(100, 400):
+        one = key(number, "noisy")
+        index.evict_own(one, index.lacking_bytes(one, 1))
+        index.add(one, 1)
+        assert index.excess_bytes == 0
+    assert index.prefix(quiet) == 3 and len(index) == 6
+
+
+def test_his_own_least_recent_goes() -> None:
+    index = index_of(3)
+    for number in range(3):
+        index.add(key(number, "a"), 1)
+    index.touch(key(0, "a"))
+    assert index.evict_own(key(9, "a"), 1) == [(key(1, "a"), 1)]
+    assert index.evict_own(key(9, "nobody"), 1) == []
+
+
+def test_who_is_over_his_quota_gives_up_before_others() -> None:
+    index = index_of(2)
+    index.add(key(0, "quiet"), 1)
+    for number in range(1, 5):
+        index.add(key(number, "noisy"), 1, cold=number == 4)
+    assert index.excess_bytes == 2
+    gone = [one for one, _ in index.evict(2)]
+    assert {tenant_of(one) for one in gone} == {tenant_tag("noisy")} and index.excess_bytes == 0
+    assert [one for one, _ in index.evict(1)] == [key(0, "quiet")], "now as if there were no tenants"
+
+
+@pytest.mark.parametrize("policy", ["LRU", "COST"])
+def test_a_prefix_that_is_larger_than_the_quota_loses_its_end(policy: str) -> None:
+    index = index_of(4, policy)
+    keys = [key(number, "a") for number in range(8)]
+    for number, one in enumerate(keys):
+        index.evict_own(one, index.lacking_bytes(one, 1))
+        index.add(one, 1, parent=keys[number - 1] if number else None)
+    assert index.prefix(keys) >= 3
+
+
+def test_one_call_may_name_chunks_of_several_tenants() -> None:
+    index = index_of(4)
+    mixed = [key(number, SALTS[number % 3]) for number in range(9)]
+    for one in mixed:
+        index.add(one, 1)
+    index.order.touch_prefix(mixed)
+    index.order.follow(mixed)
+    while len(index):
+        index.evict(1)
+    assert not index.tenants.shares.holdings and not index.tenants._own  # type: ignore[union-attr]
+
+
+class Quotas(RuleBasedStateMachine):
+    """Random uses of an index with quotas: nobody is above his unless something was found, and the accounts are right."""
+
+    QUOTA = 12
+    KEYS = st.builds(key, st.integers(0, 12), st.sampled_from(SALTS))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = SharedIndex(make_byte_order("COST", self.QUOTA))
+        self.sizes: dict[bytes, int] = {}
+        self.coming: dict[bytes, int] = {}
+
+    def took(self, victims: list[tuple[bytes, int]]) -> None:
+        for victim, size in victims:
+            assert self.sizes.pop(victim) == size
+
+    def of(self, tenant: bytes, sizes: dict[bytes, int]) -> int:
+        return sum(size for one, size in sizes.items() if tenant_of(one) == tenant)
+
+    @rule(key=KEYS, size=st.integers(1, 5))
+    def begin_write(self, key: bytes, size: int) -> None:
+        if key in self.sizes or key in self.coming or not self.index.fits(key, size):
+            return
+        self.index.expect(key, size)
+        self.coming[key] = size
+        self.took(own := self.index.evict_own(key, self.index.lacking_bytes(key)))
+        assert all(tenant_of(victim) == tenant_of(key) for victim, _ in own)
+        assert self.of(tenant_of(key), self.sizes) + self.of(tenant_of(key), self.coming) <= self.QUOTA
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data(), parent=KEYS)
+    def end_write(self, data: st.DataObject, parent: bytes) -> None:
+        key = data.draw(st.sampled_from(sorted(self.coming)))
+        size = self.coming.pop(key)
+        self.index.expect(key, -size)
+        self.index.add(key, size, parent=parent)
+        self.sizes[key] = size
+
+    @rule(key=KEYS, size=st.integers(1, 5))
+    def find(self, key: bytes, size: int) -> None:
+        """Of another process."""
+        if key not in self.coming:
+            self.index.add(key, size, cold=True)
+            self.sizes[key] = size
+
+    @rule(key=KEYS)
+    def remove(self, key: bytes) -> None:
+        assert self.index.remove(key) == self.sizes.pop(key, None)
+
+    @rule(keys=st.lists(KEYS, max_size=6))
+    def use(self, keys: list[bytes]) -> None:
+        self.index.touch_prefix(keys)
+
+    @rule(needed=st.integers(1, 8))
+    def make_room(self, needed: int) -> None:
+        over = [tenant for tenant in map(tenant_tag, SALTS) if self.of(tenant, self.sizes) > self.QUOTA]
+        victims = self.index.evict(needed)
+        if over and victims:
+            assert tenant_of(victims[0][0]) in over
+        self.took(victims)
+
+    @rule()
+    def trim(self) -> None:
+        while excess_bytes := self.index.excess_bytes:
+            self.took(self.index.evict(excess_bytes))
+        assert all(self.of(tenant, self.sizes) <= self.QUOTA for tenant in map(tenant_tag, SALTS))
+
+    @invariant()
+    def accounts_are_a_recount(self) -> None:
+        shares = self.index.tenants.shares  # type: ignore[union-attr]
+        assert self.index.used_bytes == sum(self.sizes.values())
+        for tenant in map(tenant_tag, SALTS):
+            assert shares.held_bytes(tenant) == self.of(tenant, self.sizes)
+            held = self.index.tenant_statistics().get(tenant, TenantStatistics())
+            assert held.chunks == sum(tenant_of(one) == tenant for one in self.sizes)
+        excess = [max(0, self.of(tenant, self.sizes) - self.QUOTA) for tenant in map(tenant_tag, SALTS)]
+        assert self.index.excess_bytes == sum(excess)
+        order = self.index.order
+        assert isinstance(order, TenantOrder)
+        assert {one for own in order._own.values() for one in own.entries} == set(order.entries) == set(self.sizes)
+
+
+TestQuotas = Quotas.TestCase
+TestQuotas.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tiercache.core.eviction import EvictionOrder
 from tiercache.core.keys import ChunkKey
@@ -27,6 +27,10 @@ class CappedIndex:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.order.entries
+
+    @property
+    def keys(self) -> Container[ChunkKey]:
+        return self.order.entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on, are resident without a gap."""

@@ -7,7 +7,7 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,9 @@ class CpuTier(Tier):
             if key not in entries:
                 return position
         return len(keys)
+
+    def offered(self) -> Sequence[Container[ChunkKey]]:
+        return (self._entries,) if self.traffic.refuses_none else super().offered()
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change

@@ -213,7 +213,8 @@ class CpuTier(Tier):
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        self._changed(key)
+        if self._on_change is not None:
+            self._on_change(key)
         lease = Lease(self, entry, purpose)
         if tier is not None:
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
@@ -299,11 +300,10 @@ class CpuTier(Tier):
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         before = entry.held_for
-        entry.count(purpose, 1)
-        after = entry.held_for
+        after = entry.count(purpose, 1)
         if before is None:
             self._evictable -= 1
-            self.budget.take(purpose)
+            self.budget.held[purpose] += 1
         elif before is not after:
             self.budget.give_back(before)
             self.budget.take(purpose)
@@ -312,8 +312,7 @@ class CpuTier(Tier):
 
     def end_lease(self, entry: Entry, purpose: Purpose) -> None:
         before = entry.held_for
-        entry.count(purpose, -1)
-        after = entry.held_for
+        after = entry.count(purpose, -1)
         if before is not after:
             self.budget.give_back(purpose)
             if after is not None:
@@ -379,15 +378,17 @@ class CpuTier(Tier):
             del self._entries[key]
             self._evictable -= 1
             self._statistics.evicted += 1
-            self._changed(key)
+            if self._on_change is not None:
+                self._on_change(key)
             if self.on_evict is not None:
                 self.on_evict(key)
             return entry.slot
 
     def _take_slot(self, purpose: Purpose, tier: str | None) -> Slot | None:
-        if not self.budget.allows(purpose, self.obtainable, tier):
+        free = self.pool.free
+        if not self.budget.allows(purpose, free + self._evictable, tier):
             return None
-        slot = self.pool.take()
+        slot = self.pool.take() if free else None
         if slot is None:
             slot = self._evict()
         self.budget.take(purpose, tier)

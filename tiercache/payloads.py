@@ -13,6 +13,19 @@ Sink = Callable[[np.ndarray], None]
 """Gets the chunk as a read-only uint8 vector, on a worker thread."""
 
 
+class PlainCopy:
+    """A source that copies memory of this process' own, which cannot block and takes as long as its bytes do: where they are
+    few, whoever owns the loop may run it there."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __call__(self, slot: np.ndarray) -> None:
+        np.copyto(slot, self._array)
+
+
 def source_of(payload: Any) -> tuple[int, Source]:
     """Length in bytes of a bytes-like object, numpy array or torch tensor, and the call that copies it into a slot.
 
@@ -21,6 +34,8 @@ def source_of(payload: Any) -> tuple[int, Source]:
     if _is_tensor(payload):
         return payload.numel() * payload.element_size(), lambda slot: _tensor_view(slot, payload).copy_(payload)
     array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
+    if array.flags.c_contiguous and _is_own_memory(array):
+        return array.nbytes, PlainCopy(array.reshape(-1).view(np.uint8))
     if array.dtype == np.uint8 and array.ndim == 1:
         return array.nbytes, lambda slot: np.copyto(slot, array)
     return array.nbytes, lambda slot: np.copyto(slot.view(array.dtype).reshape(array.shape), array)
@@ -47,6 +62,14 @@ def _exactly(chunk: np.ndarray, length_bytes: int) -> np.ndarray:
     if chunk.nbytes != length_bytes:
         raise ValueError(f"the buffer has {length_bytes} bytes, the chunk {chunk.nbytes}")
     return chunk
+
+
+def _is_own_memory(array: np.ndarray) -> bool:
+    """Whether Python or numpy allocated it. What else is behind an array may be a file, or another process's."""
+    owner: Any = array
+    while type(owner) is np.ndarray and owner.base is not None:
+        owner = owner.base
+    return type(owner) in (np.ndarray, bytes)
 
 
 def _is_tensor(value: Any) -> bool:

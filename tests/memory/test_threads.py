@@ -55,9 +55,9 @@ async def test_put_while_no_thread_can_start_fails_at_once_holds_nothing_and_lat
         with no_thread_to_be_had():
             for key in keys[:3]:
                 with pytest.raises(TierUnavailable, match="no thread"):
-                    await asyncio.wait_for(cache.put(key, bytes(65536), deadline_s=1.0), 5)
+                    await asyncio.wait_for(cache.put(key, bytearray(65536), deadline_s=1.0), 5)
         assert cache.cpu.obtainable == cache.cpu.pool.count
-        assert await asyncio.wait_for(cache.put(keys[3], bytes(65536), deadline_s=1.0), 5)
+        assert await asyncio.wait_for(cache.put(keys[3], bytearray(65536), deadline_s=1.0), 5)
 
 
 def test_arena_is_touched_by_the_threads_that_there_are() -> None:

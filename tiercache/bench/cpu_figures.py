@@ -79,8 +79,9 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
 async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
     """Medians of `count`, in us, the kinds in turn.
 
-    `cpu.put_latency_us`: all of a single `put` of 4 KiB. `cpu.put_overhead_us`: what we add to it on the loop - a put whose
-    source does nothing, less `cpu.hand_over_us`, which is a call that does nothing in the same thread and back.
+    `cpu.put_latency_us`: all of a single `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: what we
+    add on the loop to one that a thread copies - a put whose source does nothing, less `cpu.hand_over_us`, which is a call
+    that does nothing in the same thread and back.
     `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and looking at its bytes.
     """
     now = time.perf_counter

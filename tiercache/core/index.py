@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
@@ -31,6 +31,10 @@ class CappedIndex:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self.order.entries
+
+    @property
+    def keys(self) -> Container[ChunkKey]:
+        return self.order.entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on, are resident without a gap."""
@@ -87,8 +91,8 @@ class CappedIndex:
         for key in keys:
             self.order.age(key)
 
-    def keys(self) -> list[ChunkKey]:
-        """All that are resident, in no particular order: an OrderedDict takes ten times as long to say them in its own."""
+    def all_keys(self) -> list[ChunkKey]:
+        """Those that are resident, in no particular order: an OrderedDict takes ten times as long to say them in its own."""
         return list(dict.keys(self.order.entries))
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:

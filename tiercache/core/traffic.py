@@ -33,6 +33,10 @@ class KeyTraffic:
         """Whether nothing of `key` may begin now, whatever the tier has of it."""
         return key in self._removing or key in self._refused
 
+    @property
+    def refuses_none(self) -> bool:
+        return not self._removing and not self._refused
+
     def begin(self, key: ChunkKey) -> None:
         self._under_way[key] = self._under_way.get(key, 0) + 1
 

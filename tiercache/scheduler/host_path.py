@@ -14,13 +14,18 @@ from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Slot, fill_slot
 from tiercache.memory.workers import to_the_end
-from tiercache.payloads import Source
+from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
-_BATCH_BYTES = 32 << 20
+_BATCH_BYTES = 16 << 20
+_PART_BYTES = 2 << 20
+"""What a copying thread gets at least of a batch that is shared among them: to wake one up for less takes longer."""
 
+_ON_LOOP_BYTES = 64 << 10
+"""What is copied on the loop in one of its turns, at most: about 5 us at 12 GB/s, where a hand-over to a thread
+takes 72 to 94."""
 
 _Item = tuple[ChunkKey, int, Source]
 
@@ -39,10 +44,16 @@ class _Put:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """The chunks that are filled in one hand-over. Others wait for its end, and store theirs only if it fails."""
+    """The chunks that are filled at a time. Others wait for its end, and store theirs only if it fails."""
 
     passage: Passage
+    position: int
+    """Of its first chunk in the put."""
+    passed: int = 0
+    """Chunks of the put that it deals with."""
     fills: dict[ChunkKey, tuple[Slot, int, Source]] = field(default_factory=dict)
+    filling: list[asyncio.Future[None]] = field(default_factory=list)
+    """A part of them each, in a thread."""
     leases: list[Lease] = field(default_factory=list)
     over: bool = False
     """Whether its chunks are hot, or will not be."""
@@ -59,9 +70,11 @@ class HostPath:
         self._fan_out = fan_out
         self._filling: dict[ChunkKey, _Batch] = {}
         """Only while its owner has a slot for it, and fills it."""
-        self._batch_items = max(1, min(cpu.pool.count // 4, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
-        """Chunks that are copied in one hand-over: few enough that tiers begin to write while the rest is copied, and that a
-        batch fits beside the floor for reads (it would wait for its own slots)."""
+        self._copied_bytes = 0
+        """On the loop, in this turn of it."""
+        self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
+        """Chunks in a batch: few enough that tiers begin to write while the rest is copied, and that two batches fit beside
+        the floor for reads (a put would wait for its own slots)."""
 
     async def put(self, items: Sequence[_Item], wait_s: float, *, prefix: bool = False) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
@@ -73,16 +86,40 @@ class HostPath:
             self.cpu.touch_prefix(keys)
         try:
             while items:
-                position = 0
-                while position < len(items):
-                    passed = await self._put_batch(items[position : position + self._batch_items], put)
-                    if prefix:
-                        self.cpu.follow([key for key, _, _ in items[max(0, position - 1) : position + passed + 1]])
-                    position += passed
+                await self._put_all(items, put)
                 items = await self._left_undone(put) if put.elsewhere else ()
         finally:
             self.cpu.under_way.end(put.passage)
         return put.stored
+
+    async def _put_all(self, items: Sequence[_Item], put: _Put) -> None:
+        """Batch after batch; while one is copied the next one is handed over already, so that no thread waits for the loop.
+
+        A batch ends where a slot has to be waited for: first all that was begun is made hot, since whoever waits must not
+        hold what others wait for.
+        """
+        position = 0
+        before: _Batch | None = None
+        batch: _Batch | None = None
+        try:
+            while position < len(items) or before is not None:
+                batch = self._begin(items, position, put) if position < len(items) else None
+                if before is not None:
+                    await self._finish(before, items, put)
+                elif batch is None:
+                    batch = await self._begin_late(items, position, put)
+                if batch is not None:
+                    position += batch.passed
+                before, batch = batch, None
+        except BaseException as error:
+            begun = [each for each in (before, batch) if each is not None and not each.over]
+            try:
+                if not isinstance(error, GeneratorExit):  # then nobody runs what waits
+                    await _all_to_the_end([filling for each in begun for filling in each.filling])
+            finally:
+                for each in begun:
+                    self._drop(each)
+            raise
 
     async def _left_undone(self, put: _Put) -> list[_Item]:
         """Wait for those who fill the same chunks. Returns these, to be put as if they had come now: most are hot. But
@@ -100,28 +137,70 @@ class HostPath:
                 self.skipped += 1
         return undone
 
-    async def _put_batch(self, items: Sequence[_Item], put: _Put) -> int:
-        """How many of `items` it dealt with: the batch ends where a slot has to be waited for, since whoever waits must not
-        hold what others wait for."""
-        batch = _Batch(put.passage)
-        passed = 0
+    def _begin(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch | None:
+        """As many chunks as there are slots for, handed to the threads; None where that is none."""
+        batch = _Batch(put.passage, position)
         try:
-            for item in items:
+            for item in items[position : position + self._batch_items]:
                 if not self._admit(item, batch, put):
-                    if batch.fills or batch.leases:
-                        break
-                    await self._admit_late(item, batch, put)
-                passed += 1
-            if batch.fills:
-                work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
-                await to_the_end(self.cpu.copiers.submit(_fill, work))
+                    break
+                batch.passed += 1
+            self._hand_over(batch)
         except BaseException:
-            for slot, _, _ in batch.fills.values():
-                self.cpu.abandon(slot, WRITE)
-            for lease in batch.leases:
-                lease.release()
-            self._end(batch)
+            self._drop(batch)
             raise
+        return batch if batch.passed else None
+
+    async def _begin_late(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch:
+        """As `_begin`, of one chunk, waiting for a slot as long as the put may."""
+        item = key, length, source = items[position]
+        batch = _Batch(put.passage, position, passed=1)
+        left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
+        slot = await self.cpu.reserve(WRITE, left_s, key)
+        if slot is None:
+            self.skipped += 1
+        # While we waited, somebody else may have begun the same chunk, or finished it.
+        elif put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+            self.cpu.abandon(slot, WRITE)
+        else:
+            batch.fills[key] = (slot, length, source)
+            self._filling[key] = batch
+            try:
+                self._hand_over(batch)
+            except BaseException:
+                self._drop(batch)
+                raise
+        return batch
+
+    def _hand_over(self, batch: _Batch) -> None:
+        work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
+        if self._may_copy_here(work):
+            _fill(work)
+        elif work:
+            copiers = self.cpu.copiers
+            parts = max(1, min(copiers.threads, len(work) * self.cpu.pool.slot_bytes // _PART_BYTES))
+            size = -(-len(work) // parts)
+            batch.filling = [copiers.submit(_fill, work[n : n + size]) for n in range(0, len(work), size)]
+
+    def _may_copy_here(self, work: Sequence[tuple[np.ndarray, int, Source]]) -> bool:
+        """Whether the loop may copy these itself: few bytes, of memory that cannot block. If so they are counted."""
+        total_bytes = self._copied_bytes
+        for _, length, source in work:
+            total_bytes += length
+            if type(source) is not PlainCopy or total_bytes > _ON_LOOP_BYTES:
+                return False
+        if work and not self._copied_bytes:
+            asyncio.get_running_loop().call_soon(self._turn_ended)
+        self._copied_bytes = total_bytes
+        return bool(work)
+
+    def _turn_ended(self) -> None:
+        self._copied_bytes = 0
+
+    async def _finish(self, batch: _Batch, items: Sequence[_Item], put: _Put) -> None:
+        """Make its chunks hot when they are filled, and give them to the tiers."""
+        for filling in batch.filling:
+            await to_the_end(filling)
         parents = put.parents or {}
         for key, (slot, length, _) in batch.fills.items():
             if put.passage.forgot(key):
@@ -130,8 +209,18 @@ class HostPath:
                 batch.leases.append(self.cpu.publish(key, slot, length, WRITE, parents.get(key)))
         self._end(batch)
         put.stored += len(batch.leases)
+        if put.parents is not None:
+            first = batch.position
+            self.cpu.follow([key for key, _, _ in items[max(0, first - 1) : first + batch.passed + 1]])
         await self._fan_out.offer(batch.leases, put.patience)
-        return passed
+
+    def _drop(self, batch: _Batch) -> None:
+        """Nothing of it is stored."""
+        for slot, _, _ in batch.fills.values():
+            self.cpu.abandon(slot, WRITE)
+        for lease in batch.leases:
+            lease.release()
+        self._end(batch)
 
     def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
         """Find a slot for a chunk that needs one; False when it must be waited for."""
@@ -144,20 +233,6 @@ class HostPath:
         batch.fills[key] = (slot, length, source)
         self._filling[key] = batch
         return True
-
-    async def _admit_late(self, item: _Item, batch: _Batch, put: _Put) -> None:
-        """As `_admit`, waiting for a slot as long as the put may."""
-        key, length, source = item
-        left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
-        slot = await self.cpu.reserve(WRITE, left_s, key)
-        if slot is None:
-            self.skipped += 1
-        # While we waited, somebody else may have begun the same chunk, or finished it.
-        elif put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
-            self.cpu.abandon(slot, WRITE)
-        else:
-            batch.fills[key] = (slot, length, source)
-            self._filling[key] = batch
 
     def _is_taken_care_of(self, item: _Item, batch: _Batch, put: _Put) -> bool:
         """Whether the chunk is hot, or somebody else is filling it at this moment."""
@@ -186,3 +261,17 @@ class HostPath:
 def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
     for slot, length, source in work:
         fill_slot(slot, length, source)
+
+
+async def _all_to_the_end(fillings: Sequence[asyncio.Future[None]]) -> None:
+    """As `to_the_end` of each, whatever comes of them: only a cancellation of this comes out."""
+    cancelled = None
+    for filling in fillings:
+        try:
+            await to_the_end(filling)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BaseException:  # the put's own error, or one more of the same kind
+            continue
+    if cancelled is not None:
+        raise cancelled

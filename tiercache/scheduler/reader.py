@@ -136,11 +136,11 @@ class Reader:
         by_tier[self.cpu.name] = position
         if position < len(keys) and self.tiers:
             left = len(keys) - position
-            well = [tier for tier in self.tiers if tier.would_serve(left)]
-            tiers = [(self.cpu.name, self.cpu.contains), *((tier.name, tier.tier.offers) for tier in well)]
+            well = [tier.tier for tier in self.tiers if tier.would_serve(left)]
+            places = [(tier.name, known) for tier in (self.cpu, *well) for known in tier.offered()]
             for key in keys[position:]:
-                for name, contains in tiers:
-                    if contains(key):
+                for name, known in places:
+                    if key in known:
                         by_tier[name] += 1
                         break
                 else:

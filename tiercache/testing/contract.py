@@ -101,6 +101,19 @@ class TierContract:
         assert tier.prefix([]) == 0
         assert await tier.probe(keys) == 2
 
+    async def test_offers_many_as_it_offers_one(self, tier: Tier) -> None:
+        there, removing, missing = (chunk(number)[0] for number in (1, 2, 3))
+        for number in (1, 2):
+            key, payload = chunk(number)
+            await tier.write(key, payload, self.chunk_bytes)
+        for refused in ([], [removing]):
+            for key in refused:
+                tier.traffic.want_removal(key)
+            for key in (there, removing, missing):
+                assert any(key in known for known in tier.offered()) is tier.offers(key)
+            assert tier.offers(removing) is not bool(refused)
+        tier.traffic.removed(removing)
+
     async def test_writing_again_is_accepted_and_stores_once(self, tier: Tier) -> None:
         key, payload = chunk(1)
         assert await tier.write(key, payload, self.chunk_bytes)

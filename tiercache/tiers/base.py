@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,18 @@ class TierStatistics:
     occupied_bytes: int = 0
     tenants: dict[str, TenantStatistics] = field(default_factory=dict)
     """By their tags in hex, where tenants have quotas; see `tiercache.core.tenants.shown`."""
+
+
+class _Offered:
+    """The keys of which a call says that they are there."""
+
+    __slots__ = ("_offers",)
+
+    def __init__(self, offers: Callable[[ChunkKey], bool]) -> None:
+        self._offers = offers
+
+    def __contains__(self, key: Any) -> bool:
+        return self._offers(key)
 
 
 class Tier(ABC):
@@ -112,6 +125,11 @@ class Tier(ABC):
     def offers(self, key: ChunkKey) -> bool:
         """As `contains`, without what is being removed."""
         return self.contains(key) and not self.traffic.refuses(key)
+
+    def offered(self) -> Sequence[Container[ChunkKey]]:
+        """Where `offers` finds keys, for whoever looks for many of them: no call a key where that is a dictionary. What it
+        returns is true until something else runs on the loop."""
+        return (_Offered(self.offers),)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, the tier knows that it has."""

@@ -7,7 +7,7 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,9 @@ class CpuTier(Tier):
             if key not in entries:
                 return position
         return len(keys)
+
+    def offered(self) -> Sequence[Container[ChunkKey]]:
+        return (self._entries,) if self.traffic.refuses_none else super().offered()
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change
@@ -214,7 +217,8 @@ class CpuTier(Tier):
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        self._changed(key)
+        if self._on_change is not None:
+            self._on_change(key)
         lease = Lease(self, entry, purpose)
         if tier is not None:
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
@@ -300,11 +304,10 @@ class CpuTier(Tier):
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         before = entry.held_for
-        entry.count(purpose, 1)
-        after = entry.held_for
+        after = entry.count(purpose, 1)
         if before is None:
             self._evictable -= 1
-            self.budget.take(purpose)
+            self.budget.held[purpose] += 1
         elif before is not after:
             self.budget.give_back(before)
             self.budget.take(purpose)
@@ -313,8 +316,7 @@ class CpuTier(Tier):
 
     def end_lease(self, entry: Entry, purpose: Purpose) -> None:
         before = entry.held_for
-        entry.count(purpose, -1)
-        after = entry.held_for
+        after = entry.count(purpose, -1)
         if before is not after:
             self.budget.give_back(purpose)
             if after is not None:
@@ -381,16 +383,18 @@ class CpuTier(Tier):
             del self._entries[key]
             self._evictable -= 1
             self._statistics.evicted += 1
-            self._changed(key)
+            if self._on_change is not None:
+                self._on_change(key)
             if self.on_evict is not None:
                 self.on_evict(key)
             return entry.slot
         return None
 
     def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
-        if not self.budget.allows(purpose, self.obtainable, tier):
+        free = self.pool.free
+        if not self.budget.allows(purpose, free + self._evictable, tier):
             return None
-        slot = self.pool.take()
+        slot = self.pool.take() if free else None
         if slot is None:
             slot = self._evict(self._order.pop_victim)
             assert slot is not None, "what can be had is free or evictable"

@@ -45,14 +45,18 @@ class Entry:
         """Whether it was used while it was out of the order, which does not know it then."""
         self.hot = True
 
-    def count(self, purpose: Purpose, change: int) -> None:
+    def count(self, purpose: Purpose, change: int) -> Purpose | None:
+        """So many leases more; returns `held_for`."""
         if purpose is READ:
             self.read_leases += change
         elif purpose is WRITE:
             self.write_leases += change
         else:
             self.holds += change
-        self.held_for = WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
+        after = self.held_for = (
+            WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
+        )
+        return after
 
 
 class Keeper(Protocol):

@@ -222,10 +222,13 @@ class PrefetchPlan:
 
     def evicted(self, keys: Sequence[ChunkKey], now_s: float) -> None:
         """They left the hot cache."""
-        self._turnover_bytes = self._turnover(now_s) + len(keys) * self.chunk_bytes
-        self._turnover_at_s = now_s
+        if now_s > self._turnover_at_s:
+            self._turnover_bytes, self._turnover_at_s = self._turnover(now_s), now_s
+        self._turnover_bytes += len(keys) * self.chunk_bytes
+        transfers = self.transfers
         for key in keys:
-            self.transfers.evicted(key)
+            if key in transfers.ready:
+                transfers.evicted(key)
             owner = self._expected.owner(key)
             if owner is None:
                 self._expected.forget_owner(key)

@@ -178,7 +178,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
     shelf.begin_scan()
-    known = index.keys()
+    known = index.all_keys()
     found = Scanned()
     try:
         began_s = loop.time()

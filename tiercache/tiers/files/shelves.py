@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,10 @@ class Shelves:
 
     def contains(self, key: ChunkKey) -> bool:
         return any(key in shelf.index for shelf in self.all)
+
+    def known(self) -> Sequence[Container[ChunkKey]]:
+        """The chunks known in each directory."""
+        return [shelf.index.keys for shelf in self.all]
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """As `Tier.prefix`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
@@ -99,6 +99,9 @@ class FileTier(DeviceTier):
 
     def contains(self, key: ChunkKey) -> bool:
         return self.shelves.contains(key)
+
+    def offered(self) -> Sequence[Container[ChunkKey]]:
+        return self.shelves.known() if self.traffic.refuses_none else super().offered()
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self.shelves.tell(on_change)

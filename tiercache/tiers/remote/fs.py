@@ -20,7 +20,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -163,6 +163,11 @@ class FsTier(Tier):
 
     def contains(self, key: ChunkKey) -> bool:
         return self.mounted is not None and self.mounted.contains(key)
+
+    def offered(self) -> Sequence[Container[ChunkKey]]:
+        if self.mounted is not None and self.traffic.refuses_none:
+            return self.mounted.offered()
+        return super().offered()
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         return self.mounted.prefix(keys) if self.mounted is not None else 0

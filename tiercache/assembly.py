@@ -35,6 +35,7 @@ from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import BUILT_IN, make_remote
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 logger = logging.getLogger("tiercache")
@@ -107,7 +108,13 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     return tiers
 
 
-_CAPS = {"disk": "max_local_disk_size", "gds": "max_gds_size", "weka": "max_gds_size", "hf3fs": "max_hf3fs_size"}
+_CAPS = {
+    "shared_memory": "max_shared_memory_size",
+    "disk": "max_local_disk_size",
+    "gds": "max_gds_size",
+    "weka": "max_gds_size",
+    "hf3fs": "max_hf3fs_size",
+}
 """The keys of caps, by kind; fs has one for each instance."""
 
 
@@ -147,6 +154,17 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
                 raise ConfigError(
                     f"{tier.name}: {directory} belongs to the tier {other.name} already; give one its own"
                 )
+
+
+def _shared_memory(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    settings = SharedMemorySettings(
+        directories=tuple(map(Path, planned.directories)),
+        cap_bytes=planned.cap_bytes or 0,
+        threads=config.disk_io_threads,
+        policy=policy_below(config),
+        file_access=config.file_access,
+    )
+    return SharedMemoryTier(settings, layout.fingerprint)
 
 
 def _disk(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
@@ -289,7 +307,9 @@ def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, planned: 
     return make_remote(settings, module_path=module_path, class_name=class_name)
 
 
-BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs}
+BUILDERS: dict[str, Builder] = {
+    "shared_memory": _shared_memory, "disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs
+}  # fmt: skip
 """By kind, where the configuration has more to say than the options of an instance."""
 
 

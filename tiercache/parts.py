@@ -158,6 +158,8 @@ class Parts:
 
         def from_memory(key: ChunkKey) -> None:
             self.cpu.forget(key)
+            for mapped in self.reader.mapped:
+                mapped.mappings.forget(key)
             if self.on_device is not None:
                 self.on_device.staging.forget(key)
             for tier in only_read:
@@ -249,8 +251,9 @@ async def _connected(
     closing.push([("writing", lambda: fan_out.close((loop.time() + closing.deadline.until_s) / 2))])
     on_device = None
     if device is None:
-        reader = Reader(cpu, readable, reading)
+        reader = Reader(cpu, readable, reading, maps=True)
     else:
+        # Copies of a device come from pinned memory, which mappings are not.
         staging = StagingTier(device, cpu.copiers)
         await staging.open()
         reader = Reader(cpu, [staging, *readable], reading)

@@ -18,7 +18,7 @@ class PlannedTier:
 
     name: str
     kind: str
-    """What it is built by: cpu, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third party's type."""
+    """What it is built by: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third party's type."""
     place: str
     """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
     cap_bytes: int | None
@@ -45,7 +45,7 @@ class PlannedTier:
 
 def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:
     """The tiers that `config` makes, the hot cache first: a get asks them in this order."""
-    return (_cpu(config), *_disk(config), *_gds(config), *_remotes(config))
+    return (_cpu(config), *_shared_memory(config), *_disk(config), *_gds(config), *_remotes(config))
 
 
 def _cpu(config: ConfigFields) -> PlannedTier:
@@ -54,6 +54,14 @@ def _cpu(config: ConfigFields) -> PlannedTier:
         place = "2 MiB huge pages"
     note = "" if config.local_cpu else "local_cpu is false: the arena stages chunks for the other tiers and keeps none"
     return PlannedTier("cpu", "cpu", place, config.arena_bytes, ON if config.local_cpu else OFF, note)
+
+
+def _shared_memory(config: ConfigFields) -> Iterator[PlannedTier]:
+    if path := config.shared_memory_path:
+        note = "one for all engines of this host, and read where it lies"
+        yield PlannedTier(
+            "shared_memory", "shared_memory", path, config.shared_memory_bytes, note=note, directories=(path,)
+        )
 
 
 def _disk(config: ConfigFields) -> Iterator[PlannedTier]:

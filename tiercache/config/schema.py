@@ -170,6 +170,22 @@ class ConfigFields:
         Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: whatever demand reads leave", tier="cpu", ours=True
     )
 
+    shared_memory_path: str | None = _key(
+        Optional(Text("a path")),
+        None,
+        "a directory on tmpfs, such as /dev/shm/kv, in which all engines of this host keep chunks together; each reads them "
+        "where they lie. Needs max_shared_memory_size",
+        tier="shared_memory",
+        ours=True,
+    )
+    max_shared_memory_size: float = _key(
+        Number(unit="GB"),
+        0.0,
+        "cap of that directory, for all engines together; RAM beside max_local_cpu_size, which each has for itself",
+        tier="shared_memory",
+        ours=True,
+    )
+
     local_disk: tuple[str, ...] = _key(
         Words(paths=True), (), "directories of the disk tier, made when missing; file:// allowed", tier="disk"
     )
@@ -313,6 +329,11 @@ class ConfigFields:
     @property
     def arena_bytes(self) -> int:
         return int(self.max_local_cpu_size * GB)
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Cap of the shared memory tier; 0 when there is none."""
+        return int(self.max_shared_memory_size * GB) if self.shared_memory_path else 0
 
     @property
     def disk_bytes(self) -> int:

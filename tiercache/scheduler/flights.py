@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
@@ -32,7 +33,7 @@ class Flights:
         return len(self._flights)
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[int | None]]:
+    def lingering(self) -> Sequence[asyncio.Task[Any]]:
         """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.lingering]
 
@@ -89,7 +90,7 @@ class Flights:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for flight in flights:
-            flight.end(self.cpu, landed=False)
+            flight.end(None)
         self._flights.clear()
 
     def _take_off(
@@ -117,7 +118,7 @@ class Flights:
         finally:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
-            flight.end(self.cpu, landed=landed is not None)
+            flight.end(landed)
             if landed is not None:
                 landed.release()
 

@@ -66,9 +66,9 @@ class CpuTier(Tier):
 
     # Memory
 
-    def view(self, slot: Slot, length_bytes: int) -> Any:
-        """The first bytes of a slot as its readers get them: uint8, read-only."""
-        view: np.ndarray = self.pool.view(slot, length_bytes)
+    def view(self, entry: Entry, length_bytes: int) -> Any:
+        """As `Keeper.view`: uint8, read-only."""
+        view: np.ndarray = self.pool.view(entry.slot, length_bytes)
         view.flags.writeable = False
         return view
 
@@ -93,16 +93,7 @@ class CpuTier(Tier):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        held = entry.holds
-        lease = self.begin_lease(entry, WRITE if writes else READ)
-        if not writes:
-            self._statistics.reads += 1
-            self._statistics.read_bytes += entry.payload_bytes
-            if not noted:
-                self._note_use(entry)
-            if held and self.on_use is not None:
-                self.on_use(key)  # which ends the hold: by now the lease keeps the chunk from whoever waits for a slot
-        return lease
+        return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, noted=noted)
 
     def hold(self, key: ChunkKey) -> Lease | None:
         """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
@@ -293,6 +284,18 @@ class CpuTier(Tier):
         return counters
 
     # Leases
+
+    def serve(self, entry: Entry, purpose: Purpose, *, noted: bool) -> Lease:
+        held = entry.holds
+        lease = self.begin_lease(entry, purpose)
+        if purpose is READ:
+            self._statistics.reads += 1
+            self._statistics.read_bytes += entry.payload_bytes
+            if not noted:
+                self._note_use(entry)
+            if held and self.on_use is not None:
+                self.on_use(entry.key)  # which ends the hold: by now the lease keeps it from whoever waits for a slot
+        return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         before = entry.held_for

@@ -18,7 +18,8 @@ class PlannedTier:
 
     name: str
     kind: str
-    """What it is built by: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third party's type."""
+    """What it is built by: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third
+    party's type."""
     place: str
     """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
     cap_bytes: int | None

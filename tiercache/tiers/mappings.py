@@ -48,7 +48,9 @@ class Mappings:
         self.most_bytes = most_bytes
         self.most_chunks = most_chunks
         self.under_way = UnderWay()
-        """What is being mapped: a forget, or a deletion that one hears of, reaches it."""
+        """What is being mapped, so that a forget reaches it."""
+        self.in_doubt = UnderWay()
+        """The same, so that news of a deletion do."""
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
         """Of these, memory of files that were deleted: taken until the last lease ends, and in no count."""
@@ -81,6 +83,11 @@ class Mappings:
     def files(self) -> list[tuple[ChunkKey, MappedFile]]:
         """What is mapped. From any thread."""
         return [(key, file) for key, entry in self._entries.copy().items() if (file := entry.file) is not None]
+
+    def file(self, key: ChunkKey) -> MappedFile | None:
+        """From any thread."""
+        entry = self._entries.get(key)
+        return entry.file if entry is not None else None
 
     # Leases
 
@@ -141,9 +148,9 @@ class Mappings:
     # What becomes of the files
 
     def gone(self, key: ChunkKey) -> None:
-        """Its file was deleted, or replaced. A chunk that somebody holds is found until he lets go of it: its memory is taken
-        so long in any case."""
-        self.under_way.forget(key)
+        """Its file was deleted, or replaced. A chunk that somebody holds is found until he lets go of it: its memory is
+        taken so long in any case."""
+        self.in_doubt.forget(key)
         entry = self._entries.get(key)
         if entry is not None:
             self._mark(entry)

@@ -73,15 +73,18 @@ class MappingMover(ThreadMover):
         return self._readers.submit(volume.read_by, key, by)
 
     def forget(self, path: str) -> None:
-        self._on_loop(self._mappings.gone, bytes.fromhex(os.path.basename(path)))
+        """Not what is there still, or again as the same file: it was merely looked for."""
+        key = bytes.fromhex(os.path.basename(path))
+        file = self._mappings.file(key)
+        if file is None or not file.is_at(path):
+            self._on_loop(self._mappings.gone, key)
 
     def close_deleted(self) -> int:
         """Unmap what others have deleted and nobody holds."""
         gone = []
         for key, file in self._mappings.files():
-            with contextlib.suppress(OSError):
-                if not file.is_at(self._shelves.path(key)):
-                    gone.append(key)
+            if not file.is_at(self._shelves.path(key)):
+                gone.append(key)
         if not gone:
             return 0
         taken: concurrent.futures.Future[list[MappedFile]] = concurrent.futures.Future()
@@ -142,20 +145,28 @@ class SharedMemoryTier(FileTier, MappedTier):
         return self.mappings.find(key, PREFETCH)
 
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        mapped: list[MappedFile] = []
-        passage = self.mappings.under_way.begin([key])
+        mappings, shelf = self.mappings, self.shelves.all[0]
+        passage = mappings.under_way.begin([key])
+        doubt = mappings.in_doubt.begin([key])
         try:
+            mapped: list[MappedFile] = []
             length = await self._read(key, lambda volume: self._mover.map(volume, key, mapped))
             if length is None:
                 return None
-            findable = not passage.forgot(key)
-            shelf = self.shelves.all[0]
+            (file,), is_there = mapped, True
+            while is_there and doubt.forgot(key):
+                # The news may be of an earlier file, or of none: directories that are not watched yet are looked through.
+                mappings.in_doubt.end(doubt)
+                doubt = mappings.in_doubt.begin([key])
+                is_there = await self.shelves.metadata.submit(file.is_at, self.path(key))
+            findable = is_there and not passage.forgot(key)
             if findable and key not in shelf.index:
                 # What is mapped is known, so that one hears of its deletion.
                 shelf.add(key, file_bytes(length))
-            return self.mappings.add(key, mapped.pop(), purpose, findable=findable)
+            return mappings.add(key, file, purpose, findable=findable)
         finally:
-            self.mappings.under_way.end(passage)
+            mappings.under_way.end(passage)
+            mappings.in_doubt.end(doubt)
 
     async def remove(self, key: ChunkKey) -> bool:
         self.mappings.forget(key)

@@ -48,10 +48,10 @@ class MappedFile:
         self.inode = inode
 
     def is_at(self, path: str) -> bool:
-        """Whether the file still has that name. Raises OSError where that cannot be found out."""
+        """Whether the file still has that name."""
         try:
             status = os.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return False
         return (status.st_dev, status.st_ino) == self.inode
 

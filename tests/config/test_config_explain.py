@@ -213,7 +213,9 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == reference()
 
 
-@pytest.mark.parametrize("name", ["cpu_ram", "shared_memory", "local_disk", "gds", "weka", "hf3fs", "redis", "remotes", "mooncake"])
+@pytest.mark.parametrize(
+    "name", ["cpu_ram", "shared_memory", "local_disk", "gds", "weka", "hf3fs", "redis", "remotes", "mooncake"]
+)
 def test_the_examples_load(name: str) -> None:
     config = Config.load(REPOSITORY / "examples" / "configs" / f"{name}.yaml", environ={})
     assert config.origins

@@ -33,8 +33,8 @@ from tiercache.tables import show_figures
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
 PARTS = (*DEFAULT_PARTS, "shared_memory", "hf3fs", "mooncake", "redis", "s3", "vllm")
-"""All but the default ones are measured when asked for: they want /dev/shm, an emulator, a server or vLLM, and a machine that
-does nothing else."""
+"""All but the default ones are measured when asked for: they want GBs of /dev/shm, an emulator, a server or vLLM, and a
+machine that does nothing else."""
 
 
 def bench_command(

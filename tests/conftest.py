@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import os
 import tempfile
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import nothing_left, watch_slots
-from tests.made import watch_what_is_made
+from tests.made import SHARED_MEMORY, watch_what_is_made
 from tiercache.core.layout import Layout
+from tiercache.tiers.files.mounts import file_system_of
 
 # What lives as long as the process is no leak of whichever test is the first to need it.
 resource_tracker.ensure_running()
@@ -29,6 +31,15 @@ _failed = pytest.StashKey[bool]()
 def layout() -> Layout:
     """Chunks of 64 tokens and 64 KiB."""
     return Layout("test-model", chunk_tokens=64, bytes_per_token=1024)
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory on tmpfs."""
+    if file_system_of(SHARED_MEMORY) != "tmpfs":
+        pytest.skip(f"{SHARED_MEMORY} is not tmpfs here")
+    with tempfile.TemporaryDirectory(prefix=f"tiercache-test-{os.getpid()}-", dir=SHARED_MEMORY) as place:
+        yield Path(place)
 
 
 @pytest.fixture

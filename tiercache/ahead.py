@@ -64,11 +64,19 @@ class Ahead:
         self._queue: deque[Prediction] = deque()
         self._numbers = count(-_FIRST)
         self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
+        self._reader = reader
         cpu.on_forget = self._removed
+        for tier in reader.mapped:
+            tier.mappings.on_forget = self._removed
 
     @property
     def sessions(self) -> Sessions:
         return self.foresight.sessions
+
+    @property
+    def promotes(self) -> bool:
+        """Whether there is a hot cache to promote into, or a tier that can be mapped."""
+        return self.cpu.keep or bool(self._reader.mapped)
 
     @property
     def pinned(self) -> int:
@@ -83,7 +91,7 @@ class Ahead:
             raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
         check_seconds("ttl", ttl_s)
         priority = index(priority)
-        if not self.cpu.keep:
+        if not self.promotes:
             raise ConfigError("prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true")
         check_keys(keys)
         now_s = self._loop.time()
@@ -93,7 +101,7 @@ class Ahead:
     def queued(self, keys: Sequence[ChunkKey]) -> None:
         """A request for `keys` is here and waits for its turn, behind those that came before it."""
         self.cpu.renew(keys)
-        if self.cpu.prefix(keys) == len(keys):
+        if self._reader.prefix_at_hand(keys) == len(keys):
             return
         while self._queue and not any(self.plan.expects(key) for key in self._queue[0].keys):
             self.plan.withdraw(_QUEUE, self._queue.popleft().subject)  # its turn has come, or its time is over
@@ -153,7 +161,7 @@ class Ahead:
             else:
                 lease = self.prefetcher.hand_over(key)
                 if lease is None and self.prefetcher.has_room(key):
-                    lease = self.cpu.hold(key)
+                    lease = self._reader.hold(key)
             if lease is not None:
                 self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
                 pinned += 1

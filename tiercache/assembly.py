@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiercache.config import Config
+from tiercache.config.machine import available_memory_bytes
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.config.remotes import PLUGIN_PREFIX
-from tiercache.config.schema import available_memory_bytes
+from tiercache.config.schema import in_bytes
 from tiercache.core.budget import SlotBudget
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
@@ -24,7 +25,7 @@ from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
@@ -38,6 +39,7 @@ from tiercache.tiers.hf3fs.ring import RingSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import BUILT_IN, make_remote
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 from tiercache.tiers.tenants import TenantCpuTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -101,7 +103,7 @@ def make_twin() -> TwinDriver:
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
     """The hot cache. Raises ConfigError for a quota that holds no chunk."""
-    quota_bytes = config.tenant_arena_bytes
+    quota_bytes = in_bytes(config.tenant_max_local_cpu_size)
     if not quota_bytes or not config.local_cpu:
         return CpuTier(pool, copiers, policy=config.cache_policy, keep=config.local_cpu)
     _check_quota("tenant_max_local_cpu_size", quota_bytes, pool.slot_bytes)
@@ -129,7 +131,13 @@ def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> 
     return tiers
 
 
-_CAPS = {"disk": "max_local_disk_size", "gds": "max_gds_size", "weka": "max_gds_size", "hf3fs": "max_hf3fs_size"}
+_CAPS = {
+    "shared_memory": "max_shared_memory_size",
+    "disk": "max_local_disk_size",
+    "gds": "max_gds_size",
+    "weka": "max_gds_size",
+    "hf3fs": "max_hf3fs_size",
+}
 """The keys of caps, by kind; fs has one for each instance. Those of quotas are the same with tenant_ before them."""
 
 
@@ -175,6 +183,18 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
                 raise ConfigError(
                     f"{tier.name}: {directory} belongs to the tier {other.name} already; give one its own"
                 )
+
+
+def _shared_memory(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
+    settings = SharedMemorySettings(
+        directories=tuple(map(Path, planned.directories)),
+        cap_bytes=planned.cap_bytes or 0,
+        threads=config.disk_io_threads,
+        policy=policy_below(config),
+        file_access=config.file_access,
+        tenant_bytes=planned.tenant_bytes,
+    )
+    return SharedMemoryTier(settings, layout.fingerprint)
 
 
 def _disk(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
@@ -326,7 +346,9 @@ def _make_remote(
     return make_remote(settings, module_path=module_path, class_name=class_name)
 
 
-BUILDERS: dict[str, Builder] = {"disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs}
+BUILDERS: dict[str, Builder] = {
+    "shared_memory": _shared_memory, "disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs
+}  # fmt: skip
 """By kind, where the configuration has more to say than the options of an instance."""
 
 

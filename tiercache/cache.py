@@ -305,7 +305,7 @@ class TierCache:
         parts = self.parts
         check_loop(parts.loop)
         check_keys(keys)
-        if parts.cpu.keep:
+        if parts.ahead.promotes:
             parts.ahead.queued(keys)
 
     def prefetch(
@@ -345,10 +345,10 @@ class TierCache:
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of `keys`, from the first on without a gap, are hot. Does not wait; does not count as a use."""
+        """How many of `keys`, from the first on without a gap, are hot or mapped. Does not wait, and is no use."""
         check_loop(self.parts.loop)
         check_keys(keys)
-        return self.cpu.prefix(keys)
+        return self.parts.reader.prefix_at_hand(keys)
 
     def describe(self) -> str:
         """One line for a log: the arena and the tiers below it."""

@@ -158,6 +158,8 @@ class Parts:
 
         def from_memory(key: ChunkKey) -> None:
             self.cpu.forget(key)
+            for mapped in self.reader.mapped:
+                mapped.mappings.forget(key)
             if self.on_device is not None:
                 self.on_device.staging.forget(key)
             for tier in only_read:
@@ -249,8 +251,9 @@ async def _connected(
     closing.push([("writing", lambda: fan_out.close((loop.time() + closing.deadline.until_s) / 2))])
     on_device = None
     if device is None:
-        reader = Reader(cpu, readable, reading)
+        reader = Reader(cpu, readable, reading, maps=True)
     else:
+        # Copies of a device come from pinned memory, which mappings are not.
         staging = StagingTier(device, cpu.copiers)
         await staging.open()
         reader = Reader(cpu, [staging, *readable], reading)
@@ -258,6 +261,7 @@ async def _connected(
         device_reader = Reader(staging, serving, reading)
         path = DevicePath(device, cpu, staging, reader, device_reader, fan_out)
         on_device = OnDevice(device, staging, device_reader, path)
+    reader.flights.on_landed = fan_out.landed
     readers = [reader] if on_device is None else [reader, on_device.reader]
     closing.push([("reading", reader.close) for reader in readers])
     closing.users += [*fan_out.writers, *(reader.flights for reader in readers)]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tiercache.core.prefetch import Account
-from tiercache.scheduler.tier_reader import ReaderStatistics, TierReadStatistics
+from tiercache.scheduler.reads import ReaderStatistics, TierReadStatistics
 from tiercache.scheduler.writer import WriterStatistics
 from tiercache.tiers.base import TierStatistics
 

@@ -106,6 +106,16 @@ def test_a_peer_that_does_not_start_is_said_and_the_rest_is_kept(tmp_path: Path)
     assert "restart.index_100k_s" in json.loads(file.read_text())
 
 
+def test_shared_memory_of_another_process_is_measured_beside_the_own_hot_cache(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    run = bench("--quick", "--pairs", 1, "--only", "shared_memory", "--directory", tmp_path, "--json", file)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(file.read_text())
+    assert found["shared_memory.get_gbps"]["ratios"]["shared_memory.hot_get_gbps"] > 0
+    assert found["shared_memory.first_get_gbps"]["median"] > 0
+    assert found["shared_memory.leases_per_s"]["ratios"]["shared_memory.hot_leases_per_s"] > 0
+
+
 def test_3fs_is_measured_as_fast_as_memory_and_at_the_pace_of_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     run = bench("--quick", "--pairs", 1, "--only", "hf3fs", "--directory", tmp_path, "--json", file)

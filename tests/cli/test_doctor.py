@@ -74,3 +74,22 @@ def test_who_may_read_the_chunks(tmp_path: Path, mode: int, status: str, said: s
     assert said in finding.found
     tmp_path.chmod(0o700)
     assert by_topic(examine(tmp_path))["file access"].status == OK, "others cannot get there"
+
+
+@pytest.mark.parametrize(
+    ("path", "size_gb", "status", "found"),
+    [
+        ("{in_memory}/kv", 0.01, (OK, NOTE), "0.01 GB for "),
+        ("{in_memory}/kv", 1e6, (PROBLEM,), "/dev/shm has "),
+        ("/proc/kv", 0.01, (PROBLEM,), "/proc/kv lies on proc"),
+    ],
+)
+def test_the_shared_memory_tier_of_this_environment_is_looked_at(
+    in_memory: Path, monkeypatch: pytest.MonkeyPatch, path: str, size_gb: float, status: tuple[str, ...], found: str
+) -> None:
+    assert "shared_memory_path" not in by_topic(examine(in_memory))
+    monkeypatch.setenv("TIERCACHE_SHARED_MEMORY_PATH", path.format(in_memory=in_memory))
+    monkeypatch.setenv("TIERCACHE_MAX_SHARED_MEMORY_SIZE", str(size_gb))
+    finding = by_topic(examine(in_memory))["shared_memory_path"]
+    assert finding.status in status and finding.found.startswith(found)
+    assert finding.advice or finding.status == OK

@@ -48,11 +48,13 @@ def test_tiers_come_in_the_order_of_the_cascade(load_text) -> None:
         gds_buffer_size: 64
         local_disk: /a
         max_local_disk_size: 2
+        shared_memory_path: /dev/shm/kv
+        max_shared_memory_size: 1
     """
     tiers = explain(load_text(text)).to_dict()["tiers"]
-    assert [tier["name"] for tier in tiers] == ["cpu", "disk", "gds", "weka", "hf3fs", "redis", "lm"]
-    assert [tier["state"] for tier in tiers] == ["on"] * 6 + ["not available in this version"]
-    assert tiers[1] == {
+    assert [tier["name"] for tier in tiers] == ["cpu", "shared_memory", "disk", "gds", "weka", "hf3fs", "redis", "lm"]
+    assert [tier["state"] for tier in tiers] == ["on"] * 7 + ["not available in this version"]
+    assert tiers[2] == {
         "name": "disk", "kind": "disk", "place": "/a", "cap_bytes": 2 * 2**30, "tenant_bytes": 0, "state": "on",
         "note": "",
     }  # fmt: skip
@@ -212,7 +214,9 @@ def test_the_reference_page_is_up_to_date() -> None:
     assert (REPOSITORY / "docs" / "configuration.md").read_text() == reference()
 
 
-@pytest.mark.parametrize("name", ["cpu_ram", "local_disk", "gds", "weka", "hf3fs", "redis", "remotes", "mooncake"])
+@pytest.mark.parametrize(
+    "name", ["cpu_ram", "shared_memory", "local_disk", "gds", "weka", "hf3fs", "redis", "remotes", "mooncake"]
+)
 def test_the_examples_load(name: str) -> None:
     config = Config.load(REPOSITORY / "examples" / "configs" / f"{name}.yaml", environ={})
     assert config.origins

@@ -18,7 +18,7 @@ from tiercache.payloads import PlainCopy, Source, source_of
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 

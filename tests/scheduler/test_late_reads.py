@@ -11,7 +11,7 @@ from tests.scheduler.conftest import Bench
 from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
 from tiercache.core.budget import Purpose
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import chunk
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import chunk
 
 

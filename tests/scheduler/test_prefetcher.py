@@ -15,7 +15,7 @@ from tiercache.core.prediction import Hints
 from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 

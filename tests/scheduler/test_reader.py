@@ -9,7 +9,7 @@ import pytest
 from tests.scheduler.conftest import Bench, expect
 from tiercache.core.budget import Purpose
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import chunk
 
 SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)

@@ -12,7 +12,7 @@ from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits

@@ -16,6 +16,7 @@ from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 
 LAYOUT = Layout("contract", chunk_tokens=64, bytes_per_token=1024)
 
@@ -58,6 +59,15 @@ class TestDiskTier(TierContract):
             file.seek(4096 + 17)
             file.write(bytes([byte[0] ^ 1]))
         return True
+
+
+class TestSharedMemoryTier(TestDiskTier):
+    @pytest.fixture(autouse=True)
+    def memory(self, in_memory: Path) -> None:
+        self.directory = in_memory / "kv"
+
+    async def make_tier(self, place: Path) -> Tier:
+        return SharedMemoryTier(SharedMemorySettings((self.directory,), cap_bytes=16 << 20), LAYOUT.fingerprint)
 
 
 class TestDiskTierThroughThePageCache(TestDiskTier):

@@ -316,3 +316,31 @@ def test_closing_with_a_caller_on_the_line_is_quiet(engine: str, caplog: pytest.
         assert answer_of(begun(client, NAMES)).blocks == 4
     client.close()
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_claims_hold_shared_memory_that_others_evict(engine: str, in_memory: Path) -> None:
+    """With no hot cache but the shared one. A load copies from what is held, so that it cannot fail."""
+    layout = Layout("m", chunk_tokens=64, bytes_per_token=64, block_tokens=16)
+    values = {"shared_memory_path": str(in_memory / "kv"), "max_shared_memory_size": 0.01, "local_cpu": False}
+    thread = CacheThread(Config.load(environ={}, overrides={"max_local_cpu_size": 0.01, **values}), layout)
+    try:
+        cache = thread.cache
+        keys = keys_from_hashes(cache.namespace, [NAMES[3], NAMES[7]])
+        for number, key in enumerate(keys):
+            assert thread.submit(cache.put(key, bytes([number]) * 4096)).result(10)
+        assert thread.submit(cache.flush()).result(10).complete
+        server = LookupServer(engine, 0, thread, GEOMETRY)
+        try:
+            match = thread.submit(server.find(NAMES[:8], "request")).result(10)
+            assert match.blocks == 8 and match.held
+            for key in keys:
+                os.unlink(cache.tiers[0].path(key))  # type: ignore[attr-defined]
+            into = [bytearray(4096) for _ in keys]
+            assert thread.submit(cache.get_into(keys, into, held=server.held)).result(10) == 2
+            assert [bytes(part) for part in into] == [bytes(4096), bytes([1]) * 4096]
+            server.release(["request"])
+        finally:
+            server.close()
+        assert cache.tiers[0].statistics().unlinked_bytes in (0, 2 * 8192)
+    finally:
+        thread.close(1.0)

@@ -24,6 +24,7 @@ from tiercache.bench.prefetch_figures import measure_prefetch
 from tiercache.bench.redis_figures import measure_redis
 from tiercache.bench.restart_figures import measure_restart
 from tiercache.bench.s3_figures import measure_s3
+from tiercache.bench.shared_memory_figures import measure_shared_memory
 from tiercache.bench.vllm.goals import compared_with_goals
 from tiercache.bench.vllm.installed import require_installed
 from tiercache.bench.workload import CHUNK_SIZES, FULL, QUICK, Plan
@@ -32,9 +33,9 @@ from tiercache.errors import TierCacheError
 from tiercache.tables import show_figures
 
 DEFAULT_PARTS = ("core", "cpu", "disk", "prefetch", "loop", "restart")
-PARTS = (*DEFAULT_PARTS, "compression", "hf3fs", "mooncake", "redis", "s3", "vllm")
-"""All but the default ones are measured when asked for: they want an emulator, a server or vLLM, and a machine that does
-nothing else."""
+PARTS = (*DEFAULT_PARTS, "compression", "shared_memory", "hf3fs", "mooncake", "redis", "s3", "vllm")
+"""All but the default ones are measured when asked for: they want GBs of /dev/shm, an emulator, a server or vLLM, and a
+machine that does nothing else."""
 
 
 def bench_command(
@@ -118,6 +119,8 @@ def _measure(part: str, figures: Figures, plan: Plan) -> None:
         asyncio.run(measure_restart(figures, plan))
     elif part == "compression":
         asyncio.run(measure_compression(figures, plan))
+    elif part == "shared_memory":
+        asyncio.run(measure_shared_memory(figures, plan))
     elif part == "mooncake":
         asyncio.run(measure_mooncake(figures, plan))
     elif part == "redis":

@@ -14,8 +14,12 @@ from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
+from tiercache.config import Config
+from tiercache.errors import ConfigError
 from tiercache.tiers.files.chunk_file import supports_direct_io
+from tiercache.tiers.files.count_file import counted_in
 from tiercache.tiers.files.mounts import mount_of, mounts
+from tiercache.tiers.shared_memory import require_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NVIDIA_SMI_S = 10
@@ -100,7 +104,7 @@ def _memory() -> list[Finding]:
     low = soft != resource.RLIM_INFINITY and soft < 1 << 30
     advice = "raise `ulimit -l` where memory is to be pinned for a GPU or RDMA" if low else ""
     findings.append(Finding("memlock limit", NOTE if low else OK, limit, advice))
-    return [*findings, _shared_memory()]
+    return [*findings, *_shared_memory()]
 
 
 def _meminfo() -> dict[str, int]:
@@ -131,12 +135,41 @@ def huge_page_mode() -> str:
         return "absent"
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> list[Finding]:
+    topic = "shared memory"
     try:
         size = shutil.disk_usage("/dev/shm")
     except OSError:
-        return Finding("shared memory", NOTE, "/dev/shm is absent", "needed only for shm_name and 3FS")
-    return Finding("shared memory", OK, f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GB free in /dev/shm")
+        return [Finding(topic, NOTE, "/dev/shm is absent", "needed only for shm_name, shared_memory_path and 3FS")]
+    found = f"{size.free / 2**30:.1f} of {size.total / 2**30:.1f} GB free in /dev/shm"
+    return [Finding(topic, OK, found), *_shared_tier()]
+
+
+def _shared_tier() -> list[Finding]:
+    """Whether the shared memory tier that this environment configures has the room that it is to have."""
+    try:
+        config = Config.load()
+    except ConfigError:
+        return []  # `config explain` says what is wrong with it
+    if config.shared_memory_path is None:
+        return []
+    directory, topic = Path(config.shared_memory_path), "shared_memory_path"
+    try:
+        require_memory(directory, config.shared_memory_bytes)
+    except ConfigError as error:
+        found, _, advice = str(error).partition("; ")
+        return [Finding(topic, PROBLEM, found.partition(": ")[2], advice)]
+    mount = mount_of(directory)
+    wanted = f"{config.max_shared_memory_size:g} GB for {directory}"
+    size, huge = shutil.disk_usage(mount.point), mount.option("huge")
+    findings = []
+    if size.free + (counted_in(directory / ".tiercache" / "ledger") or 0) < config.shared_memory_bytes:
+        advice = "others take the rest: chunks will be evicted below the cap. Lower it, or enlarge the mount"
+        findings.append(Finding(topic, NOTE, f"{wanted}, and {size.free / 2**30:.1f} GB are free", advice))
+    if huge in (None, "never"):
+        advice = "mount a tmpfs with huge=within_size for it: chunks are mapped in a half of the time"
+        findings.append(Finding(topic, NOTE, f"{wanted}, in pages of 4 KiB", advice))
+    return findings or [Finding(topic, OK, wanted)]
 
 
 def _disk(path: Path) -> list[Finding]:

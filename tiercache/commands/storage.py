@@ -108,7 +108,10 @@ def _tier(kind: str) -> Finding:
         advice = f"the fs tier is made for directories that several hosts share: {_FS_TIER}; local_disk works as well"
         return Finding("tier", OK, "shared by many hosts", advice)
     if kind in _MEMORY_KINDS:
-        advice = "give that memory to max_local_cpu_size, or name a directory on ext4 or XFS"
+        advice = (
+            "as shared_memory_path several engines of this host share it; one alone has more of max_local_cpu_size. For a "
+            "disk tier name a directory on ext4 or XFS"
+        )
         return Finding("tier", NOTE, f"{kind}: chunks would take RAM and be gone after a reboot", advice)
     if kind == "overlay":
         advice = "mount a volume (ext4 or XFS) into the container and name that"

@@ -30,6 +30,7 @@ def combination_problems(
 ) -> Iterator[Problem]:
     """Problems of parsed `values` (absent means default), settings of remote tiers, and LMCache keys that are not ours."""
     yield from _memory(values, foreign)
+    yield from _shared_memory(values)
     yield from _control(values)
     yield from _directories(values)
     yield from _gds(values)
@@ -54,6 +55,15 @@ def _memory(values: Mapping[str, Any], foreign: Mapping[str, Any]) -> Iterator[P
         yield ("shm_name",), f"shm_name: expected a name without / inside, found {name!r}"
 
 
+def _shared_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Its default is no share of the memory: that would be taken from what else runs on the host."""
+    if values.get("shared_memory_path") and not values.get("max_shared_memory_size"):
+        names = ("shared_memory_path", "max_shared_memory_size")
+        yield names, "shared_memory_path needs max_shared_memory_size: GB of memory, for all engines together"
+    if values.get("max_shared_memory_size") and not values.get("shared_memory_path"):
+        yield ("max_shared_memory_size",), "max_shared_memory_size needs shared_memory_path, such as /dev/shm/kv"
+
+
 def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
     path = values.get("control_socket")
     if path is not None and (not path.startswith("/") or len(path.encode()) > _SOCKET_PATH_BYTES or "\0" in path):
@@ -64,8 +74,9 @@ def _control(values: Mapping[str, Any]) -> Iterator[Problem]:
 def _directories(values: Mapping[str, Any]) -> Iterator[Problem]:
     """By names alone: a mount may hang. Tiers find links out when they open the directories."""
     users: dict[str, tuple[str, str]] = {}
-    for key in ("local_disk", "gds_path", "weka_path"):
-        for path in values.get(key, ()):
+    for key in ("shared_memory_path", "local_disk", "gds_path", "weka_path"):
+        named = values.get(key) or ()
+        for path in (named,) if isinstance(named, str) else named:
             place = os.path.normpath(path)
             if place not in users:
                 users[place] = key, path

@@ -12,9 +12,10 @@ from typing import Any
 
 from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
+from tiercache.config.machine import available_memory_bytes
 from tiercache.config.remote_options import FLAT
 from tiercache.config.remotes import NOT_AVAILABLE, PLUGIN_PREFIX, flat_settings_in_use, read_remotes
-from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key, available_memory_bytes
+from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key
 from tiercache.config.sources import (
     PREFIXES,
     Origin,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercache.config.remotes import NOT_AVAILABLE, Remote, remotes_of, shown_place, split_paths
-from tiercache.config.schema import ConfigFields
+from tiercache.config.schema import ConfigFields, in_bytes
 
 ON, OFF, REFUSED = "on", "off", "refused"
 
@@ -18,7 +18,8 @@ class PlannedTier:
 
     name: str
     kind: str
-    """What it is built by: cpu, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third party's type."""
+    """What it is built by: cpu, shared_memory, disk, gds, weka, hf3fs, fs, redis, mooncake, infinistore, s3, or a third
+    party's type."""
     place: str
     """Directories, a URL without credentials, or what kind of memory; as it may be shown."""
     cap_bytes: int | None
@@ -48,7 +49,7 @@ class PlannedTier:
 
 def plan_of(config: ConfigFields) -> tuple[PlannedTier, ...]:
     """The tiers that `config` makes, the hot cache first: a get asks them in this order."""
-    return (_cpu(config), *_disk(config), *_gds(config), *_remotes(config))
+    return (_cpu(config), *_shared_memory(config), *_disk(config), *_gds(config), *_remotes(config))
 
 
 def _cpu(config: ConfigFields) -> PlannedTier:
@@ -56,15 +57,24 @@ def _cpu(config: ConfigFields) -> PlannedTier:
     if config.local_cpu_use_hugepages:
         place = "2 MiB huge pages"
     note = "" if config.local_cpu else "local_cpu is false: the arena stages chunks for the other tiers and keeps none"
-    state, quota_bytes = ON if config.local_cpu else OFF, config.tenant_arena_bytes
+    state, quota_bytes = ON if config.local_cpu else OFF, in_bytes(config.tenant_max_local_cpu_size)
     return PlannedTier("cpu", "cpu", place, config.arena_bytes, state, note, tenant_bytes=quota_bytes)
+
+
+def _shared_memory(config: ConfigFields) -> Iterator[PlannedTier]:
+    if path := config.shared_memory_path:
+        note = "one for all engines of this host, and read where it lies"
+        kind, quota_bytes = "shared_memory", in_bytes(config.tenant_max_shared_memory_size)
+        yield PlannedTier(
+            kind, kind, path, config.shared_memory_bytes, note=note, directories=(path,), tenant_bytes=quota_bytes
+        )
 
 
 def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
     if paths := config.local_disk:
         on = config.disk_bytes > 0
         note = "" if on else "max_local_disk_size is 0, which switches the disk tier off"
-        state, quota_bytes = ON if on else OFF, config.tenant_disk_bytes
+        state, quota_bytes = ON if on else OFF, in_bytes(config.tenant_max_local_disk_size)
         yield PlannedTier(
             "disk", "disk", ", ".join(paths), config.disk_bytes, state, note, paths, tenant_bytes=quota_bytes
         )
@@ -73,7 +83,7 @@ def _disk(config: ConfigFields) -> Iterator[PlannedTier]:
 def _gds(config: ConfigFields) -> Iterator[PlannedTier]:
     for kind, paths in (("gds", config.gds_path), ("weka", config.weka_path)):
         if paths:
-            cap_bytes, quota_bytes = config.gds_bytes or None, config.tenant_gds_bytes
+            cap_bytes, quota_bytes = config.gds_bytes or None, in_bytes(config.tenant_max_gds_size)
             yield PlannedTier(kind, kind, ", ".join(paths), cap_bytes, directories=paths, tenant_bytes=quota_bytes)
 
 
@@ -95,7 +105,7 @@ def _cap(config: ConfigFields, remote: Remote) -> int | None:
 
 def _quota(config: ConfigFields, remote: Remote) -> int:
     if remote.type == "hf3fs":
-        return config.tenant_hf3fs_bytes
+        return in_bytes(config.tenant_max_hf3fs_size)
     return int(remote.options.get("tenant_max_size", 0.0) * 2**30) if remote.type == "fs" else 0
 
 

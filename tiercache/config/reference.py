@@ -37,6 +37,7 @@ together.
 _HEADINGS = {
     "": "The cache as a whole",
     "cpu": "CPU tier",
+    "shared_memory": "Shared memory tier",
     "disk": "Disk tier",
     "gds": "GDS tier",
     "weka": "Weka tier",

@@ -18,7 +18,7 @@ PLUGIN_PREFIX = "remote_storage_plugin."
 ENTRY_POINTS = "tiercache.tiers"
 """The group of entry points by which installed packages bring types of their own."""
 
-OWN_NAMES = frozenset({"cpu", "device", "disk", "gds", "weka"})
+OWN_NAMES = frozenset({"cpu", "device", "shared_memory", "disk", "gds", "weka"})
 """Of the tiers that are no instances. Statistics and flushes tell tiers apart by name alone."""
 
 ELSEWHERE = (

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config.kinds import Choice, Kind, Name, Number, Optional, Switch, Text, Whole, Words
@@ -21,6 +19,10 @@ if TYPE_CHECKING:
 
 GB = 1024**3
 """LMCache's sizes in "GB" are multiples of this, so ours are."""
+
+
+def in_bytes(size_gb: float) -> int:
+    return int(size_gb * GB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,25 @@ class ConfigFields:
     )
     prefetch_bytes_per_s: float = _key(
         Number(unit="bytes/s"), 0.0, "bandwidth of prefetching; 0: whatever demand reads leave", tier="cpu", ours=True
+    )
+
+    shared_memory_path: str | None = _key(
+        Optional(Text("a path")),
+        None,
+        "a directory on tmpfs, such as /dev/shm/kv, in which all engines of this host keep chunks together; each reads them "
+        "where they lie. Needs max_shared_memory_size",
+        tier="shared_memory",
+        ours=True,
+    )
+    tenant_max_shared_memory_size: float = _key(
+        Number(unit="GB"), 0.0, "of that tier, what each tenant may hold; 0: no quota", tier="shared_memory", ours=True
+    )
+    max_shared_memory_size: float = _key(
+        Number(unit="GB"),
+        0.0,
+        "cap of that directory, for all engines together; RAM beside max_local_cpu_size, which each has for itself",
+        tier="shared_memory",
+        ours=True,
     )
 
     local_disk: tuple[str, ...] = _key(
@@ -341,21 +362,9 @@ class ConfigFields:
         return int(self.max_local_cpu_size * GB)
 
     @property
-    def tenant_arena_bytes(self) -> int:
-        """What a tenant may hold of the arena, and below of other tiers; 0: no quota."""
-        return int(self.tenant_max_local_cpu_size * GB)
-
-    @property
-    def tenant_disk_bytes(self) -> int:
-        return int(self.tenant_max_local_disk_size * GB)
-
-    @property
-    def tenant_gds_bytes(self) -> int:
-        return int(self.tenant_max_gds_size * GB)
-
-    @property
-    def tenant_hf3fs_bytes(self) -> int:
-        return int(self.tenant_max_hf3fs_size * GB)
+    def shared_memory_bytes(self) -> int:
+        """Cap of the shared memory tier; 0 when there is none."""
+        return int(self.max_shared_memory_size * GB) if self.shared_memory_path else 0
 
     @property
     def disk_bytes(self) -> int:
@@ -378,15 +387,3 @@ KEYS: dict[str, Key] = {
 }
 
 ALIASES: dict[str, str] = {alias: key.name for key in KEYS.values() for alias in key.aliases}
-
-
-@cache
-def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """What the system could give without swapping, once per process; None where it does not say."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

@@ -198,6 +198,8 @@ FAMILIES = (
     _tier("counter", "read_again", "Reads that failed verification once and were tried again."),
     _tier("gauge", "resident", "Chunks in a tier."),
     _tier("gauge", "occupied_bytes", "Bytes that a tier occupies."),
+    _tier("gauge", "mapped_bytes", "Bytes of a tier that this process has mapped."),
+    _tier("gauge", "unlinked_bytes", "Of these, bytes that were deleted since and are still held."),
     Family(
         "tiercache_read_seconds",
         "histogram",

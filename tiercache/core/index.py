@@ -9,6 +9,14 @@ from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import TenantStatistics
 
 
+def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
+    """How many of `keys`, from the first on, are there without a gap."""
+    for position, key in enumerate(keys):
+        if key not in entries:
+            return position
+    return len(keys)
+
+
 class CappedIndex:
     """Keys, occupied bytes and the order of eviction.
 
@@ -38,11 +46,7 @@ class CappedIndex:
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on, are resident without a gap."""
-        entries = self.order.entries
-        for position, key in enumerate(keys):
-            if key not in entries:
-                return position
-        return len(keys)
+        return prefix_in(self.order.entries, keys)
 
     def add(
         self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None

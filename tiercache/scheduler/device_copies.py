@@ -15,7 +15,7 @@ from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import Workers, retrieve_exception, to_the_end
-from tiercache.scheduler.tier_reader import ReaderStatistics
+from tiercache.scheduler.reads import ReaderStatistics
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
 

@@ -7,7 +7,6 @@ import asyncio
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import Passage
-from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
 
@@ -53,8 +52,8 @@ class Flight:
                 landed.release()
             raise
 
-    def end(self, cpu: CpuTier, *, landed: bool) -> None:
-        """Give everybody who waits a lease of their own on the chunk, or None.
+    def end(self, landed: Lease | None) -> None:
+        """Give everybody who waits a lease of their own on the chunk that has `landed`, or None.
 
         What was read because somebody asked came in with that use: it is not counted a second time.
         """
@@ -62,10 +61,7 @@ class Flight:
         for arrival, purpose in self.waiters:
             if not arrival.done():
                 lease = None
-                if landed:
-                    if purpose is Purpose.PREFETCH:
-                        lease = cpu.hold(self.key)
-                    else:
-                        lease = cpu.lease(self.key, noted=noted)
-                        noted = False
+                if landed is not None:
+                    lease = landed.another(purpose, noted=noted)
+                    noted = noted and purpose is not Purpose.READ
                 arrival.set_result(lease)

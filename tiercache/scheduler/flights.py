@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.scheduler.flight import Flight
-from tiercache.scheduler.tier_reader import ReaderStatistics, TierReader
+from tiercache.scheduler.reads import ReaderStatistics
+from tiercache.scheduler.tier_reader import TierReader
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
@@ -27,12 +29,14 @@ class Flights:
         self._closed = False
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called when somebody comes for a chunk that is only being prefetched."""
+        self.on_landed: Callable[[Lease], None] | None = None
+        """Called when a chunk has come from a tier."""
 
     def __len__(self) -> int:
         return len(self._flights)
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[int | None]]:
+    def lingering(self) -> Sequence[asyncio.Task[Any]]:
         """Reads that outlived their deadline and still hold a slot."""
         return [read for tier in self.tiers for read in tier.lingering]
 
@@ -88,7 +92,7 @@ class Flights:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for flight in flights:
-            flight.end(self.cpu, landed=False)
+            flight.end(None)
         self._flights.clear()
 
     def _take_off(
@@ -116,8 +120,10 @@ class Flights:
         finally:
             if self._flights.get(flight.key) is flight:
                 del self._flights[flight.key]
-            flight.end(self.cpu, landed=landed is not None)
+            flight.end(landed)
             if landed is not None:
+                if self.on_landed is not None:
+                    self.on_landed(landed)
                 landed.release()
 
     async def _from_tiers(self, flight: Flight) -> Lease | None:

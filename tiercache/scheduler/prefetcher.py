@@ -152,6 +152,8 @@ class Prefetcher:
         self._pumping = False
         self._closed = False
         reader.cpu.on_use = self.asked
+        for tier in reader.mapped:
+            tier.mappings.on_use = self.asked
         reader.flights.on_demand = self.asked
         reader.cpu.on_evict = self._evicted
 
@@ -333,10 +335,10 @@ class Prefetcher:
         """Asked by the plan about a chunk that is expected: if it is there already it is kept there."""
         if key in self._reads:
             return True  # somebody came for it already; whoever waits is told when it is here
-        if not self.reader.cpu.contains(key):
+        if not self.reader.has_at_hand(key):
             return False
         if key not in self._holds and self.has_room(key):
-            hold = self.reader.cpu.hold(key)
+            hold = self.reader.hold(key)
             if hold is not None:
                 self._keep(key, hold)
                 self._count_kept()

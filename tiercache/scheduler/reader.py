@@ -16,8 +16,9 @@ from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Sink
 from tiercache.scheduler.deliverer import WithHeld, deliver
 from tiercache.scheduler.flights import Flights
-from tiercache.scheduler.tier_reader import ReaderSettings, ReaderStatistics, TierReader, TierReadStatistics
-from tiercache.tiers.base import Tier
+from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReadStatistics
+from tiercache.scheduler.tier_reader import TierReader
+from tiercache.tiers.base import MappedTier, Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
@@ -45,13 +46,17 @@ class Reader:
         cpu: CpuTier,
         tiers: Sequence[Tier],
         settings: ReaderSettings | None = None,
+        *,
+        maps: bool = False,
     ) -> None:
-        """`cpu` is where chunks land: the hot cache, or the staging tier of a device."""
+        """`cpu` is where chunks land: the hot cache, or the staging tier of a device. `maps`: but for those of tiers that
+        can be mapped, which stay where they lie."""
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
-        cpu.budget.divide(tier.name for tier in tiers)
+        self.mapped = [tier for tier in tiers if maps and isinstance(tier, MappedTier)]
+        cpu.budget.divide(tier.name for tier in tiers if tier not in self.mapped)
         self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
-        self.tiers = [TierReader(tier, cpu, self.settings, self.counters) for tier in tiers]
+        self.tiers = [TierReader(tier, cpu, self.settings, self.counters, maps=maps) for tier in tiers]
         self.flights = Flights(cpu, self.tiers, self.counters)
         self._questions: set[asyncio.Task[int | None]] = set()
         """Cancelled, and not over yet."""
@@ -69,11 +74,34 @@ class Reader:
         return {tier.name: tier.breaker.state.value for tier in self.tiers}
 
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        """The chunk if it is hot. Does not count a miss, nor a use that is `noted` already."""
+        """The chunk if it is hot, or mapped. Does not count a miss, nor a use that is `noted` already."""
         lease = self.cpu.lease(key, noted=noted)
         if lease is not None:
             self.counters.hits[self.cpu.name] += 1
+            return lease
+        for tier in self.mapped:
+            if (lease := tier.lease(key, noted=noted)) is not None:
+                self.counters.hits[tier.name] += 1
+                return lease
+        return None
+
+    def hold(self, key: ChunkKey) -> Lease | None:
+        """Keep a chunk that is hot, or mapped, for a reader who may come; not a use. None when it is neither."""
+        lease = self.cpu.hold(key)
+        for tier in self.mapped:
+            lease = lease or tier.hold(key)
         return lease
+
+    def has_at_hand(self, key: ChunkKey) -> bool:
+        """Whether it is hot, or mapped."""
+        return self.cpu.contains(key) or any(key in tier.mappings for tier in self.mapped)
+
+    def prefix_at_hand(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of `keys`, from the first on without a gap, are hot or mapped."""
+        position = self.cpu.prefix(keys)
+        while self.mapped and position < len(keys) and self.has_at_hand(keys[position]):
+            position += 1
+        return position
 
     async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
         """A lease on the chunk from whichever tier has it; None on a miss or at the deadline. `parent` is the chunk before
@@ -85,7 +113,7 @@ class Reader:
 
     async def promote(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
         """As `fetch`, for somebody who may come: any demand read goes first, and the lease is a hold, no use."""
-        return self.cpu.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH, parent)
+        return self.hold(key) or await self.flights.fetch(key, deadline_s, Purpose.PREFETCH, parent)
 
     async def deliver(
         self,
@@ -126,7 +154,7 @@ class Reader:
         return worth_waiting_s(expected_s, recompute_s * (len(keys) - by_tier[self.cpu.name]))
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
-        """Promote chunks into the hot cache; returns how many of the prefix are hot (or were, on arrival)."""
+        """Promote chunks into the hot cache, or map them; returns how many of the prefix are there (or were, on arrival)."""
         return await deliver(_NotServed(self), keys, _HotCache(), deadline_s)
 
     def where(self, keys: Sequence[ChunkKey]) -> tuple[int, dict[str, int]]:
@@ -226,9 +254,13 @@ class _NotServed:
 
     def __init__(self, reader: Reader) -> None:
         self.cpu, self.lanes, self.fetch = reader.cpu, reader.lanes, reader.fetch
+        self._mapped = reader.mapped
 
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        return self.cpu.lease(key, noted=noted)
+        lease = self.cpu.lease(key, noted=noted)
+        for tier in self._mapped:
+            lease = lease or tier.lease(key, noted=noted)
+        return lease
 
 
 class _HotCache:

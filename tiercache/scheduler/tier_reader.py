@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import PREFETCH, READ, Purpose
-from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import Passage
@@ -17,7 +17,8 @@ from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot
 from tiercache.memory.turns import Turns, done_by
 from tiercache.scheduler.flight import Flight
-from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReadStatistics
+from tiercache.tiers.base import DeviceTier, MappedTier, Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
@@ -26,42 +27,8 @@ logger = logging.getLogger("tiercache.reader")
 _LEAST_S = 1.0
 
 
-@dataclass
-class ReaderSettings:
-    deadline_s: float = 10.0
-    """For a caller that names none."""
-    probe_deadline_s: float = 3.0
-    """How long a look-up waits for a shared tier to say what it has."""
-    recompute_s: float | None = None
-    """What the engine takes to compute one chunk: what takes longer to load is left to it. None: not known. It changes, as
-    the engine is measured."""
-
-
-@dataclass
-class ReaderStatistics:
-    """In chunks. `joined` asked for a key that was in flight already; `late` gave up at their deadline; `overtaken` are
-    prefetches that still waited when somebody came for their chunk; `kept` came too late for who asked first, and is hot."""
-
-    hits: dict[str, int] = field(default_factory=dict)
-    misses: int = 0
-    joined: int = 0
-    overtaken: int = 0
-    late: int = 0
-    kept: int = 0
-    corrupt: int = 0
-    failed: int = 0
-    sink_failures: int = 0
-
-
-@dataclass
-class TierReadStatistics:
-    """Of one tier. `failed` failed, failed verification, or were given up: of the `failed` and `corrupt` of all tiers."""
-
-    seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
-    """What reads took that found their chunk, or until they were given up."""
-    failed: int = 0
-    reading: int = 0
-    """Reads that the tier has begun and not ended."""
+_Outcome = int | Lease | None
+"""The length of what was read into a slot, the lease on what was mapped, or a miss."""
 
 
 @dataclass
@@ -70,11 +37,12 @@ class _Read:
     ended, and what it brings then is kept."""
 
     key: ChunkKey
-    slot: Slot
+    slot: Slot | None
+    """None: the chunk is mapped where it lies."""
     purpose: Purpose
     parent: ChunkKey | None
     passage: Passage
-    task: asyncio.Task[int | None]
+    task: asyncio.Task[_Outcome]
     joined: int = 0
     """Flights that wait for it since it was left behind."""
     landed: Lease | None = None
@@ -90,9 +58,13 @@ class TierReader:
     throughput and gained little.) Where prefetches are apart, those that run give way, and reads have places of their own.
     """
 
-    def __init__(self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics) -> None:
-        """`cpu` is where it reads to: how much of that its reads may fill at a time, or hang in, bounds them."""
+    def __init__(
+        self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics, *, maps: bool = False
+    ) -> None:
+        """`cpu` is where it reads to: how much of that its reads may fill at a time, or hang in, bounds them. `maps`: the
+        tier's chunks are mapped instead."""
         self.tier = tier
+        self.mapped = tier if maps and isinstance(tier, MappedTier) else None
         self.name = tier.name
         self.cpu = cpu
         self.settings = settings
@@ -100,23 +72,24 @@ class TierReader:
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
-        self.places = min(tier.traits.read_concurrency, cpu.budget.reads_at_once)
-        self._apart = tier.traits.prefetches_apart and not cpu.on_device
+        places = tier.traits.read_concurrency
+        self.places = places if self.mapped is not None else min(places, cpu.budget.reads_at_once)
+        self._apart = tier.traits.prefetches_apart and not cpu.on_device and self.mapped is None
         self.taken = {READ: 0, PREFETCH: 0}
         """Places."""
         self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
         """Of those who wait for a place."""
         self.reads = TierReadStatistics()
-        self._begun: dict[asyncio.Task[int | None], float] = {}
+        self._begun: dict[asyncio.Task[_Outcome], float] = {}
         """Reads under way, the oldest first, and since when. Not those that stand still for others: what they take says
         nothing about the tier."""
         self._late: dict[ChunkKey, _Read] = {}
         """Those that nobody waited for to the end."""
-        self._stuck: set[asyncio.Task[int | None]] = set()
+        self._stuck: set[asyncio.Task[_Outcome]] = set()
         self._closed = False
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[int | None]]:
+    def lingering(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
         return list(self._stuck)
 
@@ -228,18 +201,15 @@ class TierReader:
     async def _begin(self, flight: Flight) -> _Read | None:
         """Once there is a place at the tier and a slot to read into; None when there is none in time."""
         key, purpose, tier = flight.key, flight.purpose, self.tier
-        to_host = tier.prefetch if purpose is PREFETCH else tier.read
-        read = tier.read_device if self.cpu.on_device and isinstance(tier, DeviceTier) else to_host
-        slot = None
-        placed = False
+        slot, placed, needs_slot = None, False, self.mapped is None
         try:
-            if purpose is PREFETCH:
+            if purpose is PREFETCH and needs_slot:
                 # Before the place: while it waits for room it must not hold up demand reads.
                 slot = await self._slot(flight)
                 if slot is None:
                     return None
             placed = await self._place(flight)
-            if placed and slot is None:
+            if placed and slot is None and needs_slot:
                 slot = self.cpu.try_reserve(purpose, self.name, key)
                 if slot is None and self.cpu.turns.stands_aside(purpose, key):
                     # A tenant at his quota waits for himself, and others do not wait for the place that he would have.
@@ -249,9 +219,9 @@ class TierReader:
                     placed = slot is not None and await self._place(flight)
                 elif slot is None:
                     slot = await self._slot(flight)
-            if not placed or slot is None or flight.forgotten or not self.may_have(key):
+            if not placed or (slot is None and needs_slot) or flight.forgotten or not self.may_have(key):
                 return None
-            task = asyncio.create_task(read(key, self.cpu.pool.view(slot)))
+            task = asyncio.create_task(self._bring(key, slot, purpose))
             if purpose is READ or not self._apart:
                 self._begun[task] = asyncio.get_running_loop().time()
             begun = _Read(key, slot, purpose, flight.parent, self.cpu.under_way.begin([key]), task)
@@ -265,6 +235,16 @@ class TierReader:
         self.reads.reading += 1
         flight.begun = True
         return begun
+
+    def _bring(self, key: ChunkKey, slot: Slot | None, purpose: Purpose) -> Coroutine[Any, Any, _Outcome]:
+        tier = self.tier
+        if slot is None:
+            assert self.mapped is not None
+            return self.mapped.map(key, purpose)
+        view = self.cpu.pool.view(slot)
+        if self.cpu.on_device and isinstance(tier, DeviceTier):
+            return tier.read_device(key, view)
+        return tier.prefetch(key, view) if purpose is PREFETCH else tier.read(key, view)
 
     async def _slot(self, flight: Flight) -> Slot | None:
         slot = self.cpu.try_reserve(flight.purpose, self.name, flight.key)
@@ -308,29 +288,29 @@ class TierReader:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            came = await done_by(read.task, lambda: self._until_s(flight.deadline_s, began_s))
+            in_time = await done_by(read.task, lambda: self._until_s(flight.deadline_s, began_s))
         except BaseException:
             self._leave_behind(read)  # also where it has ended by now
             self._called_off(began_s)
             raise
-        if not came:
+        if not in_time:
             self._leave_behind(read)
             self._timed_out(began_s)
             self.counters.failed += 1
             self.reads.failed += 1
             self.reads.seconds.add(loop.time() - began_s)
             return None
-        length, error = self._outcome(read)
+        came, error = self._outcome(read)
         if error is None:
             took_s = loop.time() - began_s
             self.breaker.succeeded(loop.time(), took_s)
-            if length is not None:
+            if came is not None:
                 self.reads.seconds.add(took_s)
         elif isinstance(error, CorruptChunk):
             self._called_off(began_s)  # an answer, which says nothing about the tier's health
         else:
             self.breaker.failed(loop.time(), began_s=began_s)
-        return self._end(read, length)
+        return self._end(read, came)
 
     async def _join_late(self, late: _Read, flight: Flight) -> Lease | None:
         """Somebody's read that he did not wait for is still under way: one more would take one more slot and place."""
@@ -343,7 +323,7 @@ class TierReader:
                 self._timed_out(began_s)
                 return None
             self._late_ended(late)
-            return None if flight.forgotten else self.cpu.hold(flight.key)
+            return None if flight.forgotten else (self.mapped or self.cpu).hold(flight.key)
         finally:
             late.joined -= 1
             if not late.joined and late.landed is not None:
@@ -361,15 +341,15 @@ class TierReader:
         self._stuck.remove(read.task)
         if self._late.get(read.key) is read:
             del self._late[read.key]
-        length, _ = self._outcome(read)
-        read.landed = self._end(read, length)
+        came, _ = self._outcome(read)
+        read.landed = self._end(read, came)
         if read.landed is not None:
             self.counters.kept += 1
             if not read.joined:
                 read.landed.release()
 
-    def _outcome(self, read: _Read) -> tuple[int | None, BaseException | None]:
-        """The payload's length, None on a miss; or why it failed, which is counted."""
+    def _outcome(self, read: _Read) -> tuple[_Outcome, BaseException | None]:
+        """What it brought; or why it failed, which is counted."""
         cancelled = read.task.cancelled()
         error = asyncio.CancelledError("cancelled") if cancelled else read.task.exception()
         if error is None:
@@ -382,19 +362,23 @@ class TierReader:
             logger.warning("%s: a read failed: %s", self.name, error)
         return None, error
 
-    def _end(self, read: _Read, length: int | None) -> Lease | None:
+    def _end(self, read: _Read, came: _Outcome) -> Lease | None:
         """Give back what a read took that has ended, and make what it brought a hot chunk, unless it was forgotten."""
         self._leave(read.purpose)
         self.reads.reading -= 1
         self.cpu.under_way.end(read.passage)
         now_s = asyncio.get_running_loop().time()
         began_s = self._begun.pop(read.task, None)
-        lease = None
-        if length is not None and began_s is not None:
+        lease = came if isinstance(came, Lease) else None
+        if came is not None and began_s is not None:
             self.estimate.add(now_s - began_s, now_s)  # also of one that nobody waited for to its end
-        if length is None or self._closed or read.passage.forgot(read.key):
+        unwanted = self._closed or read.passage.forgot(read.key)
+        if lease is not None and unwanted:
+            lease.release()
+            lease = None
+        if read.slot is not None and isinstance(came, int) and not unwanted:
+            lease = self.cpu.publish(read.key, read.slot, came, read.purpose, read.parent)
+        elif read.slot is not None:
             self.cpu.abandon(read.slot, read.purpose)
-        else:
-            lease = self.cpu.publish(read.key, read.slot, length, read.purpose, read.parent)
         self.tier.traffic.end(read.key)
         return lease

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import TenantStatistics
 from tiercache.core.traffic import KeyTraffic
 from tiercache.device.driver import Span
 from tiercache.memory.arena import Arena
+from tiercache.tiers.leases import Lease
+from tiercache.tiers.mappings import Mappings
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class TierStatistics:
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
+    mapped_bytes: int = 0
+    """Of a tier whose chunks are mapped: how much this process has mapped now."""
+    unlinked_bytes: int = 0
+    """Of that, what was deleted since and is still held: it takes memory and is in no `occupied_bytes`."""
     tenants: dict[str, TenantStatistics] = field(default_factory=dict)
     """By their tags in hex, where tenants have quotas; see `tiercache.core.tenants.shown`."""
 
@@ -201,3 +208,23 @@ class DeviceTier(Tier):
     @abstractmethod
     async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
         """As `write`, from device memory that no stream is writing any more."""
+
+
+class MappedTier(Tier):
+    """A tier whose chunks lie in memory that this process can map: each is mapped and verified once, and then read where it
+    lies. What is mapped counts as hot: it is leased at once, and nothing is copied to the hot cache."""
+
+    mappings: Mappings
+    """Whose leases these are."""
+
+    @abstractmethod
+    def lease(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+        """A reader's lease on a chunk that is mapped; None where it is not. A use, unless that is `noted` already."""
+
+    @abstractmethod
+    def hold(self, key: ChunkKey) -> Lease | None:
+        """As `lease`, for a reader who may come; not a use."""
+
+    @abstractmethod
+    async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
+        """As `read`, but map the chunk and verify it there. Returns a lease of that purpose; None is a miss."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
 from tiercache.core.eviction import Order, make_order
+from tiercache.core.index import prefix_in
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
@@ -66,9 +67,9 @@ class CpuTier(Tier):
 
     # Memory
 
-    def view(self, slot: Slot, length_bytes: int) -> Any:
-        """The first bytes of a slot as its readers get them: uint8, read-only."""
-        view: np.ndarray = self.pool.view(slot, length_bytes)
+    def view(self, entry: Entry, length_bytes: int) -> Any:
+        """As `Keeper.view`: uint8, read-only."""
+        view: np.ndarray = self.pool.view(entry.slot, length_bytes)
         view.flags.writeable = False
         return view
 
@@ -78,11 +79,7 @@ class CpuTier(Tier):
         return key in self._entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        entries = self._entries
-        for position, key in enumerate(keys):
-            if key not in entries:
-                return position
-        return len(keys)
+        return prefix_in(self._entries, keys)
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return (self._entries,) if self.traffic.refuses_none else super().offered()
@@ -96,16 +93,7 @@ class CpuTier(Tier):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        held = entry.holds
-        lease = self.begin_lease(entry, WRITE if writes else READ)
-        if not writes:
-            self._statistics.reads += 1
-            self._statistics.read_bytes += entry.payload_bytes
-            if not noted:
-                self._note_use(entry)
-            if held and self.on_use is not None:
-                self.on_use(key)  # which ends the hold: by now the lease keeps the chunk from whoever waits for a slot
-        return lease
+        return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, noted=noted)
 
     def hold(self, key: ChunkKey) -> Lease | None:
         """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
@@ -217,8 +205,7 @@ class CpuTier(Tier):
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        if self._on_change is not None:
-            self._on_change(key)
+        self._changed(key)
         lease = Lease(self, entry, purpose)
         if tier is not None:
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
@@ -302,6 +289,18 @@ class CpuTier(Tier):
 
     # Leases
 
+    def serve(self, entry: Entry, purpose: Purpose, *, noted: bool) -> Lease:
+        held = entry.holds
+        lease = self.begin_lease(entry, purpose)
+        if purpose is READ:
+            self._statistics.reads += 1
+            self._statistics.read_bytes += entry.payload_bytes
+            if not noted:
+                self._note_use(entry)
+            if held and self.on_use is not None:
+                self.on_use(entry.key)  # which ends the hold: by now the lease keeps it from whoever waits for a slot
+        return lease
+
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         before = entry.held_for
         after = entry.count(purpose, 1)
@@ -383,8 +382,7 @@ class CpuTier(Tier):
             del self._entries[key]
             self._evictable -= 1
             self._statistics.evicted += 1
-            if self._on_change is not None:
-                self._on_change(key)
+            self._changed(key)
             if self.on_evict is not None:
                 self.on_evict(key)
             return entry.slot
@@ -394,10 +392,8 @@ class CpuTier(Tier):
         free = self.pool.free
         if not self.budget.allows(purpose, free + self._evictable, tier):
             return None
-        slot = self.pool.take() if free else None
-        if slot is None:
-            slot = self._evict(self._order.pop_victim)
-            assert slot is not None, "what can be had is free or evictable"
+        slot = self.pool.take() if free else self._evict(self._order.pop_victim)
+        assert slot is not None, "what can be had is free or evictable"
         self.budget.take(purpose, tier)
         if tier is not None and purpose is READ:
             self._readers[slot] = tier

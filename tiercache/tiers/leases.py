@@ -1,4 +1,4 @@
-"""Chunks in slots, and the leases that keep them there."""
+"""Chunks in memory, and the leases that keep them there."""
 
 from __future__ import annotations
 
@@ -12,38 +12,21 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import Slot
 
 
-class Entry:
-    """A chunk, and who holds it."""
+class Held:
+    """A chunk in memory, and who holds it."""
 
-    __slots__ = (
-        "held_for",
-        "holds",
-        "hot",
-        "key",
-        "parent",
-        "parked",
-        "payload_bytes",
-        "read_leases",
-        "slot",
-        "used_meanwhile",
-        "write_leases",
-    )
+    __slots__ = ("held_for", "holds", "hot", "key", "payload_bytes", "read_leases", "write_leases")
 
-    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
+    def __init__(self, key: ChunkKey, payload_bytes: int) -> None:
         self.key = key
-        self.slot = slot
         self.payload_bytes = payload_bytes
         self.read_leases = 0
         self.write_leases = 0
         self.holds = 0
         self.held_for: Purpose | None = None
-        """The purpose that the slot counts for; None: it may be evicted."""
-        self.parked = False
-        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
-        self.parent: ChunkKey | None = None
-        self.used_meanwhile = False
-        """Whether it was used while it was out of the order, which does not know it then."""
+        """The purpose that its memory counts for; None: it may go."""
         self.hot = True
+        """Whether others find it."""
 
     def count(self, purpose: Purpose, change: int) -> Purpose | None:
         """So many leases more; returns `held_for`."""
@@ -59,25 +42,44 @@ class Entry:
         return after
 
 
+class Entry(Held):
+    """A chunk in a slot."""
+
+    __slots__ = ("parent", "parked", "slot", "used_meanwhile")
+
+    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
+        super().__init__(key, payload_bytes)
+        self.slot = slot
+        self.parked = False
+        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
+        self.parent: ChunkKey | None = None
+        self.used_meanwhile = False
+        """Whether it was used while it was out of the order, which does not know it then."""
+
+
 class Keeper(Protocol):
-    """Whose slots leases are on: the CPU tier."""
+    """Whose memory leases are on: the CPU tier with its slots, or a tier's mappings. Each gets the entries that it made."""
 
     on_device: bool
     """Whether they are device memory."""
 
-    def view(self, slot: Slot, length_bytes: int) -> Any:
-        """The first bytes of a slot as its readers get them."""
+    def view(self, entry: Any, length_bytes: int) -> Any:
+        """The first bytes of a chunk, and of its padding, as its readers get them."""
 
-    def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease: ...
+    def begin_lease(self, entry: Any, purpose: Purpose) -> Lease: ...
 
-    def end_lease(self, entry: Entry, purpose: Purpose) -> None: ...
+    def serve(self, entry: Any, purpose: Purpose, *, noted: bool) -> Lease:
+        """A lease for somebody who came for the chunk. To read it is a use, unless that is `noted` already; to hold it for
+        somebody who may come is none."""
 
-    def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
+    def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
+
+    def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
         """In whatever thread it was collected."""
 
 
 class Lease:
-    """A counted hold on a hot chunk: its memory is not reused before `release`.
+    """A counted hold on a chunk in memory: that is not reused before `release`.
 
     `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory); one that was
     taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
@@ -86,9 +88,9 @@ class Lease:
 
     __slots__ = ("_entry", "_keeper", "_purpose")
 
-    def __init__(self, keeper: Keeper, entry: Entry, purpose: Purpose) -> None:
+    def __init__(self, keeper: Keeper, entry: Held, purpose: Purpose) -> None:
         self._keeper = keeper
-        self._entry: Entry | None = entry
+        self._entry: Held | None = entry
         self._purpose = purpose
 
     @property
@@ -111,13 +113,13 @@ class Lease:
     @property
     def view(self) -> Any:
         entry = self._held()
-        return self._keeper.view(entry.slot, entry.payload_bytes)
+        return self._keeper.view(entry, entry.payload_bytes)
 
     @property
     def padded(self) -> Any:
         """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
         entry = self._held()
-        return self._keeper.view(entry.slot, aligned(entry.payload_bytes))
+        return self._keeper.view(entry, aligned(entry.payload_bytes))
 
     def sibling(self) -> Lease | None:
         """One more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
@@ -128,6 +130,10 @@ class Lease:
         """One more lease on the same memory, for a reader; also when the chunk was removed meanwhile."""
         return self._keeper.begin_lease(self._held(), READ)
 
+    def another(self, purpose: Purpose, *, noted: bool) -> Lease:
+        """One more lease for somebody who came for the chunk; see `Keeper.serve`."""
+        return self._keeper.serve(self._held(), purpose, noted=noted)
+
     def release(self) -> None:
         """Idempotent."""
         entry = self._entry
@@ -135,7 +141,7 @@ class Lease:
             self._entry = None
             self._keeper.end_lease(entry, self._purpose)
 
-    def _held(self) -> Entry:
+    def _held(self) -> Held:
         if self._entry is None:
             raise ValueError("the lease was released; its memory may hold another chunk by now")
         return self._entry

@@ -17,7 +17,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.tier_reader import ReaderSettings
+from tiercache.scheduler.reads import ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""What look-ups have promised, kept hot until it is loaded.
+"""What look-ups have promised, kept hot (or mapped) until it is loaded.
 
 A load of several groups that fails in part sends its request back to the first token, so a look-up promises what has been
 read and verified, and holds it. Only so much of the hot cache is held: what comes on top of that was found and verified,
@@ -40,6 +40,7 @@ class Claims:
 
     def __init__(self, cache: TierCache, geometry: BlockGeometry) -> None:
         self._cache = cache
+        self._reader = cache.parts.reader
         self._geometry = geometry
         self._claims: dict[str, _Claim] = {}
         self._over: dict[str, float] = {}
@@ -64,8 +65,8 @@ class Claims:
         if len(self.leases) + sum(key not in self.leases for key in keys) > self._most:
             return None
         loop = asyncio.get_running_loop()
-        if self._cache.cpu.prefix(keys) < len(keys):
-            wait_s = self._cache.parts.reader.worth_waiting_s(keys)
+        if self._reader.prefix_at_hand(keys) < len(keys):
+            wait_s = self._reader.worth_waiting_s(keys)
             worth_s = until_s if wait_s is None else min(until_s, loop.time() + wait_s)
             await self._cache.warm(keys, deadline_s=max(0.0, worth_s - loop.time()))
         taken: list[ChunkKey] = []
@@ -73,7 +74,7 @@ class Claims:
             if not self._hold(key):
                 break
             taken.append(key)
-        if len(taken) < len(keys) and (self._cache.cpu.contains(keys[len(taken)]) or loop.time() >= until_s):
+        if len(taken) < len(keys) and (self._reader.has_at_hand(keys[len(taken)]) or loop.time() >= until_s):
             self._let_go(taken)
             return None
         return len(taken) if self._remember(name, taken) else None
@@ -144,7 +145,7 @@ class Claims:
             if self._hold(key):
                 had.add(key)
                 taken.append(key)
-            elif key in tried and not self._cache.cpu.contains(key):
+            elif key in tried and not self._reader.has_at_hand(key):
                 return position
         return len(keys)
 
@@ -153,7 +154,7 @@ class Claims:
         if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spares(key)):
             return False
         if lease is None or not lease.findable:
-            found = self._cache.cpu.hold(key)
+            found = self._reader.hold(key)
             if found is None:
                 return False
             if lease is not None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-MEDIA = {"cpu": "CPU", "disk": "STORAGE", "gds": "STORAGE"}
+MEDIA = {"cpu": "CPU", "shared_memory": "STORAGE", "disk": "STORAGE", "gds": "STORAGE"}
 """The tiers of this host, and vLLM's names for what they are. Others are reached by every engine alike, which tells a router
 nothing, and what leaves them is not known here."""
 MOST_CHUNKS = 65536

@@ -201,7 +201,7 @@ class LookupServer:
         direct = into_device and any(tier.serves_device for tier in cache.tiers)
         # Of several groups all has to come to the hot cache for that.
         useful = not direct if geometry.groups else not cache.config.enable_async_loading
-        self.claims = Claims(cache, geometry) if useful and cache.cpu.keep else None
+        self.claims = Claims(cache, geometry) if useful and cache.ahead.promotes else None
         self._server = thread.submit(self._start()).result(10)
 
     async def find(self, names: Sequence[bytes], claim: str = "") -> Match:

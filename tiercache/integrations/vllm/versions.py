@@ -28,6 +28,6 @@ def source_of(tier: str) -> CacheHitSource:
     """vLLM's name for where a hit lay. Only vLLM 0.32 and later have names for that, and only they ask."""
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    if tier == "cpu":
+    if tier in ("cpu", "shared_memory"):
         return CacheHitSource.HOST
     return CacheHitSource.DISK if tier in ("disk", "gds", "weka") else CacheHitSource.EXTERNAL_UNSPECIFIED

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tiercache.cache import TierCache
 from tiercache.config import Config
-from tiercache.config.schema import GB, available_memory_bytes
+from tiercache.config.machine import available_memory_bytes
+from tiercache.config.schema import GB
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.memory.arena import HUGE_PAGE_BYTES

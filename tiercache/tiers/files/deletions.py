@@ -80,7 +80,8 @@ class Deletions:
             if happening.mask & (OVERFLOW | IGNORED):
                 self._is_short = True
             elif happening.mask & _CHUNKS and CHUNK_NAME.fullmatch(happening.name):
-                if (key := bytes.fromhex(happening.name)) in self._shelf.index:
+                key = bytes.fromhex(happening.name)
+                if key in self._shelf.index or self._shelf.is_looked_for(key):
                     self._gone[key] = None
             elif happening.mask & _ROOT and happening.name in _NUMBERS:
                 self._new.add(happening.name)
@@ -113,6 +114,8 @@ class Deletions:
             raise
         finally:
             latest = {key for key, since in began.items() if shelf.looked(key, since)}
+        # Also what is there again: it is another file.
+        self._shelves.deleted(keys)
         if shelf.index is index:
             for key in missing:
                 if key in latest:

@@ -82,6 +82,9 @@ class Shelf:
         looking[0] += 1
         return looking[1]
 
+    def is_looked_for(self, key: ChunkKey) -> bool:
+        return key in self._looking
+
     def looked(self, key: ChunkKey, since: int) -> bool:
         """Whether nobody has stored, found or deleted it since, nor is about to delete it: what was seen holds."""
         looking = self._looking[key]

@@ -1,0 +1,284 @@
+"""A cache with a shared memory tier: engines of a host read the same chunks where they lie."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
+from tiercache import ConfigError, TierCache
+from tiercache.tiers.shared_memory import SharedMemoryTier
+
+REPOSITORY = Path(__file__).parents[1]
+CAP_GB = 8 / 1024
+
+ENGINE = """
+import asyncio, sys
+from pathlib import Path
+import numpy as np
+from tests.test_cache import CHUNK_BYTES, key, payload
+from tests.test_cache_shared_memory import sharing
+
+async def main(place):
+    async with sharing(place) as cache:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            command, first, end = line.split()
+            keys = [key(number) for number in range(int(first), int(end))]
+            if command == "put":
+                for number in range(int(first), int(end)):
+                    assert await cache.put(key(number), payload(number))
+                print((await cache.flush()).complete, flush=True)
+            elif command == "get":
+                into = [np.empty(CHUNK_BYTES, np.uint8) for _ in keys]
+                got = await cache.get_into(keys, into)
+                right = all(np.array_equal(into[n], payload(int(first) + n)) for n in range(got))
+                print(got if right else "wrong", cache.statistics().reader.hits["shared_memory"], flush=True)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@asynccontextmanager
+async def sharing(place: Path, **values: Any) -> AsyncIterator[TierCache]:
+    settings = {"shared_memory_path": str(place / "kv"), "max_shared_memory_size": CAP_GB, **values}
+    async with opened(**settings) as cache:
+        await tier_of(cache).scanned()
+        yield cache
+
+
+def tier_of(cache: TierCache) -> SharedMemoryTier:
+    tier = cache.tiers[0]
+    assert isinstance(tier, SharedMemoryTier)
+    return tier
+
+
+async def put(cache: TierCache, *numbers: int) -> list[bytes]:
+    for number in numbers:
+        assert await cache.put(key(number), payload(number))
+    assert (await cache.flush()).complete
+    return [key(number) for number in numbers]
+
+
+@asynccontextmanager
+async def engine(place: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", ENGINE, str(place),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY,
+    )  # fmt: skip
+    assert await said_by(process) == "ready"
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def said_by(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await process.stdout.readline()).decode().strip()
+
+
+async def ask(process: asyncio.subprocess.Process, command: str, first: int, end: int) -> str:
+    assert process.stdin is not None
+    process.stdin.write(f"{command} {first} {end}\n".encode())
+    return await said_by(process)
+
+
+async def test_two_engines_share_hits_and_outlive_each_other(in_memory: Path) -> None:
+    async with sharing(in_memory) as cache:
+        async with engine(in_memory) as other:
+            assert await ask(other, "put", 1, 9) == "True"
+            hit = await cache.lookup_keys([key(number) for number in range(1, 10)])
+            assert (hit.chunks, hit.by_tier) == (8, {"cpu": 0, "shared_memory": 8})
+            into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(8)]
+            keys = [key(number) for number in range(1, 9)]
+            for _ in range(2):
+                assert await cache.get_into(keys, into) == 8
+                assert all(np.array_equal(into[number - 1], payload(number)) for number in range(1, 9))
+                assert cache.cpu.pool.free == cache.cpu.pool.count, "nothing was copied into the hot cache"
+            await put(cache, 21, 22)
+            assert await ask(other, "get", 21, 23) == "2 2"
+            other.kill()  # SIGKILL
+            await other.wait()
+        await put(cache, 23)
+        assert await cache.get_into(keys, into) == 8
+        async with engine(in_memory) as restarted:
+            assert await ask(restarted, "get", 1, 9) == "8 8"
+            assert await ask(restarted, "get", 21, 24) == "3 11"
+
+
+async def test_a_get_is_a_lease_on_the_shared_pages(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        await put(writer, 1)
+        addresses = []
+        for _ in range(2):
+            async with reader.get(key(1)) as lease:
+                assert lease is not None
+                assert np.array_equal(lease.view, payload(1)) and not lease.view.flags.writeable
+                addresses.append(lease.view.ctypes.data)
+        assert addresses[0] == addresses[1]
+        assert reader.cpu.pool.free == reader.cpu.pool.count
+        assert reader.statistics().reader.hits == {"cpu": 0, "shared_memory": 2}
+        assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
+
+
+async def test_many_who_ask_at_once_share_one_mapping(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        await put(writer, 1)
+
+        async def look() -> int:
+            async with reader.get(key(1)) as lease:
+                assert lease is not None
+                return int(lease.view.ctypes.data)
+
+        assert len(set(await asyncio.gather(*(look() for _ in range(8))))) == 1
+        assert reader.statistics().tiers["shared_memory"].mapped_bytes == CHUNK_BYTES + 4096
+
+
+async def test_warm_maps_and_promotes_nothing(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        keys = await put(writer, 1, 2, 3)
+        assert reader.lookup_hot(keys) == 0
+        assert await reader.warm([*keys, key(4)]) == 3
+        assert reader.lookup_hot([*keys, key(4)]) == 3
+        assert reader.cpu.pool.free == reader.cpu.pool.count
+        assert reader.statistics().reader.hits["cpu"] == 0
+
+
+async def test_without_a_hot_cache_of_its_own_an_engine_has_the_shared_one(in_memory: Path) -> None:
+    async with sharing(in_memory, local_cpu=False) as cache:
+        keys = await put(cache, 1, 2)
+        assert cache.cpu.pool.free == cache.cpu.pool.count
+        progress = await cache.prefetch(keys)
+        assert progress.promoted == 2 and cache.lookup_hot(keys) == 2
+        async with cache.get(key(2)) as lease:
+            assert lease is not None and np.array_equal(lease.view, payload(2))
+        account = cache.statistics().prefetch["hints"]
+        assert account.used_bytes == CHUNK_BYTES
+    async with opened(local_cpu=False) as cache:
+        with pytest.raises(ConfigError, match="no hot cache to promote into"):
+            cache.prefetch(keys)
+
+
+async def test_prefetch_and_pin_map_and_hold(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        keys = await put(writer, 1, 2)
+        assert (await reader.prefetch(keys)).promoted == 2
+        assert reader.cpu.pool.free == reader.cpu.pool.count
+        assert reader.ahead.pin(keys) == 2
+        await writer.forget(keys)  # elsewhere, so what is held here is found here
+        assert reader.lookup_hot(keys) == 2
+        await reader.forget(keys)
+        assert reader.lookup_hot(keys) == 0 and reader.ahead.pinned == 0
+        assert reader.statistics().tiers["shared_memory"].mapped_bytes == 0
+
+
+async def test_forgotten_here_is_found_nowhere_at_once(in_memory: Path) -> None:
+    async with sharing(in_memory) as cache:
+        await put(cache, 1)
+        cache.clear_hot()
+        async with cache.get(key(1)) as lease:
+            assert lease is not None
+            forgetting = asyncio.ensure_future(cache.forget([key(1)]))
+            await asyncio.sleep(0)  # it has begun
+            async with cache.get(key(1), deadline_s=0.0) as other:
+                assert other is None
+            await forgetting
+            assert np.array_equal(lease.view, payload(1))
+            assert await cache.put(key(1), payload(2))
+            assert (await cache.flush()).complete
+            cache.clear_hot()
+            async with cache.get(key(1)) as other:
+                assert other is not None and np.array_equal(other.view, payload(2))
+            assert np.array_equal(lease.view, payload(1))
+        assert is_whole(cache)
+
+
+async def test_forgotten_while_it_is_being_mapped_it_does_not_arrive(in_memory: Path) -> None:
+    async with sharing(in_memory) as cache:
+        await put(cache, 1)
+        cache.clear_hot()
+        for steps in range(12):
+
+            async def get() -> bool:
+                async with cache.get(key(1)) as lease:
+                    return lease is not None
+
+            getting = asyncio.ensure_future(get())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await cache.forget([key(1)])
+            await getting
+            assert not await get()
+            assert cache.statistics().tiers["shared_memory"].mapped_bytes == 0
+            await put(cache, 1)
+            cache.clear_hot()
+
+
+async def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+        keys = await put(writer, 1, 2)
+        path = Path(tier_of(writer).path(key(2)))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in keys]
+        assert await reader.get_into(keys, into) == 1
+        assert reader.statistics().reader.corrupt == 1
+        writer.clear_hot()
+        await put(writer, 2)
+        assert await reader.get_into(keys, into) == 2
+        assert np.array_equal(into[1], payload(2))
+
+
+async def test_what_comes_from_a_tier_below_comes_into_the_shared_one(in_memory: Path, tmp_path: Path) -> None:
+    disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 64 / 1024}
+    async with opened(**disk) as before:
+        await put(before, 1, 2)
+    for local_cpu in (True, False):
+        async with sharing(in_memory / str(local_cpu), local_cpu=local_cpu, **disk) as cache:
+            hit = await cache.lookup_keys([key(1), key(2)])
+            assert hit.by_tier == {"cpu": 0, "shared_memory": 0, "disk": 2}
+            into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
+            assert await cache.get_into([key(1), key(2)], into) == 2
+            assert (await cache.flush()).complete
+            async with sharing(in_memory / str(local_cpu)) as other:
+                assert await other.get_into([key(1), key(2)], into) == 2
+                assert np.array_equal(into[1], payload(2))
+
+
+async def test_where_a_device_is_in_use_chunks_go_through_slots(in_memory: Path) -> None:
+    async with sharing(in_memory) as writer, sharing(in_memory, device="twin") as reader:
+        await put(writer, 1)
+        async with reader.get(key(1)) as lease:
+            assert lease is not None and np.array_equal(lease.view, payload(1))
+        assert reader.cpu.contains(key(1))
+        assert reader.statistics().tiers["shared_memory"].mapped_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"shared_memory_path": "/dev/shm/kv"}, "shared_memory_path needs max_shared_memory_size"),
+        ({"max_shared_memory_size": 1.0}, "max_shared_memory_size needs shared_memory_path"),
+        (
+            {"shared_memory_path": "/dev/shm/kv", "max_shared_memory_size": 1e-5},
+            "max_shared_memory_size: .* hold no chunk",
+        ),
+        (
+            {"shared_memory_path": "/dev/shm/kv", "max_shared_memory_size": 1, "local_disk": "/dev/shm/kv/"},
+            "shared_memory_path, local_disk: .* a directory of two tiers",
+        ),
+    ],
+)
+async def test_settings_that_do_not_do(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        async with opened(**values):
+            pass

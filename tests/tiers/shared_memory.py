@@ -1,0 +1,137 @@
+"""What the tests of the shared memory tier share: an instance here, and one in another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
+from tiercache.core.budget import READ
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierFull
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.leases import Lease
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def opened(directory: Path, cap_chunks: int = 64) -> AsyncIterator[SharedMemoryTier]:
+    """Chunks with numbers lie in one directory, "00". A directory takes no blocks on tmpfs."""
+    tier = SharedMemoryTier(SharedMemorySettings((directory,), cap_chunks * FILE_BYTES), FINGERPRINT)
+    await tier.open()
+    try:
+        await tier.scanned()
+        yield tier
+    finally:
+        await tier.close()
+
+
+def key_of(number: int) -> ChunkKey:
+    return chunk(number)[0]
+
+
+async def store(tier: SharedMemoryTier, *numbers: int) -> None:
+    for number in numbers:
+        key, payload = chunk(number)
+        assert await tier.write(key, payload, CHUNK_BYTES)
+
+
+async def mapped(tier: SharedMemoryTier, number: int) -> Lease:
+    lease = await tier.map(key_of(number), READ)
+    assert lease is not None and is_right(lease, number)
+    return lease
+
+
+def is_right(lease: Lease, number: int) -> bool:
+    return np.array_equal(lease.view, chunk(number)[1])
+
+
+def deleted_maps(directory: Path) -> int:
+    """Mappings of this process whose files in `directory` have no name any more."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(str(directory) in line and line.endswith("(deleted)") for line in lines)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Other:
+    """An instance in another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def do(self, command: str, *numbers: int) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command} {' '.join(map(str, numbers))}\n".encode())
+        return await self.line()
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        return (await self.process.stdout.readline()).decode().strip()
+
+    async def kill(self) -> None:
+        """With SIGKILL."""
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def other(directory: Path, cap_chunks: int = 64) -> AsyncIterator[Other]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.tiers.shared_memory", str(directory), str(cap_chunks)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    instance = Other(process)
+    assert await instance.line() == "ready"
+    try:
+        yield instance
+    finally:
+        if process.returncode is None:
+            await instance.kill()
+
+
+async def _serve(directory: Path, cap_chunks: int) -> None:
+    async with opened(directory, cap_chunks) as tier:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            command, *words = line.split()
+            numbers = [int(word) for word in words]
+            if command == "store":
+                await store(tier, *numbers)
+            elif command == "remove":
+                for number in numbers:
+                    assert await tier.remove(key_of(number))
+            elif command == "replace":
+                for number in numbers:
+                    await tier.remove(key_of(number))
+                    assert await tier.write(key_of(number), chunk(number + 1000)[1], CHUNK_BYTES)
+            elif command == "right":
+                for number in numbers:
+                    (await mapped(tier, number)).release()
+            elif command == "fill":  # until somebody ends it
+                number = numbers[0]
+                print("filling", flush=True)
+                while True:
+                    with contextlib.suppress(TierFull):
+                        await asyncio.gather(*(store(tier, number + lane) for lane in range(4)))
+                    number += 4
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))

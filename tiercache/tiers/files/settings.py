@@ -16,7 +16,8 @@ class FileSettings:
     """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
     tier opens."""
     threads: int = 4
-    """For reads; as many again for writes. 1: one chunk after the other, in the order in which they were asked for."""
+    """For reads; as many again for writes, or more. 1: one chunk after the other, in the order in which they were asked
+    for."""
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
@@ -36,7 +37,7 @@ class FileSettings:
     allowance_bytes: int | None = 0
     """What this instance may have charged to the cap and not used yet: fewer changes of a count that others wait for. None:
     a 64th of the cap, at most 1 GiB."""
-    beside: bool = False
+    beside: bool = True
     """A file is made in the directory in which it will have its name, see `Volume`."""
 
     def allowance_of(self, cap_bytes: int) -> int:

@@ -29,12 +29,17 @@ logger = logging.getLogger("tiercache.disk")
 class ThreadMover(Mover):
     """pread and pwrite between host memory and files."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Shelves, writers: int | None = None) -> None:
+        """`writers`: threads that write; as many as read where it is not said."""
         threads = shelves.settings.threads
         self.places = places_of(threads)
         self._shelves = shelves
         self._readers = Workers(f"{shelves.name}-read", threads)
-        self._writers = Workers(f"{shelves.name}-write", threads)
+        self._writers = Workers(f"{shelves.name}-write", writers or threads)
+
+    @property
+    def write_places(self) -> int:
+        return places_of(self._writers.threads)
 
     async def close(self) -> None:
         self._readers.close()

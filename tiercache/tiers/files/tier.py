@@ -337,8 +337,10 @@ class FileTier(DeviceTier):
                 self.shelves.catch_up_soon(shelf)
 
     def _traits(self) -> Traits:
-        places = self.shelves.mover.places
-        return Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
+        mover = self.shelves.mover
+        return Traits(
+            durable=True, shared=True, read_concurrency=mover.places, write_concurrency=mover.write_places
+        )
 
 
 def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:

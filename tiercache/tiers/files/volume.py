@@ -5,8 +5,8 @@
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<n>      the last few that failed verification
 <root>/.tiercache/ledger         bytes in use, shared by all processes
-<root>/.tiercache/tmp/<owner>.*  files being written; <owner>.lock is held by their writer
-<root>/<2 hex>/<owner>.<n>       files being written, with `beside`
+<root>/<2 hex>/<owner>.<n>       files being written (in .tiercache/tmp without `beside`)
+<root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
 ```
 
 256 directories and no second level below them: making two directories for each chunk cost a third of the durable write speed
@@ -31,7 +31,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.files.abandoned import Abandoned
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
-from tiercache.tiers.files.allocation import NO_ROOM
+from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk_file, supports_direct_io, write_chunk_file
 from tiercache.tiers.files.count_file import LedgerLost
@@ -39,7 +39,7 @@ from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import Owner
-from tiercache.tiers.files.publishing import Publisher
+from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
 from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
 
@@ -62,8 +62,9 @@ class Volume:
         access: Access = OWNER,
     ) -> None:
         """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory
-        at a time, and moves one file at a time between directories of a mount; where each such call is a round trip to
-        another machine, all writes would wait for one another."""
+        at a time, and moves one file at a time between directories of a mount: all writes would wait for one another, the
+        longer the longer such a call takes (a round trip to another machine; on ext4, a look at every chunk that was lately
+        evicted, see `spread`)."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -107,6 +108,8 @@ class Volume:
         for place in (*places, self.quarantined.directory):
             self.access.enforce(place)
         if not places:
+            if self._beside:
+                spread(self.root)
             self.ledger.trust()
 
     def require_manifest(self) -> None:
@@ -190,9 +193,12 @@ class Volume:
         return self.finish_write(pending, occupied_bytes)
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
-        """`create` the file at its path, in a directory that may have to be made first."""
+        """`create` the file at its path, in a directory that may have to be made first. Raises NameTaken where something
+        else has the name of that."""
         try:
             return create(pending.path)
+        except NotADirectoryError as error:
+            raise NameTaken(error.errno, error.strerror, os.path.dirname(pending.path)) from error
         except FileNotFoundError:
             if not self._beside:
                 raise

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from tiercache.tiers.files.mounts import file_system_of
+
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -19,6 +21,7 @@ _SET_FLAGS = 0x40086602
 """FS_IOC_GETFLAGS and FS_IOC_SETFLAGS; other numbers on some processors, where nothing comes of it."""
 _TOP = 0x20000
 """FS_TOPDIR_FL, `chattr +T`."""
+_HINTED = ("ext2", "ext3", "ext4")
 
 
 def reserve(descriptor: int, length_bytes: int) -> None:
@@ -39,12 +42,14 @@ def reserve(descriptor: int, length_bytes: int) -> None:
 
 def spread(directory: Path) -> None:
     """Have the directories that are made in `directory` lie apart on its device, each with its files. Nothing where the file
-    system has no such hint (all but ext2, ext3 and ext4). Does not raise.
+    system has no such hint. Does not raise.
 
     ext4 passes over the inodes that were freed in the last minutes, one by one, each time it makes a file. Where all
     directories share one group of inodes, that is every chunk that was lately evicted, and whoever makes one waits for it.
     """
     with contextlib.suppress(OSError):
+        if file_system_of(directory) not in _HINTED:
+            return
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             flags = int.from_bytes(fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8))[:4], sys.byteorder)

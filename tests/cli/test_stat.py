@@ -37,10 +37,11 @@ async def test_what_is_no_chunk_is_counted_apart(directory: Path) -> None:
     (first.parent / "README").write_text("not ours")
     (directory / ".tiercache" / "tmp").mkdir(exist_ok=True)
     (directory / ".tiercache" / "tmp" / "someone.7").write_bytes(bytes(8192))
+    (first.parent / f"{'a' * 32}.7").write_bytes(bytes(8192))
     found = await survey(directory)
     assert found["chunks"] == 4
     assert [str(first) in line or str(second) in line for line in found["unreadable"]] == [True, True]
-    assert (found["foreign"], found["unfinished"]) == (1, 1)
+    assert (found["foreign"], found["unfinished"]) == (1, 2)
 
 
 def test_the_command_says_the_same_in_words_and_in_json(directory: Path) -> None:

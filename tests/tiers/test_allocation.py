@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tiercache.tiers.files.allocation import reserve
+from tiercache.tiers.files.allocation import reserve, spread
+from tiercache.tiers.files.mounts import file_system_of
 
 
 def test_blocks_are_there_before_anything_is_written(tmp_path: Path) -> None:
@@ -43,3 +45,18 @@ def test_file_without_the_call_is_left_as_it_is(tmp_path: Path) -> None:
 def test_other_errors_are_errors() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         reserve(-1, 4096)
+
+
+def test_directories_below_lie_apart_where_the_file_system_can_do_that(tmp_path: Path) -> None:
+    """`lsattr` says T then; nothing changes where it has no such hint, or where there is no directory."""
+    before = attributes(tmp_path)
+    spread(tmp_path)
+    spread(tmp_path / "missing")
+    if file_system_of(tmp_path) != "ext4" or not before:
+        pytest.skip("needs lsattr and a temporary directory on ext4")
+    assert attributes(tmp_path) == before | {"T"}
+
+
+def attributes(directory: Path) -> set[str]:
+    said = subprocess.run(["lsattr", "-d", directory], capture_output=True, text=True, check=False).stdout
+    return set(said.partition(" ")[0]) - {"-"}

@@ -70,6 +70,10 @@ def allocated_bytes(directory: Path) -> int:
     return total
 
 
+def half_written(directory: Path) -> list[Path]:
+    return [*directory.glob("[0-9a-f][0-9a-f]/*.[0-9]*"), *directory.glob(".tiercache/tmp/*.[0-9]*")]
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated by a page": lambda path: os.truncate(path, FILE_BYTES - 4096),
     "truncated to its header": lambda path: os.truncate(path, 4096),
@@ -432,7 +436,7 @@ async def test_full_device_evicts_then_refuses_then_heals(small_device: Path) ->
         with pytest.raises(TierFull):
             await tier.write(key, payload, CHUNK_BYTES)
         assert tier_total(tier) == allocated_bytes(small_device) - ballast.stat().st_blocks * 512
-        assert not list((small_device / ".tiercache" / "tmp").glob("*.[0-9]*")), "nothing half-written is left"
+        assert not half_written(small_device)
         ballast.unlink()
         assert await tier.write(key, payload, CHUNK_BYTES), "the key that failed can be stored again"
         assert await is_hit(tier, 1)
@@ -464,10 +468,10 @@ async def test_instance_that_knows_nothing_looks_around_when_others_have_filled_
 async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 4))
-        temporary = tmp_path / ".tiercache" / "tmp"
+        place = Path(tier.path(chunk(4)[0])).parent
         # Root may write where others may not, but not even root into an immutable directory.
         forbid, allow = (["chmod", "0555"], ["chmod", "0755"]) if os.getuid() else (["chattr", "+i"], ["chattr", "-i"])
-        if subprocess.run([*forbid, temporary], capture_output=True, check=False).returncode:
+        if subprocess.run([*forbid, place], capture_output=True, check=False).returncode:
             pytest.skip("this file system cannot forbid writing")
         try:
             assert await is_hit(tier, 1)
@@ -475,7 +479,7 @@ async def test_directory_that_cannot_be_written_still_gives_its_hits(tmp_path: P
                 await fill(tier, range(4, 5))
             assert await is_hit(tier, 2)
         finally:
-            subprocess.run([*allow, temporary], check=True)
+            subprocess.run([*allow, place], check=True)
         await fill(tier, range(4, 5))
         assert await is_hit(tier, 4)
 
@@ -515,7 +519,7 @@ async def test_killed_writer_leaves_nothing_wrong_and_what_was_durable(tmp_path:
         async with opened(tmp_path, cap_chunks=100) as tier:
             await tier.scanned()
             assert tier_total(tier) == allocated_bytes(tmp_path)
-            assert not list((tmp_path / ".tiercache" / "tmp").glob("*.[0-9]*"))
+            assert not half_written(tmp_path)
             for number in range(max(next_number, durable[-1] - 40), durable[-1] + 1):
                 assert await is_hit(tier, number), "what was durable before the kill is found after it"
             for number in range(durable[-1] + 1, durable[-1] + 9):

@@ -14,6 +14,7 @@ from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tiers.files.count_file import counted_in
+from tiercache.tiers.files.owners import PENDING_NAME
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
@@ -44,6 +45,8 @@ class _Found:
         )
         self.counted_bytes = 0
         self.foreign = 0
+        self.unfinished_bytes: list[int] = []
+        """Of files that are being written, or were when their writer died."""
         self.unreadable: list[str] = []
         self.ages: list[float] = []
         self._now_s = time.time()
@@ -51,7 +54,11 @@ class _Found:
     def add(self, files: list[tuple[str, os.stat_result, Header | str | None]], own_bytes: int) -> None:
         self.counted_bytes += own_bytes
         for path, status, header in files:
-            if not CHUNK_NAME.fullmatch(os.path.basename(path)):
+            name = os.path.basename(path)
+            if PENDING_NAME.fullmatch(name):
+                self.unfinished_bytes.append(status.st_blocks * 512)
+                continue
+            if not CHUNK_NAME.fullmatch(name):
                 self.foreign += 1
                 continue
             self.counted_bytes += status.st_blocks * 512
@@ -78,6 +85,7 @@ async def survey(directory: Path) -> dict[str, Any]:
     quarantined_bytes = sum(status.st_blocks * 512 for _, status in quarantine)
     temporary = await asyncio.to_thread(_files, directory / ".tiercache" / "tmp")
     strays = [status.st_blocks * 512 for path, status in temporary if not path.endswith((".lock", ".new"))]
+    strays += found.unfinished_bytes
     layouts, ages = found.layouts, sorted(found.ages)
     return {
         "directory": str(directory),

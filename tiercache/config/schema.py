@@ -220,7 +220,9 @@ class ConfigFields:
         tier="disk",
         extra=True,
     )
-    disk_io_threads: int = _key(Whole(1, 256, "threads"), 4, "threads that read and write", tier="disk", extra=True)
+    disk_io_threads: int = _key(
+        Whole(1, 256, "threads"), 4, "threads that read; twice as many write (one: one)", tier="disk", extra=True
+    )
     disk_durability: str = _key(
         Choice(("fdatasync", "none")), "fdatasync", "when a chunk counts as written", tier="disk", ours=True
     )

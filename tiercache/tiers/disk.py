@@ -8,7 +8,15 @@ from tiercache.tiers.files.tier import FileTier
 
 
 class DiskTier(FileTier):
-    """Threads move bytes; the index is what this instance did and found; who writes makes room."""
+    """Threads move bytes; the index is what this instance did and found; who writes makes room.
+
+    Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's commit,
+    and commits that several wait for are one. A single thread stays one.
+    """
 
     def __init__(self, settings: FileSettings, fingerprint: bytes) -> None:
-        super().__init__("disk", "local_disk", settings, fingerprint, ThreadMover)
+        threads = settings.threads
+        writers = 2 * threads if threads > 1 else 1
+        super().__init__(
+            "disk", "local_disk", settings, fingerprint, lambda shelves: ThreadMover(shelves, writers)
+        )

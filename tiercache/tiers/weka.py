@@ -26,6 +26,8 @@ class WekaSettings(GdsSettings):
     threads: int = 16
     direct: bool | None = True
     allowance_bytes: int | None = None
+    beside: bool = False
+    """Who follows the directories lists those that changed: each chunk would change one of them twice."""
     refresh_s: float = 1.0
     """How often the index learns what other instances did, where the mount is quick enough."""
     eviction: EvictorSettings = field(default_factory=EvictorSettings)

@@ -80,7 +80,7 @@ class DescriptorCalls:
         return fd2
 
     def ioctl(self, fd: int, *arguments: object) -> bytes:
-        """One that its file system answers."""
+        """One that its file system answers, with zeroes."""
         self._use("ioctl", fd)
         return bytes(4)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import xxhash
@@ -83,23 +83,24 @@ class Place:
         root = self.disk.top.names.get("kv")
         if not isinstance(root, Directory):
             return found
+        locks = _locks_of(root)
         for name, inode in root.names.items():
             if isinstance(inode, Directory) and _TOP.fullmatch(name):
                 found.directories.append(inode)
                 for below, file in inode.names.items():
                     if isinstance(file, File) and (key := _key_of(below)):
                         found.chunks[key] = file
-                    else:
+                    elif not _is_pending(below, file, locks, found):
                         found.others.append(f"{name}/{below}")
             elif isinstance(inode, Directory) and name == "quarantine":
                 found.quarantined = [file for file in inode.names.values() if isinstance(file, File)]
             elif isinstance(inode, Directory) and name == ".tiercache":
-                self._look_at_own(inode, found)
+                self._look_at_own(inode, locks, found)
             elif name != "tiercache.json":
                 found.others.append(name)
         return found
 
-    def _look_at_own(self, private: Directory, found: Found) -> None:
+    def _look_at_own(self, private: Directory, locks: Collection[str], found: Found) -> None:
         for name, inode in private.names.items():
             if name == "ledger" and isinstance(inode, File):
                 raw = inode.read(0, _COUNT.size)
@@ -107,13 +108,9 @@ class Place:
                 found.counted_bytes = count if magic == _COUNTED else None
             elif name == "tmp" and isinstance(inode, Directory):
                 for below, file in inode.names.items():
-                    pending = _PENDING.fullmatch(below)
-                    if pending and isinstance(file, File) and f"{pending[1]}.lock" in inode.names:
-                        written = found.pending.get(pending[1], 0)
-                        found.pending[pending[1]] = written + file.block_count * _DIRECTORY_BYTES
-                    elif below.endswith(".new") and isinstance(file, File):
+                    if below.endswith(".new") and isinstance(file, File):
                         found.beginners.append((f".tiercache/tmp/{below}", file))
-                    else:
+                    elif not _is_pending(below, file, locks, found):
                         found.others.append(f".tiercache/tmp/{below}")
             elif name != "evictor":
                 found.others.append(f".tiercache/{name}")
@@ -172,6 +169,22 @@ class Place:
         unknown = found.chunks.keys() - set(known)
         if unknown:
             raise Violation(f"{self.disk.root}: chunks that were never put: {unknown}")
+
+
+def _locks_of(root: Directory) -> Collection[str]:
+    """The names beside which the lock files of instances lie."""
+    private = root.names.get(".tiercache")
+    temporary = private.names.get("tmp") if isinstance(private, Directory) else None
+    return temporary.names.keys() if isinstance(temporary, Directory) else ()
+
+
+def _is_pending(name: str, inode: object, locks: Collection[str], found: Found) -> bool:
+    """Whether it is a file that somebody writes; it is counted then."""
+    pending = _PENDING.fullmatch(name)
+    if pending is None or not isinstance(inode, File) or f"{pending[1]}.lock" not in locks:
+        return False
+    found.pending[pending[1]] = found.pending.get(pending[1], 0) + inode.block_count * _DIRECTORY_BYTES
+    return True
 
 
 @functools.lru_cache(4096)

@@ -122,7 +122,7 @@ class System:
                 sleep=self._sleep,
             ),
             random: self.world.chance,
-            fcntl: Stand(fcntl, flock=self._flock),
+            fcntl: Stand(fcntl, flock=self._flock, ioctl=self._ioctl),
             queue.SimpleQueue: threads.SimpleQueue,
         }
 
@@ -182,6 +182,12 @@ class System:
             self.calls.flock(descriptor, operation)
         else:
             fcntl.flock(descriptor, operation)
+
+    def _ioctl(self, descriptor: Any, request: int, *arguments: Any) -> Any:
+        if _is_simulated(descriptor):
+            self._process()
+            return self.calls.ioctl(descriptor, request, *arguments)
+        return fcntl.ioctl(descriptor, request, *arguments)
 
     def _fallocate(self, descriptor: int, mode: int, offset: Any, length: Any) -> int:
         self._process()

@@ -91,3 +91,10 @@ class Identity:
                 self.root,
                 ", ".join(sorted(others)),
             )
+
+    def is_mounted_anew(self, descriptor: int) -> bool:
+        """Whether what is open there lies on another mount than what has the directory's path now."""
+        try:
+            return os.fstat(descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # the mount that is open is dead

@@ -22,7 +22,7 @@ class Mover(ABC):
     has been begun goes on when its future is cancelled."""
 
     places: int
-    """How many reads it takes on at a time, and how many writes. Known once it is open."""
+    """How many reads it takes on at a time. Known once it is open."""
     sees_remounts = False
     """Whether it finds out itself that another mount is in the place of its own, and calls `Shelves.remount`."""
     perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
@@ -37,6 +37,11 @@ class Mover(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Idempotent; does not wait for what hangs."""
+
+    @property
+    def write_places(self) -> int:
+        """How many writes it takes on at a time."""
+        return self.places
 
     @property
     def serves_device(self) -> bool:

@@ -16,7 +16,8 @@ class FileSettings:
     """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
     tier opens."""
     threads: int = 4
-    """For reads; as many again for writes. 1: one chunk after the other, in the order in which they were asked for."""
+    """For reads; as many again for writes, or more. 1: one chunk after the other, in the order in which they were asked
+    for."""
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
@@ -42,7 +43,7 @@ class FileSettings:
     """Length of a number in them."""
     tenant_bytes: int = 0
     """What each tenant may have of all directories together, of each an equal share; 0: no quota."""
-    beside: bool = False
+    beside: bool = True
     """A file is made in the directory in which it will have its name, see `Volume`."""
 
     @property

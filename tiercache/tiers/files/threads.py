@@ -31,7 +31,8 @@ logger = logging.getLogger("tiercache.disk")
 class ThreadMover(Mover):
     """pread and pwrite between host memory and files."""
 
-    def __init__(self, shelves: Shelves) -> None:
+    def __init__(self, shelves: Shelves, writers: int | None = None) -> None:
+        """`writers`: threads that write; as many as read where it is not said."""
         threads = shelves.settings.threads
         self.places = places_of(threads)
         self._shelves = shelves
@@ -39,7 +40,11 @@ class ThreadMover(Mover):
         self._prefetchers = Workers(f"{shelves.name}-prefetch", threads)
         """Of their own: a read finds a thread, whatever stands still."""
         self._precedence = Precedence()
-        self._writers = Workers(f"{shelves.name}-write", threads)
+        self._writers = Workers(f"{shelves.name}-write", writers or threads)
+
+    @property
+    def write_places(self) -> int:
+        return places_of(self._writers.threads)
 
     async def close(self) -> None:
         self._readers.close()

@@ -364,7 +364,7 @@ class FileTier(DeviceTier):
             durable=True,
             shared=True,
             read_concurrency=mover.places,
-            write_concurrency=mover.places,
+            write_concurrency=mover.write_places,
             prefetches_apart=mover.prefetches_apart,
         )
 

@@ -5,12 +5,11 @@
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<n>      the last few that failed verification
 <root>/.tiercache/ledger         bytes in use, shared by all processes
-<root>/.tiercache/tmp/<owner>.*  files being written; <owner>.lock is held by their writer
-<root>/<2 hex>/<owner>.<n>       files being written, with `beside`
+<root>/<2 hex>/<owner>.<n>       files being written (in .tiercache/tmp without `beside`)
+<root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
 ```
 
-256 directories and no second level below them: making two directories for each chunk cost a third of the durable write speed
-at 2 MiB, since every fdatasync had their blocks to commit as well.
+256 directories, no second level below them: two directories for each chunk cost a third of the durable write speed at 2 MiB.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.abandoned import Abandoned
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
-from tiercache.tiers.files.allocation import NO_ROOM
+from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
 from tiercache.tiers.files.count_file import LedgerLost
@@ -40,7 +39,7 @@ from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import Owner
-from tiercache.tiers.files.publishing import Publisher
+from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
 from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
 
@@ -63,9 +62,9 @@ class Volume:
         access: Access = OWNER,
         compression: Compression | None = None,
     ) -> None:
-        """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory
-        at a time, and moves one file at a time between directories of a mount; where each such call is a round trip to
-        another machine, all writes would wait for one another. `compression`: none unless it is given."""
+        """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory at
+        a time, and moves one file at a time between directories of a mount: all writes would wait for one another, for as
+        long as such calls take (a round trip; on ext4, what `spread` says). `compression`: none unless given."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -110,6 +109,8 @@ class Volume:
         for place in (*places, self.quarantined.directory):
             self.access.enforce(place)
         if not places:
+            if self._beside:
+                spread(self.root)
             self.ledger.trust()
 
     def require_manifest(self) -> None:
@@ -126,10 +127,7 @@ class Volume:
 
     def is_mounted_anew(self) -> bool:
         """Whether what we have open lies on another mount than what has the directory's path now."""
-        try:
-            return os.fstat(self._owner.descriptor).st_dev != os.stat(self.root).st_dev
-        except OSError:
-            return True  # the mount that we have open is dead
+        return self.identity.is_mounted_anew(self._owner.descriptor)
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
@@ -154,11 +152,10 @@ class Volume:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
         quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back.
         `pause` as for `read_chunk_file`."""
-
-        def reader(path: str) -> int:
-            return read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause)
-
-        return self.read_by(key, reader)
+        return self.read_by(
+            key,
+            lambda path: read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause),
+        )
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
         """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk`."""
@@ -198,9 +195,12 @@ class Volume:
         return self.finish_write(pending, occupied_bytes)
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
-        """`create` the file at its path, in a directory that may have to be made first."""
+        """`create` the file at its path, in a directory that may have to be made first. Raises NameTaken where something
+        else has the name of that."""
         try:
             return create(pending.path)
+        except NotADirectoryError as error:
+            raise NameTaken(error.errno, error.strerror, os.path.dirname(pending.path)) from error
         except FileNotFoundError:
             if not self._beside:
                 raise

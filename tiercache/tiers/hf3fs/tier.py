@@ -22,7 +22,6 @@ class Hf3fsSettings(FileSettings):
 
     allowance_bytes: int | None = None
     """Two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes."""
-    beside: bool = True
     mount: Path | None = None
     """None: the mount that the directories lie on."""
     iov_bytes: int = 200 << 20

@@ -214,3 +214,36 @@ def test_what_may_block_is_left_to_threads(tmp_path: Path) -> None:
         assert isinstance(source_of(own)[1], PlainCopy)
     for other in (mapped, np.asarray(mapped), memoryview(mapped), np.zeros((4, 50), np.uint8)[:, ::2]):
         assert not isinstance(source_of(other)[1], PlainCopy)
+
+
+async def test_slot_that_a_hung_source_may_still_fill_is_nobody_elses(bench: Bench) -> None:
+    """The caller is let go after a while; the thread writes whenever it goes on."""
+    goes_on, hangs = threading.Event(), threading.Event()
+
+    def slow(slot: np.ndarray) -> None:
+        hangs.set()
+        goes_on.wait(10.0)
+        slot[:] = 0xBB
+
+    free = bench.cpu.pool.free
+    path = HostPath(bench.cpu, FanOut([]))
+    task = asyncio.create_task(path.put([(chunk(1)[0], CHUNK_BYTES, slow)], 10.0))
+    while not hangs.is_set():
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert bench.cpu.pool.free == free - 1
+    taken = []
+    while (slot := bench.cpu.try_reserve(Purpose.WRITE)) is not None:
+        bench.cpu.pool.view(slot)[:] = 0xAA
+        taken.append(slot)
+    goes_on.set()
+    while bench.cpu.copiers.unfinished:
+        await asyncio.sleep(0)
+    assert all((bench.cpu.pool.view(slot) == 0xAA).all() for slot in taken), "another chunk's memory was written to"
+    for slot in taken:
+        bench.cpu.abandon(slot, Purpose.WRITE)
+    while bench.cpu.pool.free < free:
+        await asyncio.sleep(0)
+    assert bench.is_whole()

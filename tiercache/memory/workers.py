@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextvars import Context
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -20,6 +20,9 @@ from tiercache.errors import CacheClosed, TierUnavailable
 logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
+
+GIVE_UP_S = 30.0
+"""How long who was cancelled waits for a call that touches his memory."""
 
 _Waiter = Callable[["asyncio.Future[Any]"], object]
 _Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
@@ -133,13 +136,30 @@ class Workers:
                 future.set_result(result)
 
 
-async def to_the_end(work: asyncio.Future[T], give_up_s: float = 30.0) -> T:
+async def to_the_end(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
     """Wait for work that touches the caller's memory: cancellation, however often, is passed on only after it has ended.
 
     A call that hangs in a device is left after `give_up_s`: a loop that shuts down must not hang with it. Its memory is the
     arena's then, which stays mapped (`TierCache.close`).
     """
     return await _Uncancelled(work, give_up_s)
+
+
+def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object]) -> None:
+    """`call` when all of `works` have ended; at once where they have. What `to_the_end` gave up on goes on."""
+    left = [work for work in works if not work.done()]
+    if not left:
+        call()
+        return
+
+    def ended(work: asyncio.Future[Any]) -> None:
+        retrieve_exception(work)
+        left.remove(work)
+        if not left:
+            call()
+
+    for work in tuple(left):
+        work.add_done_callback(ended)
 
 
 class _Uncancelled(Generic[T]):

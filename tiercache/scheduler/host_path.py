@@ -13,7 +13,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Slot, fill_slot
-from tiercache.memory.workers import to_the_end
+from tiercache.memory.workers import GIVE_UP_S, once_ended, retrieve_exception, to_the_end
 from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
@@ -215,9 +215,14 @@ class HostPath:
         await self._fan_out.offer(batch.leases, put.patience)
 
     def _drop(self, batch: _Batch) -> None:
-        """Nothing of it is stored."""
-        for slot, _, _ in batch.fills.values():
-            self.cpu.abandon(slot, WRITE)
+        """Nothing of it is stored. Slots that a thread may still write to, since it hangs, are given back when it ends."""
+        slots = [slot for slot, _, _ in batch.fills.values()]
+
+        def give_back() -> None:
+            for slot in slots:
+                self.cpu.abandon(slot, WRITE)
+
+        once_ended(batch.filling, give_back)
         for lease in batch.leases:
             lease.release()
         self._end(batch)
@@ -264,14 +269,13 @@ def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
 
 
 async def _all_to_the_end(fillings: Sequence[asyncio.Future[None]]) -> None:
-    """As `to_the_end` of each, whatever comes of them: only a cancellation of this comes out."""
-    cancelled = None
-    for filling in fillings:
-        try:
-            await to_the_end(filling)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except BaseException:  # the put's own error, or one more of the same kind
-            continue
-    if cancelled is not None:
-        raise cancelled
+    """Wait for all of them, as long as `to_the_end` does for one and whatever comes of them: only a cancellation of this
+    comes out."""
+    left = [filling for filling in fillings if not filling.done()]
+    try:
+        if left:
+            await to_the_end(asyncio.ensure_future(asyncio.wait(left, timeout=GIVE_UP_S)))
+    finally:
+        for filling in fillings:
+            if filling.done():
+                retrieve_exception(filling)

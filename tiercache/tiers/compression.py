@@ -85,7 +85,7 @@ class Compression:
         ConfigError, which names the `tier`, when the library is missing; but `auto` goes without."""
         self.mode = mode
         self.stored_bytes = 0
-        """Of all payloads that were packed, as they were stored."""
+        """Of all payloads that were sent, as they were sent."""
         self._item = np.dtype(f"u{item_bytes}")
         self._lock = threading.Lock()
         self._choice = CompressionChoice(concurrency) if mode == "auto" else None
@@ -112,8 +112,6 @@ class Compression:
             packed = self._compressed(key, fingerprint, plain, codec)
         if packed is None:
             packed = Packed(Header(key, fingerprint, payload_bytes, payload_checksum(plain)), padded)
-        with self._lock:
-            self.stored_bytes += packed.header.payload_bytes
         return packed
 
     def _compressed(self, key: ChunkKey, fingerprint: bytes, plain: np.ndarray, codec: Codec) -> Packed | None:
@@ -130,8 +128,9 @@ class Compression:
 
     def sent(self, stored_bytes: int, seconds: float) -> None:
         """A transfer to the storage took so long."""
-        if self._choice is not None:
-            with self._lock:
+        with self._lock:
+            self.stored_bytes += stored_bytes
+            if self._choice is not None:
                 self._choice.sent(stored_bytes, seconds)
 
     def received(self, stored_bytes: int, seconds: float) -> None:

@@ -20,7 +20,7 @@ from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Pool, Slot, fill_slot
 from tiercache.memory.turns import Turns
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, once_ended, to_the_end
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.leases import Entry, Lease
@@ -253,9 +253,8 @@ class CpuTier(Tier):
             self._statistics.read_misses += 1
             return None
         with lease:
-            view = lease.view
-            await to_the_end(self.copiers.submit(np.copyto, into[: view.nbytes], view))
-            return int(view.nbytes)
+            await to_the_end(self.copiers.submit(np.copyto, into[: lease.payload_bytes], lease.view))
+            return lease.payload_bytes
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         if key in self._entries:
@@ -263,12 +262,13 @@ class CpuTier(Tier):
         slot = self.try_reserve(WRITE, None, key)
         if slot is None:
             return False
-        passage = self.under_way.begin([key])
+        passage, filling = self.under_way.begin([key]), []
         try:
             _, source = source_of(payload[:payload_bytes])
-            await to_the_end(self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source))
+            filling = [self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source)]
+            await to_the_end(filling[0])
         except BaseException:
-            self.abandon(slot, WRITE)
+            once_ended(filling, lambda: self.abandon(slot, WRITE))
             raise
         finally:
             self.under_way.end(passage)

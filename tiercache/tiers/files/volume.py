@@ -175,12 +175,12 @@ class Volume:
         Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
         others) when the device says no; the victims are gone all the same.
         """
+        with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
 
-        def create(path: str) -> int:
-            with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
+            def create(path: str) -> int:
                 return write_chunk(path, stored, self.compression, direct=self.direct, durable=self.durable)
 
-        return self.write_by(key, payload_bytes, victims, create)
+            return self.write_by(key, stored.header.payload_bytes, victims, create)
 
     def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes

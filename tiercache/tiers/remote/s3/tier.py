@@ -133,17 +133,17 @@ class S3Tier(RemoteTier):
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
         with await self._workers.submit(self.pack, key, payload) as stored:
-            return await self._put_body(key, [stored.header.pack(), stored.payload.data])
+            began_s = time.monotonic()
+            is_there = await self._put_body(key, [stored.header.pack(), stored.payload.data])
+            if is_there:
+                self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
+            return is_there
 
     async def _put_body(self, key: ChunkKey, body: list[Any]) -> bool:
         """The header and the payload behind it."""
         if self.conditional:
             try:
-                began_s = time.monotonic()
-                created = await self.client.put(self.path(key), body, create=True)
-                if created:
-                    self.compression.sent(len(body[1]), time.monotonic() - began_s)
-                return created or await self._replace(key, body)
+                return await self.client.put(self.path(key), body, create=True) or await self._replace(key, body)
             except RequestFailed as error:
                 if not error.problem.not_implemented:
                     raise

@@ -131,6 +131,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
         "flash_admission": chance.choice(["all", "all", "all", "second_touch"]),
         "disk_durability": chance.choice(["fdatasync", "none"]),
         "prefetch_share": chance.choice([0.25, 0.5, 1.0]),
+        "disk_compression": random.Random(f"compression {seed}").choice(["none", "none", "zstd", "lz4"]),
     }
     if set(kinds) & {"disk", "disk2", *SHARED}:
         options["max_local_disk_size"] = cap_bytes(cap, 2 if "disk2" in kinds else 1) / 2**30

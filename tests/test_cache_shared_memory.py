@@ -238,20 +238,23 @@ async def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(in_memory: Pat
         assert np.array_equal(into[1], payload(2))
 
 
-async def test_what_comes_from_a_tier_below_comes_into_the_shared_one(in_memory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_cpu", [True, False])
+async def test_a_read_from_a_tier_below_writes_nothing_that_others_see(
+    in_memory: Path, tmp_path: Path, local_cpu: bool
+) -> None:
+    """Another process may have forgotten the chunk meanwhile: it would come back, and keep new bytes out."""
     disk = {"local_disk": str(tmp_path / "disk"), "max_local_disk_size": 64 / 1024}
     async with opened(**disk) as before:
         await put(before, 1, 2)
-    for local_cpu in (True, False):
-        async with sharing(in_memory / str(local_cpu), local_cpu=local_cpu, **disk) as cache:
-            hit = await cache.lookup_keys([key(1), key(2)])
-            assert hit.by_tier == {"cpu": 0, "shared_memory": 0, "disk": 2}
-            into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
-            assert await cache.get_into([key(1), key(2)], into) == 2
-            assert (await cache.flush()).complete
-            async with sharing(in_memory / str(local_cpu)) as other:
-                assert await other.get_into([key(1), key(2)], into) == 2
-                assert np.array_equal(into[1], payload(2))
+    async with sharing(in_memory, local_cpu=local_cpu, **disk) as cache, sharing(in_memory) as other:
+        hit = await cache.lookup_keys([key(1), key(2)])
+        assert hit.by_tier == {"cpu": 0, "shared_memory": 0, "disk": 2}
+        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in range(2)]
+        assert await cache.get_into([key(1), key(2)], into) == 2
+        assert np.array_equal(into[1], payload(2))
+        assert (await cache.flush()).complete
+        assert cache.statistics().tiers["shared_memory"].writes == 0
+        assert (await other.lookup_keys([key(1)])).chunks == 0
 
 
 async def test_where_a_device_is_in_use_chunks_go_through_slots(in_memory: Path) -> None:

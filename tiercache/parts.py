@@ -261,7 +261,6 @@ async def _connected(
         device_reader = Reader(staging, serving, reading)
         path = DevicePath(device, cpu, staging, reader, device_reader, fan_out)
         on_device = OnDevice(device, staging, device_reader, path)
-    reader.flights.on_landed = fan_out.landed
     readers = [reader] if on_device is None else [reader, on_device.reader]
     closing.push([("reading", reader.close) for reader in readers])
     closing.users += [*fan_out.writers, *(reader.flights for reader in readers)]

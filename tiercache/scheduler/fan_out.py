@@ -14,7 +14,6 @@ from tiercache.errors import TierUnavailable
 from tiercache.scheduler.removals import Outcome
 from tiercache.scheduler.together import all_or_none
 from tiercache.scheduler.writer import TierWriter, WriterStatistics
-from tiercache.tiers.base import MappedTier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
@@ -92,15 +91,6 @@ class FanOut:
         for writer in self.writers:
             for key in filter(self._keeps, writer.tier.used(keys)):
                 own = cpu.lease(key, writes=True)
-                if own is not None and not writer.enqueue_nowait(own):
-                    writer.skip(deque([own]))
-
-    def landed(self, lease: Lease) -> None:
-        """A chunk was read from some tier: queue it for those that are hot caches, too, and lack it."""
-        for writer in self.writers:
-            tier = writer.tier
-            if isinstance(tier, MappedTier) and not tier.offers(lease.key) and self._keeps(lease.key):
-                own = lease.sibling()
                 if own is not None and not writer.enqueue_nowait(own):
                     writer.skip(deque([own]))
 

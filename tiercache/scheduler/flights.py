@@ -29,8 +29,6 @@ class Flights:
         self._closed = False
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called when somebody comes for a chunk that is only being prefetched."""
-        self.on_landed: Callable[[Lease], None] | None = None
-        """Called when a chunk has come from a tier."""
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -122,8 +120,6 @@ class Flights:
                 del self._flights[flight.key]
             flight.end(landed)
             if landed is not None:
-                if self.on_landed is not None:
-                    self.on_landed(landed)
                 landed.release()
 
     async def _from_tiers(self, flight: Flight) -> Lease | None:

@@ -197,6 +197,10 @@ class Quotas(RuleBasedStateMachine):
     def use(self, keys: list[bytes]) -> None:
         self.index.touch_prefix(keys)
 
+    @rule(key=KEYS)
+    def age(self, key: bytes) -> None:
+        self.index.age([key])
+
     @rule(needed=st.integers(1, 8))
     def make_room(self, needed: int) -> None:
         over = [tenant for tenant in map(tenant_tag, SALTS) if self.of(tenant, self.sizes) > self.QUOTA]
@@ -228,3 +232,16 @@ class Quotas(RuleBasedStateMachine):
 
 TestQuotas = Quotas.TestCase
 TestQuotas.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("salt", [5, b"x", ["a"]])
+def test_a_salt_that_is_no_text_is_refused_with_a_word(salt: object) -> None:
+    layout = Layout("m", chunk_tokens=4, bytes_per_token=64)
+    with pytest.raises(TypeError, match="salt: expected a text, found"):
+        layout.namespace("", salt)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="salt: expected a text, found"):
+        tenant_tag(salt)  # type: ignore[arg-type]
+
+
+def test_any_text_is_a_salt() -> None:
+    assert tenant_tag("\ud800") != tenant_tag("\ud801")

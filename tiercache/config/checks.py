@@ -61,7 +61,8 @@ def _shared_memory(values: Mapping[str, Any]) -> Iterator[Problem]:
         names = ("shared_memory_path", "max_shared_memory_size")
         yield names, "shared_memory_path needs max_shared_memory_size: GB of memory, for all engines together"
     if values.get("max_shared_memory_size") and not values.get("shared_memory_path"):
-        yield ("max_shared_memory_size",), "max_shared_memory_size needs shared_memory_path, such as /dev/shm/kv"
+        names = ("max_shared_memory_size", "shared_memory_path")
+        yield names, "max_shared_memory_size needs shared_memory_path, such as /dev/shm/kv"
 
 
 def _control(values: Mapping[str, Any]) -> Iterator[Problem]:

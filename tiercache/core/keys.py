@@ -68,13 +68,20 @@ def tenant_tag(*salts: str) -> Tenant:
 
     Who can guess a salt can make its tag: a salt is to be as hard to guess as a password.
     """
-    found = [salt.encode() for salt in salts if salt]
+    found = [salt_bytes(salt) for salt in salts if salt]
     if not found:
         return b""
     tag = hashlib.blake2b(digest_size=TAG_BYTES, person=b"tiercache-tenant")
     for salt in found:
         tag.update(len(salt).to_bytes(8, "little") + salt)
     return tag.digest()
+
+
+def salt_bytes(salt: str) -> bytes:
+    """Of any text, lone surrogates included. Raises TypeError for what is none."""
+    if not isinstance(salt, str):
+        raise TypeError(f"salt: expected a text, found {type(salt).__name__}")
+    return salt.encode("utf-8", "surrogatepass")
 
 
 def tenant_of(key: ChunkKey) -> Tenant:

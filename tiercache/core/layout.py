@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from tiercache.core.compression import item_bytes
-from tiercache.core.keys import KEY_BYTES, Tenant, tenant_tag
+from tiercache.core.keys import KEY_BYTES, Tenant, salt_bytes, tenant_tag
 
 FINGERPRINT_BYTES = 16
 
@@ -98,11 +98,11 @@ class Layout:
         """The seed of the key chain: layouts and tenants never share a key. `salt` is the whole cache's, a `request_salt` is
         one request's. 24 bytes."""
         seed = hashlib.blake2b(self.fingerprint, digest_size=KEY_BYTES, person=b"tiercache-space1")
-        seed.update(salt.encode())
+        seed.update(salt_bytes(salt))
         if not request_salt:
             return seed.digest()
         return hashlib.blake2b(
-            request_salt.encode(), digest_size=KEY_BYTES, key=seed.digest(), person=b"tiercache-space2"
+            salt_bytes(request_salt), digest_size=KEY_BYTES, key=seed.digest(), person=b"tiercache-space2"
         ).digest()
 
     def named_by(self, salt: str, request_salt: str = "") -> tuple[bytes, Tenant]:

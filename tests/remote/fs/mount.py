@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from tiercache.testing.campaign.processes import stands_still
 from tiercache.testing.hf3fs import why_no_fuse
 
 _MOUNTED_S = 20.0
@@ -101,8 +102,12 @@ class FragileMount:
         self._unmount()
 
     def hang(self) -> None:
-        """From here on nothing is answered."""
+        """From here on nothing is answered: all threads of the server stand still."""
+        assert self._process is not None
         self._send(signal.SIGSTOP)
+        until_s = time.monotonic() + 5.0
+        while not stands_still(self._process.pid):
+            assert time.monotonic() < until_s, "the server goes on"
 
     def go_on(self) -> None:
         self._send(signal.SIGCONT)

@@ -161,7 +161,7 @@ class Process:
         """SIGSTOP; whether all its threads stand still, soon."""
         self.send(signal.SIGSTOP)
         until_s = now_s() + STOP_S
-        while self.is_alive and not _stands_still(self.pid):
+        while self.is_alive and not stands_still(self.pid):
             if now_s() > until_s:
                 return False
             await asyncio.sleep(0.001)
@@ -211,7 +211,7 @@ class Process:
                 future.set_result(None)
 
 
-def _stands_still(pid: int) -> bool:
+def stands_still(pid: int) -> bool:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/stat") as file:

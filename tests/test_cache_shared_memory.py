@@ -233,6 +233,9 @@ async def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(in_memory: Pat
         assert await reader.get_into(keys, into) == 1
         assert reader.statistics().reader.corrupt == 1
         writer.clear_hot()
+        async with asyncio.timeout(10.0):
+            while tier_of(writer).contains(key(2)):  # until the kernel has told it
+                await asyncio.sleep(0)
         await put(writer, 2)
         assert await reader.get_into(keys, into) == 2
         assert np.array_equal(into[1], payload(2))

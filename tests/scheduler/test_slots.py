@@ -46,8 +46,9 @@ async def test_a_batch_gets_as_many_slots_as_one_after_the_other_would(
     assert list(reserved) == keys[: len(reserved)] and len(set(reserved.values())) == len(reserved)
     assert not left or len(reserved) == wanted
     free_all(bench, [*left, *reserved.values()])
-    assert len(take := take_all(bench)) == len(left) + len(reserved)
-    free_all(bench, take)
+    again = take_all(bench)
+    assert len(again) == len(left) + len(reserved)
+    free_all(bench, again)
     free_all(bench, reading, Purpose.READ)
     for lease in leases[:held]:
         lease.release()
@@ -60,7 +61,8 @@ async def test_a_batch_does_not_overtake_who_waits(bench: Bench) -> None:
     await settle()
     assert bench.cpu.try_reserve_all([chunk(1)[0]]) == {}
     free_all(bench, slots)
-    assert (got := await waiting) is not None
+    got = await waiting
+    assert got is not None
     free_all(bench, [got])
     assert bench.is_whole()
 

@@ -69,9 +69,7 @@ class CpuTier(Tier):
 
     def view(self, entry: Entry, length_bytes: int) -> Any:
         """As `Keeper.view`: uint8, read-only."""
-        view: np.ndarray = self.pool.view(entry.slot, length_bytes)
-        view.flags.writeable = False
-        return view
+        return self.pool.readable(entry.slot, length_bytes)
 
     # Residency
 
@@ -355,20 +353,22 @@ class CpuTier(Tier):
 
     def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None], most: int) -> list[Slot]:
         """The slots of the first victims that nobody holds, so many or as many as there are."""
-        evicted: dict[ChunkKey, Slot] = {}
-        while len(evicted) < most and (victim := pop_victim()) is not None:
+        evicted: list[ChunkKey] = []
+        slots: list[Slot] = []
+        while len(slots) < most and (victim := pop_victim()) is not None:
             key, entry = victim
             if entry.held_for is not None:
                 self._parked.park(entry)
                 continue
             del self._entries[key]
             self._changed(key)
-            evicted[key] = entry.slot
-        self._evictable -= len(evicted)
-        self._statistics.evicted += len(evicted)
+            evicted.append(key)
+            slots.append(entry.slot)
+        self._evictable -= len(slots)
+        self._statistics.evicted += len(slots)
         if evicted and self.on_evict is not None:
-            self.on_evict(list(evicted))
-        return list(evicted.values())
+            self.on_evict(evicted)
+        return slots
 
     def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
         free = self.pool.free

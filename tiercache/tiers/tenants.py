@@ -24,6 +24,7 @@ class OwnedSlots:
         self.slot_bytes = pool.slot_bytes
         self.count = pool.count
         self.view = pool.view
+        self.readable = pool.readable
         self.close = pool.close
         self._pool = pool
         self._shares = shares

@@ -186,7 +186,7 @@ def test_what_is_read_of_a_slot_is_its_own_memory_and_cannot_be_written() -> Non
     view = pool.readable(3, 50_000)
     pool.view(3)[:] = 7
     assert view.nbytes == 50_000 and (view == 7).all()
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="read-only"):
         view[0] = 1
     pool.close()
     assert (view == 7).all(), "who has it keeps it"

@@ -80,10 +80,12 @@ class HostPath:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         keys = [key for key, _, _ in items]
         put = _Put(self.cpu.under_way.begin(keys), Patience(asyncio.get_running_loop().time() + wait_s))
+        # What is here is used before room is made for the rest: nothing of the same put goes for that.
         if prefix:
             put.parents = dict(zip(keys[1:], keys, strict=False))
-            # What is here is used before room is made for the rest: nothing of the same prefix goes for that.
             self.cpu.touch_prefix(keys)
+        else:
+            self.cpu.touch(keys)
         try:
             while items:
                 await self._put_all(items, put)
@@ -163,7 +165,7 @@ class HostPath:
         return batch if batch.passed else None
 
     def _reserve(self, items: Sequence[_Item], put: _Put) -> dict[ChunkKey, Slot]:
-        """Slots for those that plainly need one, all at once: each by itself costs twice as much."""
+        """Slots for those that plainly need one, all at once."""
         here, filling, forgot = self.cpu.contains, self._filling, put.passage.forgot
         lacking = dict.fromkeys(
             [key for key, _, _ in items if not here(key) and key not in filling and not forgot(key)]
@@ -258,8 +260,6 @@ class HostPath:
         key = item[0]
         lease = self.cpu.lease(key, writes=True)
         if lease is not None:
-            if put.parents is None:
-                self.cpu.touch([key])
             batch.leases.append(lease)
             return True
         other = self._filling.get(key)

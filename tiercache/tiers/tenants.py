@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
 from tiercache.core.eviction import ORDERS, TenantOrder
@@ -147,9 +148,11 @@ class TenantCpuTier(CpuTier):
             return None
         if purpose is PREFETCH and not self._may_come_ahead(tenant):
             return None
-        slot = None if self._is_at_quota(tenant) else self.pool.take()
+        at_quota = self._is_at_quota(tenant)
+        slot = None if at_quota else self.pool.take()
         if slot is None:
-            slot = self._evict_one(tenant)
+            pop_victim = partial(self._tenants.pop_victim_of, tenant) if at_quota else self._order.pop_victim
+            slot = next(iter(self._evict(pop_victim, 1)), None)
         if slot is None:
             return None
         self._slots.own(slot, tenant)
@@ -166,12 +169,6 @@ class TenantCpuTier(CpuTier):
             if owner is not None:
                 self._tenants.shares.note_evicted(owner)
         return slots
-
-    def _evict_one(self, tenant: Tenant) -> Slot | None:
-        """From his own chunks, where he is at his quota."""
-        at_quota = self._is_at_quota(tenant)
-        pop_victim = (lambda: self._tenants.pop_victim_of(tenant)) if at_quota else self._order.pop_victim
-        return next(iter(self._evict(pop_victim, 1)), None)
 
     def _pop_held(self, tenant: Tenant) -> None:
         found = self._tenants.pop_victim_of(tenant)

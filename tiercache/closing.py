@@ -261,11 +261,11 @@ class Closing:
         self._give_memory_back()
 
     def _give_memory_back(self) -> None:
+        if not self._ended:
+            return  # after every operation of a cache in use
         if any(task.done() for task in self._left_behind()):
             asyncio.get_running_loop().call_soon(self._give_memory_back)  # what they owe at their end comes before that
-        elif self._ended and not (
-            self.lingering.tasks or self.stuck or self.operations.under_way or self.reads.under_way
-        ):
+        elif not (self.lingering.tasks or self.stuck or self.operations.under_way or self.reads.under_way):
             for part in (self.device, self.pool, self.arena):  # a view of the arena keeps all of it mapped
                 if part is not None:
                     part.close()

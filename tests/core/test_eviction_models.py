@@ -203,18 +203,18 @@ class CostAgainstModel(RuleBasedStateMachine):
     @rule()
     def evict(self) -> None:
         there, sample = self.model.there, self.order.sample
-        oldest = min(since for _, since in there.values())
+        oldest = min((since, class_) for class_, since in there.values())  # of one age (`renew`) the first class has it
         heads = {class_: min(since for c, since in there.values() if c == class_) for class_, _ in there.values()}
         key, value = self.order.pop_victim()
         class_, since = there.pop(key)
         assert value == key[0]
         assert since == heads[class_], "the least recent of its class"
         if sample.table is None:
-            assert since == oldest
+            assert (since, class_) == oldest
         else:
             worth = {class_: sample.table[class_][bucket_of(self.model.clock - at)] for class_, at in heads.items()}
-            least = min(worth[class_] / (MARGIN if at == oldest else 1) for class_, at in heads.items())
-            assert worth[class_] / (MARGIN if since == oldest else 1) == least
+            least = min(worth[class_] / (MARGIN if (at, class_) == oldest else 1) for class_, at in heads.items())
+            assert worth[class_] / (MARGIN if (since, class_) == oldest else 1) == least
         self.model.gone[key] = class_
 
     @invariant()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tiercache.errors import ConfigError
+from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena, ArenaSettings, numa_node_for
 from tiercache.memory.slots import FEWEST_SLOTS, SlotPool
 from tiercache.memory.workers import Workers, to_the_end
@@ -179,6 +179,20 @@ def test_slots_are_aligned_disjoint_and_all_there() -> None:
         view[:] = slot % 256
     assert len(starts) == pool.count == SIZE // 102_400
     assert all((pool.view(slot) == slot % 256).all() for slot in slots if slot is not None)
+
+
+def test_what_is_read_of_a_slot_is_its_own_memory_and_cannot_be_written() -> None:
+    pool = SlotPool(Arena(ArenaSettings(size_bytes=SIZE)), 100_000)
+    view = pool.readable(3, 50_000)
+    pool.view(3)[:] = 7
+    assert view.nbytes == 50_000 and (view == 7).all()
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    pool.close()
+    assert (view == 7).all(), "who has it keeps it"
+    for take in (pool.view, pool.readable):
+        with pytest.raises(CacheClosed):
+            take(3, 50_000)
 
 
 async def test_workers_return_results_and_exceptions() -> None:

@@ -175,6 +175,29 @@ def ends_at_once(put: Coroutine[Any, Any, int]) -> bool:
     return False
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [[100, 101, 0, 1], [100, 100, 101, 100], [100, 0, 0, 101, 1, 1, 102], [100, 31, 101, 30]],
+    ids=["the coldest are hot", "named twice", "both", "the warmest are hot"],
+)
+async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of_its_own(
+    bench: Bench, numbers: list[int]
+) -> None:
+    path = HostPath(bench.cpu, FanOut([]))
+    for number in range(SLOTS):
+        bench.make_hot(number).release()
+    await path.put(items(numbers), 1.0)
+    for number in numbers:
+        key, payload = chunk(number)
+        lease = bench.cpu.lease(key)
+        assert lease is not None
+        with lease:
+            assert np.array_equal(lease.view, payload[:CHUNK_BYTES])
+    assert path.skipped == 0
+    assert bench.cpu.statistics().evicted == len({number for number in numbers if number >= SLOTS})
+    assert bench.is_whole()
+
+
 async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
     path = HostPath(bench.cpu, FanOut([]))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
 from tests.scheduler.test_host_path import items
 from tiercache.core.budget import Purpose
+from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
 from tiercache.scheduler.fan_out import FanOut
@@ -21,6 +23,62 @@ def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
     while (slot := bench.cpu.try_reserve(purpose)) is not None:
         slots.append(slot)
     return slots
+
+
+def free_all(bench: Bench, slots: Iterable[Slot], purpose: Purpose = Purpose.WRITE) -> None:
+    for slot in slots:
+        bench.cpu.abandon(slot, purpose)
+
+
+@pytest.mark.parametrize("held", [0, 3, 20])
+@pytest.mark.parametrize("read", [0, 2])
+@pytest.mark.parametrize("wanted", [1, 7, 2 * SLOTS])
+async def test_a_batch_gets_as_many_slots_as_one_after_the_other_would(
+    bench: Bench, held: int, read: int, wanted: int
+) -> None:
+    leases = [bench.make_hot(number) for number in range(20)]
+    for lease in leases[held:]:
+        lease.release()
+    reading = [slot for slot in (bench.cpu.try_reserve(Purpose.READ) for _ in range(read)) if slot is not None]
+    keys = [chunk(100 + number)[0] for number in range(wanted)]
+    reserved = bench.cpu.try_reserve_all(keys)
+    left = take_all(bench)
+    assert list(reserved) == keys[: len(reserved)] and len(set(reserved.values())) == len(reserved)
+    assert not left or len(reserved) == wanted
+    free_all(bench, [*left, *reserved.values()])
+    again = take_all(bench)
+    assert len(again) == len(left) + len(reserved)
+    free_all(bench, again)
+    free_all(bench, reading, Purpose.READ)
+    for lease in leases[:held]:
+        lease.release()
+    assert bench.is_whole()
+
+
+async def test_a_batch_does_not_overtake_who_waits(bench: Bench) -> None:
+    slots = take_all(bench)
+    waiting = asyncio.create_task(bench.cpu.reserve(Purpose.WRITE, 5.0))
+    await settle()
+    assert bench.cpu.try_reserve_all([chunk(1)[0]]) == {}
+    free_all(bench, slots)
+    got = await waiting
+    assert got is not None
+    free_all(bench, [got])
+    assert bench.is_whole()
+
+
+async def test_evictions_for_a_batch_are_told_at_once_and_leave_what_is_held(bench: Bench) -> None:
+    leases = [bench.make_hot(number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    told: list[list[ChunkKey]] = []
+    bench.cpu.on_evict = lambda keys: told.append(list(keys))
+    for lease in leases[1:]:
+        lease.release()
+    free = bench.cpu.pool.free
+    reserved = bench.cpu.try_reserve_all([chunk(100 + number)[0] for number in range(free + 3)])
+    assert told == [[chunk(number)[0] for number in (1, 2, 3)]]
+    leases[0].release()
+    free_all(bench, reserved.values())
+    assert bench.is_whole()
 
 
 async def settle() -> None:

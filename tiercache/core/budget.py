@@ -70,6 +70,10 @@ class SlotBudget:
             kept = self._for_reads + self._for_writes
         return obtainable > kept
 
+    def writes_allowed(self, obtainable: int) -> int:
+        """How many more slots may be held for writes: what those leave to reads does not depend on how many they hold."""
+        return max(0, obtainable - self._for_reads)
+
     def take(self, purpose: Purpose, tier: str | None = None) -> None:
         self.held[purpose] += 1
         if tier is not None and purpose is READ:

@@ -52,6 +52,9 @@ class DevicePool:
         """The payload's room, or its first bytes. The header's page lies before it."""
         return self.memory.part(slot * self.slot_bytes + HEADER_BYTES, length_bytes or self.slot_bytes - HEADER_BYTES)
 
+    def readable(self, slot: Slot, length_bytes: int) -> Span:
+        return self.view(slot, length_bytes)
+
     def close(self) -> None:
         """Give the memory back. No slot may be used after. Idempotent."""
         if not self._closed:

@@ -34,6 +34,9 @@ class Pool(Protocol):
     def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
         """The slot's payload room, or its first bytes."""
 
+    def readable(self, slot: Slot, length_bytes: int) -> Any:
+        """Its first bytes, read-only where the kind of memory knows that."""
+
     def close(self) -> None: ...
 
 
@@ -50,7 +53,7 @@ class SlotPool:
                 f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
                 f"{enough_gb:g} or more, or lower chunk_size"
             )
-        self._memory = arena.memory[: self.count * self.slot_bytes].reshape(self.count, self.slot_bytes)
+        self._use(arena.memory[: self.count * self.slot_bytes].reshape(self.count, self.slot_bytes))
         self._free: list[Slot] = list(range(self.count - 1, -1, -1))
 
     @property
@@ -68,14 +71,29 @@ class SlotPool:
         try:
             return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
         except IndexError:
-            if self._memory.size:
-                raise
-            raise CacheClosed("the cache is closed, and its memory given back") from None
+            self._check_open()
+            raise
+
+    def readable(self, slot: Slot, length_bytes: int) -> np.ndarray:
+        try:
+            return self._read_only[slot, :length_bytes]
+        except IndexError:
+            self._check_open()
+            raise
 
     def close(self) -> None:
         """Let go of the arena's memory. No slot may be used after."""
         self._free.clear()
-        self._memory = np.empty((0, self.slot_bytes), dtype=np.uint8)
+        self._use(np.empty((0, self.slot_bytes), dtype=np.uint8))
+
+    def _use(self, memory: np.ndarray) -> None:
+        self._memory = memory
+        self._read_only = memory.view()
+        self._read_only.flags.writeable = False  # and so are its parts: to say that of each takes as long as to make it
+
+    def _check_open(self) -> None:
+        if not self._memory.size:
+            raise CacheClosed("the cache is closed, and its memory given back") from None
 
 
 def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray], object]) -> None:

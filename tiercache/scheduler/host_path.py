@@ -80,10 +80,12 @@ class HostPath:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         keys = [key for key, _, _ in items]
         put = _Put(self.cpu.under_way.begin(keys), Patience(asyncio.get_running_loop().time() + wait_s))
+        # What is here is used before room is made for the rest: nothing of the same put goes for that.
         if prefix:
             put.parents = dict(zip(keys[1:], keys, strict=False))
-            # What is here is used before room is made for the rest: nothing of the same prefix goes for that.
             self.cpu.touch_prefix(keys)
+        else:
+            self.cpu.touch(keys)
         try:
             while items:
                 await self._put_all(items, put)
@@ -140,16 +142,35 @@ class HostPath:
     def _begin(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch | None:
         """As many chunks as there are slots for, handed to the threads; None where that is none."""
         batch = _Batch(put.passage, position)
+        some = items[position : position + self._batch_items]
+        reserved = self._reserve(some, put) if len(some) > 1 else {}
         try:
-            for item in items[position : position + self._batch_items]:
-                if not self._admit(item, batch, put):
-                    break
+            for item in some:
+                key, length, source = item
+                slot = reserved.pop(key, None)
+                if slot is None:
+                    if not self._admit(item, batch, put):
+                        break
+                else:
+                    batch.fills[key] = (slot, length, source)
+                    self._filling[key] = batch
                 batch.passed += 1
             self._hand_over(batch)
         except BaseException:
             self._drop(batch)
             raise
+        finally:
+            for slot in reserved.values():
+                self.cpu.abandon(slot, WRITE)
         return batch if batch.passed else None
+
+    def _reserve(self, items: Sequence[_Item], put: _Put) -> dict[ChunkKey, Slot]:
+        """Slots for those that plainly need one, all at once."""
+        here, filling, forgot = self.cpu.contains, self._filling, put.passage.forgot
+        lacking = dict.fromkeys(
+            [key for key, _, _ in items if not here(key) and key not in filling and not forgot(key)]
+        )
+        return self.cpu.try_reserve_all(list(lacking))
 
     async def _begin_late(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch:
         """As `_begin`, of one chunk, waiting for a slot as long as the put may."""
@@ -244,8 +265,6 @@ class HostPath:
         key = item[0]
         lease = self.cpu.lease(key, writes=True)
         if lease is not None:
-            if put.parents is None:
-                self.cpu.touch([key])
             batch.leases.append(lease)
             return True
         other = self._filling.get(key)

@@ -345,8 +345,8 @@ class Prefetcher:
         self._tell(key, promoted=True)
         return True
 
-    def _evicted(self, key: ChunkKey) -> None:
-        self.plan.evicted([key], self._loop.time())
+    def _evicted(self, keys: Sequence[ChunkKey]) -> None:
+        self.plan.evicted(keys, self._loop.time())
 
     def _keep(self, key: ChunkKey, hold: Lease) -> None:
         old = self._holds.pop(key, None)

@@ -24,6 +24,7 @@ from tiercache.memory.workers import Workers, once_ended, to_the_end
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.leases import Entry, Lease
+from tiercache.tiers.parked import Parked
 
 
 class CpuTier(Tier):
@@ -41,8 +42,7 @@ class CpuTier(Tier):
         self._entries: dict[ChunkKey, Entry] = {}
         self._order: Order[Entry] = make_order(policy)
         self._evictable = 0
-        self._parked = 0
-        """Entries that are out of the order."""
+        self._parked = Parked(self._order)
         self.under_way = UnderWay()
         """What will be a chunk here when it is filled, so that a forget reaches it."""
         self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
@@ -53,8 +53,8 @@ class CpuTier(Tier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_use: Callable[[ChunkKey], None] | None = None
         """Called when a chunk is read that is held for somebody to come."""
-        self.on_evict: Callable[[ChunkKey], None] | None = None
-        """Called when a chunk was evicted, and not when somebody removed it."""
+        self.on_evict: Callable[[Sequence[ChunkKey]], None] | None = None
+        """Called when chunks were evicted, and not when somebody removed them."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         """Called when a chunk was removed that is held for somebody to come."""
         self._on_change: Callable[[ChunkKey], None] | None = None
@@ -69,9 +69,7 @@ class CpuTier(Tier):
 
     def view(self, entry: Entry, length_bytes: int) -> Any:
         """As `Keeper.view`: uint8, read-only."""
-        view: np.ndarray = self.pool.view(entry.slot, length_bytes)
-        view.flags.writeable = False
-        return view
+        return self.pool.readable(entry.slot, length_bytes)
 
     # Residency
 
@@ -105,16 +103,12 @@ class CpuTier(Tier):
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
-                self._note_use(entry)
+                self._parked.note_use(entry)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of those of `keys` that are resident, so that the tail of the prefix is colder than its head."""
         self._order.touch_prefix(keys)
-        if self._parked:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is not None and entry.parked:
-                    entry.used_meanwhile = True
+        self._parked.note_prefix(keys, self._entries)
 
     def renew(self, keys: Sequence[ChunkKey]) -> None:
         """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
@@ -147,7 +141,7 @@ class CpuTier(Tier):
             assert victim is not None
             if self._entries[victim].held_for is None:
                 return victim
-            self._park(self._order.pop_victim()[1])
+            self._parked.park(self._order.pop_victim()[1])
         return None
 
     def spares(self, key: ChunkKey) -> bool:
@@ -163,6 +157,18 @@ class CpuTier(Tier):
         if self.turns.waiting[purpose]:
             return None
         return self._take_slot(purpose, tier, key)
+
+    def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
+        """As `try_reserve` for the write of each of `keys`, all different, up to the first one that gets none."""
+        if self.turns.waiting[WRITE]:
+            return {}
+        count = min(len(keys), self.budget.writes_allowed(self.obtainable))
+        slots: list[Slot] = []
+        while len(slots) < count and (slot := self.pool.take()) is not None:
+            slots.append(slot)
+        slots += self._evict(self._order.pop_victim, count - len(slots))
+        self.budget.held[WRITE] += count
+        return dict(zip(keys, slots, strict=False))
 
     async def reserve(self, purpose: Purpose, timeout_s: float, key: ChunkKey | None = None) -> Slot | None:
         """As `try_reserve`, waiting up to `timeout_s` for leases to end. Cancelled while waiting, it holds nothing.
@@ -228,7 +234,7 @@ class CpuTier(Tier):
         if entry is None:
             return False
         entry.hot = False
-        self._leave_order(entry)
+        self._parked.discard(entry)
         self._changed(key)
         if entry.held_for is None:
             self._evictable -= 1
@@ -296,7 +302,7 @@ class CpuTier(Tier):
             self._statistics.reads += 1
             self._statistics.read_bytes += entry.payload_bytes
             if not noted:
-                self._note_use(entry)
+                self._parked.note_use(entry)
             if held and self.on_use is not None:
                 self.on_use(entry.key)  # which ends the hold: by now the lease keeps it from whoever waits for a slot
         return lease
@@ -327,13 +333,13 @@ class CpuTier(Tier):
             self.pool.give_back(entry.slot)
         elif not self.keep:
             del self._entries[entry.key]
-            self._leave_order(entry)
+            self._parked.discard(entry)
             self._changed(entry.key)
             self.pool.give_back(entry.slot)
         else:
             self._evictable += 1
             if entry.parked:
-                self._take_back(entry)
+                self._parked.take_back(entry)
         if self.turns.waiters:
             self.turns.serve()
 
@@ -345,55 +351,31 @@ class CpuTier(Tier):
         if self._on_change is not None:
             self._on_change(key)
 
-    def _note_use(self, entry: Entry) -> None:
-        if entry.parked:
-            entry.used_meanwhile = True
-        else:
-            self._order.touch(entry.key)
-
-    def _leave_order(self, entry: Entry) -> None:
-        if entry.parked:
-            entry.parked = False
-            self._parked -= 1
-        else:
-            self._order.discard(entry.key)
-
-    def _park(self, entry: Entry) -> None:
-        entry.parked = True
-        entry.parent = self._order.victims_parent
-        self._parked += 1
-
-    def _take_back(self, entry: Entry) -> None:
-        """It may be evicted again."""
-        entry.parked = False
-        self._parked -= 1
-        self._order.readmit(entry.key, entry, entry.parent)
-        if entry.used_meanwhile:
-            entry.used_meanwhile = False
-            self._order.touch(entry.key)
-
-    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None]) -> Slot | None:
-        """The slot of the first victim that nobody holds; None where there is none."""
-        while (victim := pop_victim()) is not None:
+    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None], most: int) -> list[Slot]:
+        """The slots of the first victims that nobody holds, so many or as many as there are."""
+        evicted: list[ChunkKey] = []
+        slots: list[Slot] = []
+        while len(slots) < most and (victim := pop_victim()) is not None:
             key, entry = victim
             if entry.held_for is not None:
-                self._park(entry)
+                self._parked.park(entry)
                 continue
             del self._entries[key]
-            self._evictable -= 1
-            self._statistics.evicted += 1
             self._changed(key)
-            if self.on_evict is not None:
-                self.on_evict(key)
-            return entry.slot
-        return None
+            evicted.append(key)
+            slots.append(entry.slot)
+        self._evictable -= len(slots)
+        self._statistics.evicted += len(slots)
+        if evicted and self.on_evict is not None:
+            self.on_evict(evicted)
+        return slots
 
     def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
         free = self.pool.free
         if not self.budget.allows(purpose, free + self._evictable, tier):
             return None
-        slot = self.pool.take() if free else self._evict(self._order.pop_victim)
-        assert slot is not None, "what can be had is free or evictable"
+        slot = self.pool.take() if free else self._evict(self._order.pop_victim, 1)[0]
+        assert slot is not None
         self.budget.take(purpose, tier)
         if tier is not None and purpose is READ:
             self._readers[slot] = tier

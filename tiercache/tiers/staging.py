@@ -9,10 +9,8 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.device.driver import Span
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Entry
 
 
 class StagingTier(CpuTier):
@@ -26,9 +24,6 @@ class StagingTier(CpuTier):
     def describe(self) -> str:
         pool = self.device.pool
         return f"device ({pool.memory.length_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
-
-    def view(self, entry: Entry, length_bytes: int) -> Span:
-        return self.device.pool.view(entry.slot, length_bytes)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Into host memory, for whoever wants a chunk there before its tier has it."""

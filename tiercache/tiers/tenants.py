@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from tiercache.core.budget import PREFETCH, READ, Purpose
+from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
 from tiercache.core.eviction import ORDERS, TenantOrder
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
@@ -13,6 +14,7 @@ from tiercache.memory.workers import Workers
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Entry, Lease
+from tiercache.tiers.parked import Parked
 
 
 class OwnedSlots:
@@ -23,6 +25,7 @@ class OwnedSlots:
         self.slot_bytes = pool.slot_bytes
         self.count = pool.count
         self.view = pool.view
+        self.readable = pool.readable
         self.close = pool.close
         self._pool = pool
         self._shares = shares
@@ -64,6 +67,7 @@ class TenantCpuTier(CpuTier):
         self._slots = OwnedSlots(pool, self._tenants.shares)
         super().__init__(self._slots, copiers, policy=policy)
         self._order = self._tenants
+        self._parked = Parked(self._tenants)
         self._most_ahead = int(ahead_share * (quota_bytes // pool.slot_bytes))
         self._ahead: dict[Tenant, int] = {}
         """Slots that are kept for somebody to come, or are read into for that."""
@@ -97,6 +101,15 @@ class TenantCpuTier(CpuTier):
         if any(not self._stands_aside(purpose, turn.key) for turn in self.turns.waiting[purpose]):
             return None
         return self._take_slot(purpose, tier, key)
+
+    def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
+        reserved: dict[ChunkKey, Slot] = {}
+        for key in keys:
+            slot = self.try_reserve(WRITE, None, key)
+            if slot is None:
+                break
+            reserved[key] = slot
+        return reserved
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         if purpose is PREFETCH:
@@ -135,12 +148,11 @@ class TenantCpuTier(CpuTier):
             return None
         if purpose is PREFETCH and not self._may_come_ahead(tenant):
             return None
-        if self._is_at_quota(tenant):
-            slot = self._evict(lambda: self._tenants.pop_victim_of(tenant))
-        else:
-            slot = self.pool.take()
-            if slot is None:
-                slot = self._evict(self._order.pop_victim)
+        at_quota = self._is_at_quota(tenant)
+        slot = None if at_quota else self.pool.take()
+        if slot is None:
+            pop_victim = partial(self._tenants.pop_victim_of, tenant) if at_quota else self._order.pop_victim
+            slot = next(iter(self._evict(pop_victim, 1)), None)
         if slot is None:
             return None
         self._slots.own(slot, tenant)
@@ -151,16 +163,17 @@ class TenantCpuTier(CpuTier):
             self._count_ahead(tenant, 1)
         return slot
 
-    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None]) -> Slot | None:
-        slot = super()._evict(pop_victim)
-        if slot is not None and (owner := self._slots.owner(slot)) is not None:
-            self._tenants.shares.note_evicted(owner)
-        return slot
+    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None], most: int) -> list[Slot]:
+        slots = super()._evict(pop_victim, most)
+        for owner in map(self._slots.owner, slots):
+            if owner is not None:
+                self._tenants.shares.note_evicted(owner)
+        return slots
 
     def _pop_held(self, tenant: Tenant) -> None:
         found = self._tenants.pop_victim_of(tenant)
         assert found is not None
-        self._park(found[1])
+        self._parked.park(found[1])
 
     def _stands_aside(self, purpose: Purpose, key: ChunkKey | None) -> bool:
         tenant = _tenant_of(key)

@@ -155,8 +155,7 @@ class EvictionOrder(ABC, Generic[V]):
 
     def renew(self, key: ChunkKey) -> None:
         """A resident is expected to be used soon: as far from going as one that was used just now. No use is counted."""
-        if key in self._spared.standings:
-            self._spared.judge(key)
+        self._spared.judge(key)
         self._renew(key)
 
     def coldest(self) -> ChunkKey | None:
@@ -240,6 +239,11 @@ class EvictionOrder(ABC, Generic[V]):
         """As `_remove`, for a victim, of which the policy may keep the name."""
         return self._remove(key)
 
+    def _grown(self, residents: int) -> None:
+        """There are more than there ever were."""
+        self._most = residents
+        self._most_recent = int(self.SPARED * residents)
+
     def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
 
@@ -283,8 +287,7 @@ class EvictionOrder(ABC, Generic[V]):
     def _join(self, key: ChunkKey, parent: ChunkKey | None) -> None:
         """`key` is resident now, and was just used (unless it was all the time, and is taken back)."""
         if len(self.entries) > self._most:
-            self._most = len(self.entries)
-            self._most_recent = int(self.SPARED * self._most)
+            self._grown(len(self.entries))
         if parent is not None and parent in self.entries and parent != key:
             self._family.add(key, parent)
             if parent in self._strays:

@@ -35,8 +35,8 @@ class CostAware(EvictionOrder[V]):
         self._queues: list[OrderedDict[ChunkKey, int]] = [OrderedDict() for _ in range(_CLASSES)]
         self._classes: dict[ChunkKey, int] = {}
         self._gone: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._most_gone = 64
         self._clock = 0
-        self._size = 0
         self.sample = Sample(_CLASSES)
 
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
@@ -48,9 +48,6 @@ class CostAware(EvictionOrder[V]):
             class_ = _CONTINUES if parent is not None and self._classes.get(parent, 0) else 0
         self._place(key, value, class_)
         self._join(key, parent)
-        if self._most > self._size:
-            self._size = self._most
-            self.sample.resize(self._most)
         if not crc32(key) & self.sample.mask:
             self.sample.used(key, class_, self._clock)
 
@@ -98,7 +95,8 @@ class CostAware(EvictionOrder[V]):
         firsts = []
         for class_, queue in enumerate(self._queues):
             if queue:
-                key, since = next(iter(queue.items()))
+                key = next(iter(queue))
+                since = queue[key]
                 if key not in spared:  # or all of this class are: they are behind all others
                     firsts.append((since, class_, key))
         if len(firsts) > 1:
@@ -119,10 +117,16 @@ class CostAware(EvictionOrder[V]):
         return self.entries.pop(key)
 
     def _evict(self, key: ChunkKey) -> V:
-        self._gone[key] = self._classes[key]
-        if len(self._gone) > max(64, self.REMEMBERED * self._most):
+        self._gone[key] = class_ = self._classes.pop(key)
+        if len(self._gone) > self._most_gone:
             self._gone.popitem(last=False)
-        return self._remove(key)
+        del self._queues[class_][key]
+        return self.entries.pop(key)
+
+    def _grown(self, residents: int) -> None:
+        super()._grown(residents)
+        self._most_gone = max(64, self.REMEMBERED * residents)
+        self.sample.resize(residents)
 
     def _forget(self, key: ChunkKey) -> None:
         self._gone.pop(key, None)

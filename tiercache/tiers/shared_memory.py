@@ -22,6 +22,7 @@ from tiercache.errors import ConfigError
 from tiercache.tiers.base import MappedTier, TierStatistics
 from tiercache.tiers.files.mapped_file import MappedFile, map_chunk_file
 from tiercache.tiers.files.mounts import mount_of
+from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.shelves import Shelves
 from tiercache.tiers.files.threads import ThreadMover
@@ -43,6 +44,8 @@ class SharedMemorySettings(FileSettings):
     direct: bool | None = False
     durable: bool = False
     """Nothing survives the power anyway."""
+    beside: bool = False
+    """The kernel tells all engines what happens in the directories of chunks: half-made files are no news."""
 
 
 class MappingMover(ThreadMover):
@@ -166,10 +169,22 @@ class SharedMemoryTier(FileTier, MappedTier):
             if findable and key not in shelf.index:
                 # What is mapped is known, so that one hears of its deletion.
                 shelf.add(key, file_bytes(length))
+                self._look_again(shelf, key, file)
             return mappings.add(key, file, purpose, findable=findable)
         finally:
             mappings.under_way.end(passage)
             mappings.in_doubt.end(doubt)
+
+    def _look_again(self, shelf: Shelf, key: ChunkKey, file: MappedFile) -> None:
+        """Where it was deleted before it was known here, nobody will say so."""
+        work = self.shelves.metadata.submit(file.is_at, self.path(key))
+        began = shelf.look_for(key)
+
+        def seen(work: asyncio.Future[bool]) -> None:
+            if shelf.looked(key, began) and not work.cancelled() and work.exception() is None and not work.result():
+                shelf.index.remove(key)
+
+        work.add_done_callback(seen)
 
     async def remove(self, key: ChunkKey) -> bool:
         self.mappings.forget(key)

@@ -1,6 +1,7 @@
 """The tier below a reader and a writer: what hangs opens their breakers, and they close again when it is over."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -90,7 +91,7 @@ class Bench:
                 await asyncio.wait(stuck)
 
 
-@pytest.fixture(params=[None, "test-breaker"], ids=["buffers", "arena"])
+@pytest.fixture(params=[None, f"test-breaker-{os.getpid()}"], ids=["buffers", "arena"])
 async def bench(request: pytest.FixtureRequest, mortal: Hf3fsEmulator) -> AsyncIterator[Bench]:
     bench = Bench(mortal, request.param)
     await bench.open()

@@ -69,7 +69,7 @@ def test_what_is_collected_after_its_loop_says_nothing(tmp_path: Path, name: str
     """As of a program that ends in the middle of it."""
 
     async def main() -> Coroutine[Any, Any, object]:
-        async with opened(tmp_path) as cache:
+        async with opened(tmp_path, close_timeout_s=0.2) as cache:
             assert await cache.put_many(KEYS, [payload(number) for number in range(1, 9)]) == 8
             call = CALLS[name](cache)
             await goes_on(call, 1)

@@ -223,22 +223,23 @@ async def test_forgotten_while_it_is_being_mapped_it_does_not_arrive(in_memory: 
 
 
 async def test_a_damaged_chunk_is_a_miss_until_it_is_stored_again(in_memory: Path) -> None:
-    async with sharing(in_memory) as writer, sharing(in_memory) as reader:
+    async with sharing(in_memory) as writer:
         keys = await put(writer, 1, 2)
         path = Path(tier_of(writer).path(key(2)))
         raw = bytearray(path.read_bytes())
         raw[-1] ^= 1
         path.write_bytes(raw)
         into = [np.empty(CHUNK_BYTES, np.uint8) for _ in keys]
-        assert await reader.get_into(keys, into) == 1
-        assert reader.statistics().reader.corrupt == 1
-        writer.clear_hot()
-        async with asyncio.timeout(10.0):
-            while tier_of(writer).contains(key(2)):  # until the kernel has told it
-                await asyncio.sleep(0)
-        await put(writer, 2)
-        assert await reader.get_into(keys, into) == 2
-        assert np.array_equal(into[1], payload(2))
+        async with sharing(in_memory) as reader:
+            assert await reader.get_into(keys, into) == 1
+            assert reader.statistics().reader.corrupt == 1
+            writer.clear_hot()
+            async with asyncio.timeout(10.0):
+                while tier_of(writer).contains(key(2)):  # until the kernel has told it
+                    await asyncio.sleep(0)
+            await put(writer, 2)
+            assert await reader.get_into(keys, into) == 2
+            assert np.array_equal(into[1], payload(2))
 
 
 @pytest.mark.parametrize("local_cpu", [True, False])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.tiers.shared_memory import deleted_maps, is_right, key_of, mapped, opened, other, store, until
+from tests.tiers.shared_memory import Other, deleted_maps, is_right, key_of, mapped, opened, other, store, until
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.budget import PREFETCH, READ
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
@@ -17,6 +17,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import deletions
 from tiercache.tiers.files.inotify import Inotify
+from tiercache.tiers.mapping_ahead import MOST_WAITING, MappingAhead
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier, most_mappings
 
 
@@ -216,6 +217,134 @@ async def test_without_watches_a_sweep_finds_what_others_deleted(
         assert key_of(1) not in tier.mappings and key_of(2) in tier.mappings
         assert deleted_maps(in_memory) == 1 and is_right(held, 3)
         held.release()
+
+
+async def test_all_pages_of_a_chunk_are_present_once_it_is_mapped(in_memory: Path) -> None:
+    async with opened(in_memory) as tier:
+        await store(tier, 1)
+        with await mapped(tier, 1):
+            smaps = Path("/proc/self/smaps").read_text()
+            of_file = smaps[smaps.index(tier.path(key_of(1))) :]
+            assert of_file.split("Rss:")[1].split()[:2] == [str(FILE_BYTES >> 10), "kB"]
+
+
+async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        await ready_for_news(tier, writer)
+        assert await writer.do("store", 2, 3) == "done"
+        await until(lambda: key_of(3) in tier.mappings)
+        assert tier.mappings.ahead_bytes == tier.statistics().mapped_bytes == 2 * FILE_BYTES
+        for number in (2, 3):
+            lease = tier.lease(key_of(number))
+            assert lease is not None
+            with lease:
+                assert is_right(lease, number)
+        assert tier.mappings.ahead_bytes == 0
+        assert key_of(1) not in tier.mappings, "it has that in its own hot cache"
+        os.unlink(tier.path(key_of(2)))
+        await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
+
+
+async def test_what_is_mapped_ahead_is_bounded_and_what_was_used_stays(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        await ready_for_news(tier, writer)
+        tier.mappings.most_ahead_bytes = 2 * FILE_BYTES
+        assert await writer.do("store", 2) == "done"
+        await until(lambda: key_of(2) in tier.mappings)
+        used = tier.lease(key_of(2))
+        assert used is not None
+        used.release()
+        assert await writer.do("store", *range(3, 8)) == "done"
+        await until(lambda: key_of(7) in tier.mappings)
+        assert [number for number in range(1, 8) if key_of(number) in tier.mappings] == [2, 6, 7]
+        assert tier.contains(key_of(3)) and tier.mappings.ahead_bytes == 2 * FILE_BYTES
+
+
+async def test_what_is_being_removed_is_not_mapped_ahead(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        await ready_for_news(tier, writer)
+        assert tier.traffic.want_removal(key_of(2))
+        assert await writer.do("store", 2, 3) == "done"
+        await until(lambda: key_of(3) in tier.mappings)
+        assert key_of(2) not in tier.mappings
+
+
+async def test_a_bad_chunk_is_put_aside_before_anybody_asks(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        await ready_for_news(tier, writer)
+        bad = bytearray(Path(tier.path(key_of(1))).read_bytes())
+        bad[5000] ^= 1
+        made = in_memory / ".tiercache" / "tmp" / "made"
+        made.write_bytes(bad)
+        os.unlink(tier.path(key_of(1)))
+        await until(lambda: not tier.contains(key_of(1)))
+        made.rename(tier.path(key_of(1)))
+        await until(lambda: tier.statistics().corrupt == 1)
+        await until(lambda: len(list((in_memory / "quarantine").iterdir())) == 1)
+        assert key_of(1) not in tier.mappings and not tier.contains(key_of(1))
+        assert await writer.do("store", 2) == "done"
+        await until(lambda: key_of(2) in tier.mappings)
+
+
+async def test_what_was_stored_again_is_mapped_as_it_is_now(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        await ready_for_news(tier, writer)
+        for number in range(2, 12):
+            assert await writer.do("store", number) == "done"
+            assert await writer.do("replace", number) == "done"
+        assert await writer.do("store", 50) == "done"
+        await until(lambda: key_of(50) in tier.mappings)
+        for number in range(2, 12):
+            await until(lambda number=number: not tier.shelves.all[0].is_looked_for(key_of(number)))
+            lease = await tier.map(key_of(number), READ)
+            assert lease is not None
+            lease.release()
+            await until(lambda number=number: is_current(tier, number))
+
+
+def is_current(tier: SharedMemoryTier, number: int) -> bool:
+    """Whether what is found here, if anything is, is what was stored last."""
+    lease = tier.lease(key_of(number))
+    if lease is None:
+        return True
+    with lease:
+        return is_right(lease, number + 1000)
+
+
+async def test_of_too_many_new_chunks_the_oldest_are_left_to_who_asks() -> None:
+    came: list[bytes] = []
+    all_came = asyncio.Event()
+
+    async def map_ahead(key: bytes) -> None:
+        came.append(key)
+        if key == keys[-1]:
+            all_came.set()
+
+    ahead = MappingAhead(map_ahead)
+    keys = [number.to_bytes(24, "big") for number in range(MOST_WAITING + 2)]
+    for key in keys:
+        ahead.stored(key)
+    following = asyncio.ensure_future(ahead.follow())
+    await all_came.wait()
+    following.cancel()
+    assert came == keys[2:]
+
+
+async def ready_for_news(tier: SharedMemoryTier, writer: Other) -> None:
+    """Once the kernel tells of what comes to the directory of chunks."""
+    tier.maps_ahead = True
+    number = 1000
+    while not tier.mappings.ahead_bytes:
+        number += 1
+        assert await writer.do("store", number) == "done"
+    assert await writer.do("store", 1000) == "done"
+    await until(lambda: key_of(1000) in tier.mappings)  # behind the others
+    tier.mappings.clear()
 
 
 async def test_closing_leaves_views_alone_that_were_taken(in_memory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,11 +14,9 @@ from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import Workers, retrieve_exception, to_the_end
-from tiercache.scheduler.reads import ReaderStatistics
+from tiercache.scheduler.undelivered import Undelivered
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
-
-logger = logging.getLogger("tiercache.device")
 
 T = TypeVar("T")
 
@@ -70,7 +67,7 @@ class DeviceLanding:
     copies: DeviceCopies
     staging: StagingTier
     batches: asyncio.Semaphore
-    counters: ReaderStatistics
+    undelivered: Undelivered
     payloads: Sequence[DevicePayload]
     deadline_s: float
 
@@ -96,8 +93,7 @@ class DeviceLanding:
             for position, _ in part:
                 delivered[position] = 1
         except (ValueError, LayoutError, TimeoutError) as error:
-            self.counters.sink_failures += 1
-            logger.warning("a chunk could not be delivered to %s: %s", device.driver.name, error)
+            self.undelivered.note(error, f" to {device.driver.name}")
         finally:
             when_done(done, rooms, lambda room: self.staging.abandon(room, Purpose.READ))
             when_done(done, part, lambda item: item[1].release())

@@ -232,8 +232,8 @@ class DevicePath:
         waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
         if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
-        counters = self._host_reader.counters
-        landing = DeviceLanding(self._copies, self.staging, self._gets, counters, payloads, deadline_s)
+        undelivered = self._host_reader.undelivered
+        landing = DeviceLanding(self._copies, self.staging, self._gets, undelivered, payloads, deadline_s)
         return await deliver(self if held is None else WithHeld(self, held), keys, landing, deadline_s)
 
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:

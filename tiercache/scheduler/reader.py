@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,11 +17,11 @@ from tiercache.scheduler.deliverer import WithHeld, deliver
 from tiercache.scheduler.flights import Flights
 from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReadStatistics
 from tiercache.scheduler.tier_reader import TierReader
+from tiercache.scheduler.together import call_off
+from tiercache.scheduler.undelivered import Undelivered
 from tiercache.tiers.base import MappedTier, Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
-
-logger = logging.getLogger("tiercache.reader")
 
 _LET_GO_S = 0.002
 """What a tier has to let go of a question at its deadline."""
@@ -54,8 +53,11 @@ class Reader:
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, MappedTier)]
+        for tier in self.mapped:
+            tier.maps_ahead = True
         cpu.budget.divide(tier.name for tier in tiers if tier not in self.mapped)
         self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
+        self.undelivered = Undelivered(self.counters)
         self.tiers = [TierReader(tier, cpu, self.settings, self.counters, maps=maps) for tier in tiers]
         self.flights = Flights(cpu, self.tiers, self.counters)
         self._questions: set[asyncio.Task[int | None]] = set()
@@ -128,7 +130,7 @@ class Reader:
         run. No sink runs after this has returned or raised. A sink that raises ends the prefix. Chunks that are `held` are
         there whatever happened to them meanwhile, and worth waiting for.
         """
-        landing = _Sinks(sinks, self.cpu.copiers, self.counters)
+        landing = _Sinks(sinks, self.cpu.copiers, self.undelivered)
         if held is not None:
             return await deliver(WithHeld(self, held), keys, landing, deadline_s)
         if (wait_s := self.worth_waiting_s(keys)) is not None:
@@ -206,8 +208,7 @@ class Reader:
                 ends = [(tier, start + found) for tier, start, found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
-            for task in asked:
-                task.cancel()
+            for task in call_off(asked):
                 # Nobody waits for it: a tier that does not let go of a question would hold the look-up.
                 self._questions.add(task)
                 task.add_done_callback(self._questions.discard)
@@ -221,10 +222,10 @@ class Reader:
 class _Sinks:
     """The landing in host memory. A failure of a sink ends the prefix, and is counted."""
 
-    def __init__(self, sinks: Sequence[Sink], copiers: Workers, counters: ReaderStatistics) -> None:
+    def __init__(self, sinks: Sequence[Sink], copiers: Workers, undelivered: Undelivered) -> None:
         self._sinks = sinks
         self._copiers = copiers
-        self._counters = counters
+        self._undelivered = undelivered
 
     def part_of(self, chunks: int) -> int:
         """One part for each copying thread; small batches are not worth a second one."""
@@ -236,8 +237,7 @@ class _Sinks:
             try:
                 await to_the_end(self._copiers.submit(_run_sinks, todo, delivered))
             except Exception as error:
-                self._counters.sink_failures += 1
-                logger.warning("a chunk could not be delivered: %r", error)
+                self._undelivered.note(error)
         finally:
             for _, lease in part:
                 lease.release()

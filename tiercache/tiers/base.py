@@ -216,6 +216,8 @@ class MappedTier(Tier):
 
     mappings: Mappings
     """Whose leases these are."""
+    maps_ahead: bool = False
+    """Whether it is to map, in the background and within bounds, what other processes store: set by whoever maps."""
 
     @abstractmethod
     def lease(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:

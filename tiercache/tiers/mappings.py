@@ -24,7 +24,7 @@ _NOTHING = np.empty(0, dtype=np.uint8)
 
 
 class Mapped(Held):
-    __slots__ = ("file", "length_bytes", "unlinked")
+    __slots__ = ("file", "is_ahead", "length_bytes", "unlinked")
 
     def __init__(self, key: ChunkKey, file: MappedFile) -> None:
         super().__init__(key, file.payload_bytes)
@@ -33,6 +33,8 @@ class Mapped(Held):
         self.length_bytes = file.memory.nbytes
         self.unlinked = False
         """Its file was deleted, or replaced, by whomever."""
+        self.is_ahead = False
+        """It was mapped before anybody asked for it, and nobody has yet."""
 
 
 class Mappings:
@@ -47,6 +49,8 @@ class Mappings:
     def __init__(self, most_bytes: int, most_chunks: int, unmap: Callable[[list[MappedFile]], None]) -> None:
         self.most_bytes = most_bytes
         self.most_chunks = most_chunks
+        self.most_ahead_bytes = most_bytes
+        """Of chunks that nobody has used yet: the one that was mapped first goes."""
         self.under_way = UnderWay()
         """What is being mapped, so that a forget reaches it."""
         self.in_doubt = UnderWay()
@@ -54,12 +58,15 @@ class Mappings:
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
         """Of these, memory of files that were deleted: taken until the last lease ends, and in no count."""
+        self.ahead_bytes = 0
+        """Of these, what nobody has used yet."""
         self.on_use: Callable[[ChunkKey], None] | None = None
         """As those of the CPU tier."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         self.on_gone: Callable[[ChunkKey], None] | None = None
         """Called when a chunk is not found here any more."""
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
+        self._ahead: dict[ChunkKey, Mapped] = {}
         self._unmap = unmap
         self._unmapping: list[MappedFile] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,22 +104,30 @@ class Mappings:
         if entry is None:
             return None
         self._entries.move_to_end(key)
+        self._asked_for(entry)
         return self.serve(entry, purpose, noted=False)
 
-    def add(self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool) -> Lease:
-        """A chunk that was mapped just now, with its first lease. Not `findable`: its file was deleted meanwhile."""
+    def add(
+        self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool, is_ahead: bool = False
+    ) -> Lease:
+        """A chunk that was mapped just now, with its first lease. Not `findable`: its file was deleted meanwhile.
+        `is_ahead`: nobody has asked for it."""
         entry = self._entries.get(key) if findable else None
         if entry is not None and entry.unlinked:
             self._drop(entry)
             entry = None
         if entry is not None:
             self._let_go(file)  # somebody else has mapped it too
+            if not is_ahead:
+                self._asked_for(entry)
         else:
             entry = Mapped(key, file)
             self.mapped_bytes += entry.length_bytes
             entry.hot = findable and not self._closed
             if entry.hot:
                 self._entries[key] = entry
+                if is_ahead:
+                    self._is_ahead(entry)
             else:
                 self._mark(entry)
         lease = self.begin_lease(entry, purpose)
@@ -180,6 +195,17 @@ class Mappings:
         taken, self._unmapping = self._unmapping, []
         return taken
 
+    def _is_ahead(self, entry: Mapped) -> None:
+        entry.is_ahead = True
+        self._ahead[entry.key] = entry
+        self.ahead_bytes += entry.length_bytes
+
+    def _asked_for(self, entry: Mapped) -> None:
+        if entry.is_ahead:
+            entry.is_ahead = False
+            del self._ahead[entry.key]
+            self.ahead_bytes -= entry.length_bytes
+
     def _mark(self, entry: Mapped) -> None:
         if not entry.unlinked:
             entry.unlinked = True
@@ -191,6 +217,7 @@ class Mappings:
             del self._entries[entry.key]
             if self.on_gone is not None:
                 self.on_gone(entry.key)
+        self._asked_for(entry)
         entry.hot = False
         if entry.held_for is None and entry.file is not None:
             self.mapped_bytes -= entry.length_bytes
@@ -199,6 +226,8 @@ class Mappings:
             self._let_go(file)
 
     def _trim(self) -> None:
+        while self.ahead_bytes > self.most_ahead_bytes:
+            self._drop(next(iter(self._ahead.values())))
         for _ in range(len(self._entries)):
             if self.mapped_bytes <= self.most_bytes and len(self._entries) <= self.most_chunks:
                 return

@@ -11,14 +11,15 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tiercache.core.budget import PREFETCH, READ, Purpose
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierCacheError
 from tiercache.tiers.base import MappedTier, TierStatistics
 from tiercache.tiers.files.mapped_file import MappedFile, map_chunk_file
 from tiercache.tiers.files.mounts import mount_of
@@ -29,6 +30,7 @@ from tiercache.tiers.files.threads import ThreadMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.leases import Lease
+from tiercache.tiers.mapping_ahead import MappingAhead
 from tiercache.tiers.mappings import Mappings
 
 logger = logging.getLogger("tiercache.shared_memory")
@@ -37,6 +39,8 @@ MEMORY_KINDS = ("tmpfs",)
 """Not hugetlbfs, which has no write(2); not ramfs, whose size nobody bounds."""
 _LOOP_S = 1.0
 """How long a thread waits for the loop."""
+_AHEAD_PART = 4
+"""Of the cap, so much at most is mapped that nobody here has used: what others evict takes memory until all have let go."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,25 @@ class MappingMover(ThreadMover):
 
     def map(self, volume: Volume, key: ChunkKey, mapped: list[MappedFile]) -> asyncio.Future[int | None]:
         """As `read`, with the mapping of the file in `mapped`."""
+        return self._precedence.read(self._readers.submit(self._map, volume, key, mapped))
 
+    def map_ahead(self, volume: Volume, key: ChunkKey, mapped: list[MappedFile]) -> asyncio.Future[int | None]:
+        """As `map`, of a chunk that nobody waits for: while others are being mapped it is not begun, but for a moment."""
+        return self._precedence.prefetch(
+            key, lambda pause: self._prefetchers.submit(self._map, volume, key, mapped, pause)
+        )
+
+    def _map(
+        self, volume: Volume, key: ChunkKey, mapped: list[MappedFile], pause: Callable[[], None] | None = None
+    ) -> int | None:
         def by(path: str) -> int:
             file = map_chunk_file(path, key, self._shelves.fingerprint)
             mapped.append(file)
             return file.payload_bytes
 
-        return self._readers.submit(volume.read_by, key, by)
+        if pause is not None:
+            pause()
+        return volume.read_by(key, by)
 
     def forget(self, path: str) -> None:
         """Not what is there still, or again as the same file: it was merely looked for."""
@@ -111,6 +127,7 @@ class SharedMemoryTier(FileTier, MappedTier):
         self._mover: MappingMover
         super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, self._make_mover)
         self._listener: Callable[[ChunkKey], None] | None = None
+        self._ahead = MappingAhead(self._map_ahead)
 
     def _make_mover(self, shelves: Shelves) -> MappingMover:
         self._mover = MappingMover(shelves, self.mappings)
@@ -120,10 +137,12 @@ class SharedMemoryTier(FileTier, MappedTier):
         self.mappings.open()
         await super().open()
         self.mappings.most_bytes = self.settings.cap_bytes
+        self.mappings.most_ahead_bytes = self.settings.cap_bytes // _AHEAD_PART
         for shelf in self.shelves.all:
             shelf.index.on_change = self._changed
             # Also where nobody is told of it: memory of a chunk that another process evicts is to go with it.
-            self.shelves.knowledge.follow_deletions(shelf)
+            self.shelves.knowledge.follow_deletions(shelf, self._stored)
+        self.shelves.begin(self._ahead.follow(), "map-ahead")
 
     async def close(self) -> None:
         self.mappings.close()
@@ -151,12 +170,47 @@ class SharedMemoryTier(FileTier, MappedTier):
         return self.mappings.find(key, PREFETCH)
 
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
+        mapped: list[MappedFile] = []
+        return await self._keep(key, mapped, self._read(key, lambda volume: self._mover.map(volume, key, mapped)), purpose)
+
+    def _stored(self, key: ChunkKey) -> None:
+        """What this process writes itself it has in memory, as a rule. Not what it reads or knows already."""
+        shelf = self.shelves.all[0]
+        if self.maps_ahead and key not in shelf.index and not shelf.is_looked_for(key):
+            self._ahead.stored(key)
+
+    async def _map_ahead(self, key: ChunkKey) -> None:
+        shelf = self.shelves.all[0]
+        if key in self.mappings or shelf.is_looked_for(key) or self.traffic.refuses(key):
+            return
+        mapped: list[MappedFile] = []
+        read = self._read_from(shelf, key, lambda volume: self._mover.map_ahead(volume, key, mapped))
+        self.traffic.begin(key)
+        try:
+            lease = await self._keep(key, mapped, read, PREFETCH, is_ahead=True)
+        except (TierCacheError, OSError) as error:  # who asks for it will hear of it
+            logger.debug("a chunk could not be mapped ahead: %s", error)
+        else:
+            if lease is not None:
+                lease.release()
+        finally:
+            self.traffic.end(key)
+
+    async def _keep(
+        self,
+        key: ChunkKey,
+        mapped: list[MappedFile],
+        read: Coroutine[Any, Any, int | None],
+        purpose: Purpose,
+        *,
+        is_ahead: bool = False,
+    ) -> Lease | None:
+        """A lease on what `read` has put into `mapped`, and others find it from now on unless it went meanwhile."""
         mappings, shelf = self.mappings, self.shelves.all[0]
         passage = mappings.under_way.begin([key])
         doubt = mappings.in_doubt.begin([key])
         try:
-            mapped: list[MappedFile] = []
-            length = await self._read(key, lambda volume: self._mover.map(volume, key, mapped))
+            length = await read
             if length is None:
                 return None
             (file,), is_there = mapped, True
@@ -170,7 +224,7 @@ class SharedMemoryTier(FileTier, MappedTier):
                 # What is mapped is known, so that one hears of its deletion.
                 shelf.add(key, file_bytes(length))
                 self._look_again(shelf, key, file)
-            return mappings.add(key, file, purpose, findable=findable)
+            return mappings.add(key, file, purpose, findable=findable, is_ahead=is_ahead)
         finally:
             mappings.under_way.end(passage)
             mappings.in_doubt.end(doubt)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
@@ -33,9 +33,14 @@ class Deletions:
     other hosts delete on a mount that they share is not told.
     """
 
-    def __init__(self, shelves: Shelves, shelf: Shelf) -> None:
+    def __init__(
+        self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
+    ) -> None:
+        """`on_stored`: as for `Knowledge.follow_deletions`."""
         self._shelves = shelves
         self._shelf = shelf
+        self._on_stored = on_stored
+        self._mask = _CHUNKS if on_stored is None else _CHUNKS | MOVED_TO
         self._gone: dict[ChunkKey, None] = {}
         self._new: set[str] = set()
         """Subdirectories that came since the others are watched."""
@@ -83,6 +88,8 @@ class Deletions:
                 key = bytes.fromhex(happening.name)
                 if key in self._shelf.index or self._shelf.is_looked_for(key):
                     self._gone[key] = None
+            elif self._on_stored is not None and happening.mask & MOVED_TO and CHUNK_NAME.fullmatch(happening.name):
+                self._on_stored(bytes.fromhex(happening.name))
             elif happening.mask & _ROOT and happening.name in _NUMBERS:
                 self._new.add(happening.name)
         if self._gone or self._new or self._is_short:
@@ -93,7 +100,7 @@ class Deletions:
             new = TOP_LEVELS if self._is_short else list(self._new)
             self._is_short, self._new = False, set()
             try:
-                await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new)
+                await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new, self._mask)
             except FileNotFoundError:
                 self._is_short = True  # the directory was deleted; a write makes it anew
             numbers = {_NUMBERS[name] for name in new}
@@ -127,13 +134,13 @@ class Deletions:
 _NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
 
 
-def _watch(inotify: Inotify, volume: Volume, names: Sequence[str]) -> None:
+def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int) -> None:
     """The root, and of these subdirectories those that are there. For a worker thread. Raises FileNotFoundError without a
     root."""
     inotify.watch(volume.root, _ROOT)
     for name in names:
         with contextlib.suppress(FileNotFoundError):
-            inotify.watch(volume.root / name, _CHUNKS)
+            inotify.watch(volume.root / name, mask)
 
 
 def _missing(volume: Volume, keys: list[ChunkKey]) -> list[ChunkKey]:

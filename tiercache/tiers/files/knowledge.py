@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiercache.core.eviction import make_byte_order
 from tiercache.core.index import CappedIndex
@@ -31,8 +31,8 @@ class OwnIndex(Knowledge):
         settings = self._shelves.settings
         return CappedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
-    def follow_deletions(self, shelf: Shelf) -> None:
-        deletions = Deletions(self._shelves, shelf)
+    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        deletions = Deletions(self._shelves, shelf, on_stored)
         self._shelves.begin(deletions.follow(), f"deletions-{shelf.volume.root}")
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
@@ -68,7 +68,7 @@ class FollowedIndex(OwnIndex):
         settings = self._shelves.settings
         return SharedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
 
-    def follow_deletions(self, shelf: Shelf) -> None:
+    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Its refresher does."""
 
     def begin(self, shelf: Shelf) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,21 +22,36 @@ from tiercache.errors import CorruptChunk
 from tiercache.tiers.files.access import open_regular
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 
-_MAP_FIXED = 0x10
-_MAP_POPULATE = 0x8000
+_libc = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _libc.mmap, _libc.munmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_int64]
+_unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
-_lost: list[mmap.mmap] = []
-"""Where mapping a file failed: whose those addresses are now nobody knows, so they are never given back."""
 
 
-def _map_call() -> ctypes._FuncPointer:
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes.c_int64]
-    return call
+class _Pages:
+    """Of a file, until nobody has a view of them any more. Not Python's own mapping: that keeps a descriptor each.
 
+    The kernel chooses where they lie, which it does so that it can map huge pages where the file has them.
+    """
 
-_map = _map_call()
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, descriptor: int, length_bytes: int) -> None:
+        self.__array_interface__: dict[str, Any] = {}
+        address = _map(None, length_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        read_only = True
+        self.__array_interface__ |= {
+            "version": 3, "typestr": "|u1", "shape": (length_bytes,), "data": (address, read_only)
+        }  # fmt: skip
+
+    def __del__(self, unmap: Callable[[int, int], int] = _unmap) -> None:
+        if found := self.__array_interface__:
+            unmap(found["data"][0], *found["shape"])
 
 
 class MappedFile:
@@ -65,7 +82,7 @@ def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes) -> MappedFi
         length_bytes = status.st_size
         if length_bytes <= HEADER_BYTES:
             raise CorruptChunk(f"{path}: length: expected more than {HEADER_BYTES} bytes, found {length_bytes}")
-        memory = _mapped(descriptor, length_bytes)
+        memory = np.asarray(_Pages(descriptor, length_bytes))
     finally:
         os.close(descriptor)
     checksum = host_checksum(memory[HEADER_BYTES:])
@@ -74,16 +91,3 @@ def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes) -> MappedFi
         # Only another tier makes such files. Out of the way, so that the chunk is stored plain the next time.
         raise CorruptChunk(f"{path}: it is compressed, and cannot be read where it lies")
     return MappedFile(memory, header.payload_bytes, (status.st_dev, status.st_ino))
-
-
-def _mapped(descriptor: int, length_bytes: int) -> np.ndarray:
-    """The file's pages, present already. Not Python's own mapping of a file: that keeps a descriptor each."""
-    place = mmap.mmap(-1, length_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-    memory = np.frombuffer(place, dtype=np.uint8)
-    address = memory.ctypes.data
-    flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
-    if _map(address, length_bytes, mmap.PROT_READ, flags, descriptor, 0) == _FAILED:
-        code = ctypes.get_errno()
-        _lost.append(place)
-        raise OSError(code, os.strerror(code))
-    return memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -120,8 +120,11 @@ class Knowledge(ABC):
     def missed(self, shelf: Shelf) -> None:  # noqa: B027
         """Somebody read a chunk that is in no index."""
 
-    def follow_deletions(self, shelf: Shelf) -> None:  # noqa: B027 - what follows everything needs nothing for it
-        """What others delete is to leave the index soon, and not when somebody asks for it."""
+    def follow_deletions(  # noqa: B027 - what follows everything needs nothing for it
+        self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
+    ) -> None:
+        """What others delete is to leave the index soon, and not when somebody asks for it. `on_stored` is called with the
+        chunks that somebody stores, here or elsewhere on this host, as far as the kernel tells."""
 
     async def refreshed(self) -> None:  # noqa: B027
         """Wait until the index has what others did before this call, where it follows them."""

@@ -1,0 +1,81 @@
+"""A caller that drops the coroutine of a call: closed in mid way, or collected. Nothing is left of it or raised."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
+from tiercache import TierCache
+
+KEYS = [key(number) for number in range(1, 9)]
+CALLS: dict[str, Callable[[TierCache], Coroutine[Any, Any, object]]] = {
+    "put_many": lambda cache: cache.put_many([key(n) for n in range(100, 140)], [payload(1)] * 40),
+    "get_into": lambda cache: cache.get_into(KEYS, [np.empty(CHUNK_BYTES, np.uint8) for _ in KEYS]),
+    "warm": lambda cache: cache.warm(KEYS),
+    "lookup": lambda cache: cache.lookup_keys([*KEYS, key(99)]),
+}
+
+
+async def goes_on(call: Coroutine[Any, Any, object], steps: int) -> bool:
+    """Run it until it waits for the `steps`-th time; False where it ends before that."""
+    for step in range(steps):
+        try:
+            waiting = call.send(None)
+        except StopIteration:
+            return False
+        if step == steps - 1:
+            break
+        if waiting is None:
+            await asyncio.sleep(0)
+            continue
+        waiting._asyncio_future_blocking = False
+        over = asyncio.Event()
+        waiting.add_done_callback(lambda _, over=over: over.set())
+        await over.wait()
+    return True
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+async def test_what_is_dropped_in_mid_way_gives_everything_back(tmp_path: Path, name: str, steps: int) -> None:
+    async with opened(tmp_path) as cache:
+        assert await cache.put_many(KEYS, [payload(number) for number in range(1, 9)]) == 8
+        assert (await cache.flush()).complete
+        for half in KEYS[4:]:
+            await cache.cpu.remove(half)  # the rest is read from the disk
+        call = CALLS[name](cache)
+        await goes_on(call, steps)
+        call.close()
+        await until(lambda: is_whole(cache))
+        into = [np.empty(CHUNK_BYTES, np.uint8) for _ in KEYS]
+        assert await cache.get_into(KEYS, into) == 8
+        assert all(np.array_equal(into[n], payload(n + 1)) for n in range(8))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_collected_after_its_loop_says_nothing(tmp_path: Path, name: str) -> None:
+    """As of a program that ends in the middle of it."""
+
+    async def main() -> Coroutine[Any, Any, object]:
+        async with opened(tmp_path, close_timeout_s=0.2) as cache:
+            assert await cache.put_many(KEYS, [payload(number) for number in range(1, 9)]) == 8
+            call = CALLS[name](cache)
+            await goes_on(call, 1)
+            return call
+
+    call = asyncio.run(main())
+    call.close()
+    del call
+    gc.collect()

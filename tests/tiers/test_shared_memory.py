@@ -246,6 +246,14 @@ async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memo
         await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
 
 
+async def test_the_first_chunk_of_a_new_subdirectory_is_mapped_ahead(in_memory: Path) -> None:
+    numbers = [first << 184 for first in range(1, 9)]
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await ready_for_news(tier, writer)
+        assert await writer.do("store", *numbers) == "done"
+        await until(lambda: all(key_of(number) in tier.mappings for number in numbers))
+
+
 async def test_what_is_mapped_ahead_is_bounded_and_what_was_used_stays(in_memory: Path) -> None:
     async with opened(in_memory) as tier, other(in_memory) as writer:
         await store(tier, 1)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
@@ -33,9 +33,7 @@ class Deletions:
     other hosts delete on a mount that they share is not told.
     """
 
-    def __init__(
-        self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
-    ) -> None:
+    def __init__(self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """`on_stored`: as for `Knowledge.follow_deletions`."""
         self._shelves = shelves
         self._shelf = shelf
@@ -97,10 +95,14 @@ class Deletions:
 
     async def _catch_up(self, inotify: Inotify) -> None:
         if self._is_short or self._new:
+            came = self._new if self._on_stored is not None else set()
             new = TOP_LEVELS if self._is_short else list(self._new)
             self._is_short, self._new = False, set()
             try:
-                await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new, self._mask)
+                found = await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new, self._mask, came)
+                if self._on_stored is not None:
+                    for key in found:
+                        self._on_stored(key)
             except FileNotFoundError:
                 self._is_short = True  # the directory was deleted; a write makes it anew
             numbers = {_NUMBERS[name] for name in new}
@@ -134,13 +136,21 @@ class Deletions:
 _NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
 
 
-def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int) -> None:
+def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, came: Container[str]) -> list[ChunkKey]:
     """The root, and of these subdirectories those that are there. For a worker thread. Raises FileNotFoundError without a
-    root."""
+    root.
+
+    Returns what lies in those that just `came`: it may have been stored before they were watched.
+    """
     inotify.watch(volume.root, _ROOT)
+    found = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             inotify.watch(volume.root / name, mask)
+            if name in came:
+                chunks = filter(CHUNK_NAME.fullmatch, os.listdir(volume.root / name))
+                found += [bytes.fromhex(chunk) for chunk in chunks]
+    return found
 
 
 def _missing(volume: Volume, keys: list[ChunkKey]) -> list[ChunkKey]:

@@ -1,0 +1,33 @@
+"""Turns at a device: so many writes of a directory are there at a time. Synchronous; for worker threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PATIENCE_S = 0.05
+"""How long a write waits for its turn: where each takes long, or hangs, the others are not kept."""
+
+
+class DeviceTurns:
+    """Writes that are at a device together end together, since it serves all alike: then all of them wait for the file
+    system's commit and for the ledger, and the device for them. Where fewer are there, others take their places."""
+
+    def __init__(self, places: int | None) -> None:
+        """None: nobody waits."""
+        self._places = threading.Semaphore(places) if places is not None else None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold one; without it where none was free for a moment."""
+        places = self._places
+        is_ours = places is not None and places.acquire(timeout=_PATIENCE_S)
+        try:
+            yield
+        finally:
+            if places is not None and is_ours:
+                places.release()
+
+
+EVERYBODYS = DeviceTurns(None)

@@ -11,7 +11,7 @@ from tests.tiers.test_disk import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import device_turns
-from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
+from tiercache.tiers.files.device_turns import EVERYBODYS, LARGE_BYTES, DeviceTurns
 
 
 def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
@@ -19,7 +19,7 @@ def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thr
     began = threading.Event()
 
     def work() -> None:
-        with turns.taken():
+        with turns.taken(LARGE_BYTES):
             began.set()
             assert until.wait(10.0)
 
@@ -57,8 +57,8 @@ def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_went_without_a_turn_gives_none_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_turns, "_PATIENCE_S", 0.001)
     turns = DeviceTurns(1)
-    with turns.taken():
-        with turns.taken():
+    with turns.taken(LARGE_BYTES):
+        with turns.taken(LARGE_BYTES):
             pass
         assert turns._places is not None and not turns._places.acquire(blocking=False)
 
@@ -67,12 +67,19 @@ def test_turn_of_a_write_that_failed_is_given_back(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
     turns = DeviceTurns(1)
     for _ in range(2):
-        with pytest.raises(OSError, match="full"), turns.taken():
+        with pytest.raises(OSError, match="full"), turns.taken(LARGE_BYTES):
             raise OSError("full")
 
 
 def test_without_places_nobody_waits() -> None:
-    with EVERYBODYS.taken(), EVERYBODYS.taken():
+    with EVERYBODYS.taken(LARGE_BYTES), EVERYBODYS.taken(LARGE_BYTES):
+        pass
+
+
+def test_small_write_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    turns = DeviceTurns(1)
+    with turns.taken(LARGE_BYTES), turns.taken(LARGE_BYTES - 1):
         pass
 
 
@@ -80,6 +87,7 @@ async def test_disk_writes_with_more_threads_than_hand_over_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(device_turns, "LARGE_BYTES", CHUNK_BYTES)
     counting, pwritev = threading.Lock(), os.pwritev
     at_device, most_at_device, writing = 0, 0, threading.Barrier(2)
 

@@ -86,7 +86,7 @@ def write_chunk_file(
     try:
         reserve(descriptor, total_bytes)
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
-        with turns.taken():
+        with turns.taken(total_bytes):
             written = os.pwritev(descriptor, buffers, 0)
         while written < total_bytes:
             if written < HEADER_BYTES or written % 4096:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 _PATIENCE_S = 0.05
 """How long a write waits for its turn: where each takes long, or hangs, the others are not kept."""
+LARGE_BYTES = 1 << 20
+"""A write of less needs no turn: it takes many of them to keep a device busy."""
 
 
 class DeviceTurns:
@@ -19,9 +21,9 @@ class DeviceTurns:
         self._places = threading.Semaphore(places) if places is not None else None
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Hold one; without it where none was free for a moment."""
-        places = self._places
+    def taken(self, length_bytes: int) -> Iterator[None]:
+        """Hold one while so much is written. It goes on without where none was free for a moment."""
+        places = self._places if length_bytes >= LARGE_BYTES else None
         is_ours = places is not None and places.acquire(timeout=_PATIENCE_S)
         try:
             yield

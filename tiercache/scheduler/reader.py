@@ -10,6 +10,7 @@ import numpy as np
 
 from tiercache.core.budget import Purpose
 from tiercache.core.estimate import worth_waiting_s
+from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.workers import Workers, to_the_end
 from tiercache.payloads import Sink
@@ -168,14 +169,10 @@ class Reader:
             left = len(keys) - position
             well = [tier.tier for tier in self.tiers if tier.would_serve(left)]
             places = [(tier.name, known) for tier in (self.cpu, *well) for known in tier.offered()]
-            for key in keys[position:]:
-                for name, known in places:
-                    if key in known:
-                        by_tier[name] += 1
-                        break
-                else:
-                    break
-                position += 1
+            counts = counts_in([known for _, known in places], keys[position:])
+            position += sum(counts)
+            for (name, _), count in zip(places, counts, strict=True):
+                by_tier[name] += count
         return position, by_tier
 
     async def lookup(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> tuple[int, dict[str, int]]:

@@ -11,12 +11,17 @@ class DiskTier(FileTier):
     """Threads move bytes; the index is what this instance did and found; who writes makes room.
 
     Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's commit,
-    and commits that several wait for are one. A single thread stays one.
+    and commits that several wait for are one. A quarter of them, two at least, hand bytes to a device at a time, which is
+    enough to keep it busy (see `DeviceTurns`). A single thread stays one.
     """
 
     def __init__(self, settings: FileSettings, fingerprint: bytes) -> None:
         threads = settings.threads
         writers = 2 * threads if threads > 1 else 1
         super().__init__(
-            "disk", "local_disk", settings, fingerprint, lambda shelves: ThreadMover(shelves, writers)
+            "disk",
+            "local_disk",
+            settings,
+            fingerprint,
+            lambda shelves: ThreadMover(shelves, writers, max(2, writers // 4)),
         )

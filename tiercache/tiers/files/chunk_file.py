@@ -30,6 +30,7 @@ from tiercache.errors import CorruptChunk
 from tiercache.tiers.compression import Compression, Packed, unpacked
 from tiercache.tiers.files.access import occupied_bytes, open_regular
 from tiercache.tiers.files.allocation import NO_ROOM, reserve
+from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 
 PART_BYTES, _PARTS = 1 << 20, 8
 """What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte."""
@@ -37,10 +38,18 @@ PART_BYTES, _PARTS = 1 << 20, 8
 _thread = threading.local()
 
 
-def write_chunk(path: Path | str, chunk: Packed, compression: Compression, *, direct: bool, durable: bool) -> int:
+def write_chunk(
+    path: Path | str,
+    chunk: Packed,
+    compression: Compression,
+    *,
+    direct: bool,
+    durable: bool,
+    turns: DeviceTurns = EVERYBODYS,
+) -> int:
     """As `write_chunk_file`; `compression` learns how quick it was."""
     began_s = time.monotonic()
-    occupied_bytes = write_chunk_file(path, chunk.header, chunk.padded, direct=direct, durable=durable)
+    occupied_bytes = write_chunk_file(path, chunk.header, chunk.padded, direct=direct, durable=durable, turns=turns)
     compression.sent(chunk.header.payload_bytes, time.monotonic() - began_s)
     return occupied_bytes
 
@@ -64,18 +73,21 @@ def read_chunk(
     return unpacked(header, into)
 
 
-def write_chunk_file(path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool) -> int:
+def write_chunk_file(
+    path: Path | str, header: Header, payload: np.ndarray, *, direct: bool, durable: bool, turns: DeviceTurns = EVERYBODYS
+) -> int:
     """Create `path` (which must not exist) with the chunk, checked for its full length. Returns the bytes it occupies.
 
     `payload` is uint8, page-aligned, padded with zeroes to a multiple of 4096. `durable` adds fdatasync. On any error the
-    file is removed again and the error raised.
+    file is removed again and the error raised. One of `turns` is held while the bytes go to the device.
     """
     total_bytes = file_bytes(header.payload_bytes)
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0))
     try:
         reserve(descriptor, total_bytes)
         buffers = [memoryview(_header_buffer(header)), payload[: total_bytes - HEADER_BYTES].data]
-        written = os.pwritev(descriptor, buffers, 0)
+        with turns.taken(total_bytes):
+            written = os.pwritev(descriptor, buffers, 0)
         while written < total_bytes:
             if written < HEADER_BYTES or written % 4096:
                 raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", str(path))

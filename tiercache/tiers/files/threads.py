@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.chunk_file import read_chunk
 from tiercache.tiers.files.cufile import CuFileFiles
 from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.gds_probe import probe_gds
 from tiercache.tiers.files.parts import Mover
 from tiercache.tiers.files.precedence import Precedence
@@ -31,8 +33,9 @@ logger = logging.getLogger("tiercache.disk")
 class ThreadMover(Mover):
     """pread and pwrite between host memory and files."""
 
-    def __init__(self, shelves: Shelves, writers: int | None = None) -> None:
-        """`writers`: threads that write; as many as read where it is not said."""
+    def __init__(self, shelves: Shelves, writers: int | None = None, writes_at_device: int | None = None) -> None:
+        """`writers`: threads that write; as many as read where it is not said. `writes_at_device`: of these, how many hand
+        bytes to a directory's device at a time; all where it is not said."""
         threads = shelves.settings.threads
         self.places = places_of(threads)
         self._shelves = shelves
@@ -41,6 +44,9 @@ class ThreadMover(Mover):
         """Of their own: a read finds a thread, whatever stands still."""
         self._precedence = Precedence()
         self._writers = Workers(f"{shelves.name}-write", writers or threads)
+        self._turns: dict[Path, DeviceTurns] = {}
+        if writes_at_device is not None:
+            self._turns = {root: DeviceTurns(writes_at_device) for root in shelves.settings.directories}
 
     @property
     def write_places(self) -> int:
@@ -67,7 +73,8 @@ class ThreadMover(Mover):
     def write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        return self._writers.submit(volume.write, key, payload, payload_bytes, victims)
+        turns = self._turns.get(volume.root, EVERYBODYS)
+        return self._writers.submit(volume.write, key, payload, payload_bytes, victims, turns)
 
 
 class TwiceMover(ThreadMover):

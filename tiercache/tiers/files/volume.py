@@ -20,6 +20,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
 from tiercache.tiers.files.count_file import LedgerLost
+from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
@@ -169,18 +171,16 @@ class Volume:
             self.quarantine(key)
             raise
 
-    def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims) -> int:
-        """Delete `victims`, then publish the chunk atomically. Returns the bytes it occupies.
+    def write(
+        self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims, turns: DeviceTurns = EVERYBODYS
+    ) -> int:
+        """Delete `victims`, then publish the chunk atomically, in one of `turns`. Returns the bytes it occupies.
 
         Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
-        others) when the device says no; the victims are gone all the same.
-        """
+        others) when the device says no; the victims are gone all the same."""
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
-
-            def create(path: str) -> int:
-                return write_chunk(path, stored, self.compression, direct=self.direct, durable=self.durable)
-
-            return self.write_by(key, stored.header.payload_bytes, victims, create)
+            way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
+            return self.write_by(key, stored.header.payload_bytes, victims, lambda path: way(path, stored, self.compression))
 
     def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
         """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes

@@ -1,0 +1,109 @@
+"""So many writes are at a device at a time, and none waits long for another."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.tiers.test_disk import opened
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files import device_turns
+from tiercache.tiers.files.device_turns import EVERYBODYS, LARGE_BYTES, DeviceTurns
+
+
+def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
+    """Somebody who has a turn until he is told, and what is set when it has come."""
+    began = threading.Event()
+
+    def work() -> None:
+        with turns.taken(LARGE_BYTES):
+            began.set()
+            assert until.wait(10.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread, began
+
+
+def test_turn_comes_when_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    turns, end_first, end = DeviceTurns(1), threading.Event(), threading.Event()
+    first, first_began = in_thread(turns, end_first)
+    assert first_began.wait(10.0)
+    second, second_began = in_thread(turns, end)
+    assert not second_began.is_set()
+    end_first.set()
+    assert second_began.wait(10.0)
+    end.set()
+    for thread in (first, second):
+        thread.join(10.0)
+
+
+def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 0.001)
+    turns, end = DeviceTurns(1), threading.Event()
+    hung, began = in_thread(turns, end)
+    assert began.wait(10.0)
+    other, other_began = in_thread(turns, end)
+    assert other_began.wait(10.0)
+    end.set()
+    for thread in (hung, other):
+        thread.join(10.0)
+
+
+def test_who_went_without_a_turn_gives_none_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 0.001)
+    turns = DeviceTurns(1)
+    with turns.taken(LARGE_BYTES):
+        with turns.taken(LARGE_BYTES):
+            pass
+        assert turns._places is not None and not turns._places.acquire(blocking=False)
+
+
+def test_turn_of_a_write_that_failed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    turns = DeviceTurns(1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"), turns.taken(LARGE_BYTES):
+            raise OSError("full")
+
+
+def test_without_places_nobody_waits() -> None:
+    with EVERYBODYS.taken(LARGE_BYTES), EVERYBODYS.taken(LARGE_BYTES):
+        pass
+
+
+def test_small_write_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    turns = DeviceTurns(1)
+    with turns.taken(LARGE_BYTES), turns.taken(LARGE_BYTES - 1):
+        pass
+
+
+async def test_disk_writes_with_more_threads_than_hand_over_bytes_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(device_turns, "LARGE_BYTES", CHUNK_BYTES)
+    counting, pwritev = threading.Lock(), os.pwritev
+    at_device, most_at_device, writing = 0, 0, threading.Barrier(2)
+
+    def counted(descriptor: int, *arguments: object) -> int:
+        nonlocal at_device, most_at_device
+        with counting:
+            at_device += 1
+            most_at_device = max(most_at_device, at_device)
+        writing.wait(10.0)  # until another one is there
+        written = pwritev(descriptor, *arguments)  # type: ignore[arg-type]
+        with counting:
+            at_device -= 1
+        return written
+
+    async with opened(tmp_path, threads=4) as tier:
+        monkeypatch.setattr(os, "pwritev", counted)
+        writes = [tier.write(*chunk(number), CHUNK_BYTES) for number in range(8)]
+        assert all(await asyncio.gather(*writes))
+    assert most_at_device == 2

@@ -172,8 +172,7 @@ class TierCache:
         deadline_s: float | None = None,
         prefix: bool = False,
     ) -> int:
-        """`put` for many chunks at once; returns how many are in the cache now. A key that comes again is the same chunk:
-        its first payload is taken, and it counts once.
+        """`put` for many chunks at once; returns how many are in the cache now. A key that comes again counts once.
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
         event `after` (by default: after what the calling thread's current stream has been given), and are read until this

@@ -172,7 +172,7 @@ class TierCache:
         deadline_s: float | None = None,
         prefix: bool = False,
     ) -> int:
-        """`put` for many chunks at once; returns how many are in the cache now.
+        """`put` for many chunks at once; returns how many are in the cache now. A key that comes again counts once.
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
         event `after` (by default: after what the calling thread's current stream has been given), and are read until this
@@ -201,7 +201,7 @@ class TierCache:
         """Store chunks that are filled in by callables: (key, payload length in bytes, source).
 
         Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
-        many of the chunks are hot now. `prefix` and deadline as for `put_many`.
+        many of the chunks are hot now. `prefix`, deadline and keys that come again as for `put_many`.
 
         Chunks become hot in parts, in order: at most an eighth of the arena and 16 MiB each, fewer where a slot has to be
         waited for, since a put that held filled slots while it waits would hold what others wait for. Two parts are copied

@@ -137,6 +137,29 @@ def test_manual_numa_mapping_is_accepted_with_a_warning(load_text) -> None:
     assert any("numa_mode: manual" in warning for warning in config.warnings)
 
 
+@pytest.mark.parametrize(
+    ("setting", "tier"),
+    [
+        ("tenant_max_local_cpu_size: 1", ""),
+        ("tenant_max_shared_memory_size: 1", "shared_memory_path: /dev/shm/kv\nmax_shared_memory_size: 2"),
+        ("tenant_max_local_disk_size: 1", "local_disk: /d\nmax_local_disk_size: 2"),
+        ("disk_compression: zstd", "local_disk: /d\nmax_local_disk_size: 2"),
+        ("tenant_max_gds_size: 1", "weka_path: /w\ngds_buffer_size: 64"),
+        ("tenant_max_hf3fs_size: 1", "hf3fs_base_path: /3fs/kv"),
+    ],
+)
+def test_quotas_and_compression_without_their_tier_get_a_warning(load_text, setting: str, tier: str) -> None:
+    without = "local_cpu: false\nlocal_disk: /other\nmax_local_disk_size: 0\n"
+    warnings = load_text(f"{without}{setting}\n").warnings
+    name = setting.partition(":")[0]
+    assert f"accepted but not honoured: {name} (of tiers that are off or not configured)" in warnings
+    assert load_text(f"{tier}\n{setting}\n").warnings == ()
+
+
+def test_quotas_and_compression_that_say_none_need_no_tier(load_text) -> None:
+    assert load_text("tenant_max_local_disk_size: 0\ndisk_compression: none\n").warnings == ()
+
+
 def test_admission_without_a_disk_tier_gets_a_warning(load_text) -> None:
     (warning,) = load_text("gds_path: /g\ngds_buffer_size: 64\nflash_admission: second_touch\n").warnings
     assert warning.startswith("flash_admission: of the disk tier only")

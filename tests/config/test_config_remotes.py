@@ -208,3 +208,13 @@ def test_half_of_a_third_partys_place_is_not_enough(load_text, empty: str) -> No
     lines = "".join(f"remote_storage_plugin.mine.{name}: '{value}'\n" for name, value in own.items())
     with pytest.raises(ConfigError, match="module_path and class_name belong together"):
         load_text(f"remote_storage_plugins: [mine]\n{lines}")
+
+
+def test_compression_of_a_remote_tier_that_is_not_there_gets_a_warning(load_text) -> None:
+    """The URL is lent to `redis.a`, so there is no tier of the name `redis`."""
+    text = "remote_url: redis://a\nremote_storage_plugins: [redis.a]\n"
+    text += "extra_config: {remote_storage_plugin.NAME.compression: zstd}"
+    (warning,) = load_text(text.replace("NAME", "redis")).warnings
+    expected = "remote_storage_plugin.redis.compression (of remote tiers that are not configured)"
+    assert warning == f"accepted but not honoured: {expected}"
+    assert load_text(text.replace("NAME", "redis.a")).warnings == ()

@@ -198,6 +198,26 @@ async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of
     assert bench.is_whole()
 
 
+async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
+    """In one part, in parts that are copied at the same time, and in one that comes after them."""
+    path = HostPath(bench.cpu, FanOut([]))
+    numbers = [0, 0, 1, 2, 3, 0, 4, 4, 5, 6, 7, 0, 8]
+    assert await path.put(items(numbers), 10.0) == 9
+    assert await path.put(items(numbers), 10.0) == 9, "all of them are hot by now"
+    assert bench.cpu.statistics().writes == 9
+    assert bench.is_whole()
+
+
+async def test_chunks_that_are_named_again_and_find_no_room_are_skipped_once(bench: Bench) -> None:
+    path = HostPath(bench.cpu, FanOut([]))
+    leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
+    assert await path.put(items([0, 1, 0, 1, 1]), 1.0) == 0
+    assert path.skipped == 2
+    for lease in leases:
+        lease.release()
+    assert bench.is_whole()
+
+
 async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
     path = HostPath(bench.cpu, FanOut([]))
 

@@ -14,7 +14,7 @@ from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.machine import available_memory_bytes
 from tiercache.config.remote_options import FLAT
-from tiercache.config.remotes import NOT_AVAILABLE, PLUGIN_PREFIX, flat_settings_in_use, read_remotes
+from tiercache.config.remotes import NOT_AVAILABLE, PLUGIN_PREFIX, Remote, flat_settings_in_use, read_remotes
 from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key
 from tiercache.config.sources import (
     PREFIXES,
@@ -173,15 +173,32 @@ class _Resolution:
         remotes, _ = read_remotes(self.values, self.plugins, self.flat)
         absent = [remote.name for remote in remotes if not remote.available]
         plugins = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] in absent]
-        unused = self.flat.keys() - flat_settings_in_use(remotes)
+        configured = {remote.name for remote in remotes}
+        unused = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] not in configured]
+        unused += self.flat.keys() - flat_settings_in_use(remotes)
         reasons = {
             "LMCache features that tiercache does not have": self.foreign,
             f"remote tiers {NOT_AVAILABLE}": [*absent, *plugins],
             "of remote tiers that are not configured": unused,
+            "of tiers that are off or not configured": self._of_no_tier(remotes),
             "not in this version": [name for name in self.values if not KEYS[name].honoured],
         }
         parts = [f"{', '.join(sorted(names))} ({reason})" for reason, names in reasons.items() if names]
         return [f"accepted but not honoured: {'; '.join(parts)}"] if parts else []
+
+    def _of_no_tier(self, remotes: list[Remote]) -> list[str]:
+        """Quotas and compression of tiers that there will not be."""
+        values = self.values
+        disk = values.get("local_disk") and values.get("max_local_disk_size")
+        has_tier = {
+            "tenant_max_local_cpu_size": values.get("local_cpu", True),
+            "tenant_max_shared_memory_size": values.get("shared_memory_path"),
+            "tenant_max_local_disk_size": disk,
+            "disk_compression": disk,
+            "tenant_max_gds_size": values.get("gds_path") or values.get("weka_path"),
+            "tenant_max_hf3fs_size": any(remote.type == "hf3fs" for remote in remotes),
+        }
+        return [name for name, there in has_tier.items() if not there and values.get(name) not in (None, KEYS[name].default)]
 
     def _leave_memory_free(self) -> list[str]:
         """Lower the arena, here and once, so that the configuration says what will be taken."""

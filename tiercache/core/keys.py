@@ -15,10 +15,13 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 ChunkKey = bytes
+Item = TypeVar("Item", bound="tuple[Any, ...]")
+"""A key, and what belongs to it."""
 Tenant = bytes
 """Its tag; empty for all that has no salt."""
 KEY_BYTES = 24
@@ -107,6 +110,14 @@ def check_key(key: ChunkKey) -> None:
     """As `check_keys`, for one."""
     if type(key) is not bytes or (len(key) != KEY_BYTES and len(key) != TAGGED_KEY_BYTES):
         raise _no_key(key)
+
+
+def each_once(items: Sequence[Item]) -> Sequence[Item]:
+    """`items`, which begin with a key each, without those whose key has come before."""
+    first: dict[ChunkKey, Item] = {}
+    for item in items:
+        first.setdefault(item[0], item)
+    return items if len(first) == len(items) else list(first.values())
 
 
 def _no_key(found: object) -> Exception:

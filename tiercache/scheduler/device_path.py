@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.device.device import Device
@@ -82,6 +82,7 @@ class DevicePath:
     ) -> int:
         """Returns how many of the chunks are in the cache (hot, or on their way to a device tier) when their memory may be
         changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
+        chunks = each_once(chunks)
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
         patience = Patience(deadline_s)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiercache.core.budget import WRITE
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Slot, fill_slot
@@ -78,6 +78,7 @@ class HostPath:
 
     async def put(self, items: Sequence[_Item], wait_s: float, *, prefix: bool = False) -> int:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
+        items = each_once(items)
         keys = [key for key, _, _ in items]
         put = _Put(self.cpu.under_way.begin(keys), Patience(asyncio.get_running_loop().time() + wait_s))
         # What is here is used before room is made for the rest: nothing of the same put goes for that.

@@ -26,7 +26,7 @@ Buffer = bytes | bytearray | memoryview
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _LINE_BYTES = 64
-"""What is asked for where a line is expected and a payload may follow: less than a line and a chunk's header."""
+"""What is asked for where a line is expected and a payload may follow."""
 _BUFFER_BYTES = 64 << 10
 _LONGEST_SKIP_BYTES = 256 << 10
 """Rather than read more than this of something unwanted, the connection is given up."""
@@ -142,9 +142,12 @@ class Channel:
         except ServerError as error:
             return error
 
-    def value_bytes(self) -> int | None:
-        """Begin a reply that is a value: its length; None where there is none. `take` and `take_into` must follow."""
-        line = self._reply_line(_LINE_BYTES)
+    def value_bytes(self, ahead: int = _LINE_BYTES) -> int | None:
+        """Begin a reply that is a value: its length; None where there is none. `take` and `take_into` must follow.
+
+        `ahead`: how many bytes are received before more is known; what of a payload is among them is copied once more.
+        """
+        line = self._reply_line(ahead)
         if line[:1] != b"$":
             raise self._nonsense(line)
         length = self._number(line[1:])

@@ -75,7 +75,8 @@ def get_head(channel: Channel, name: bytes, into: memoryview) -> tuple[bytes | N
     Of a value that cannot be a chunk of ours, or is longer than `into`, only the beginning is returned.
     """
     channel.request(command(b"GET", name))
-    length = channel.value_bytes()
+    # The line of a payload as long as `into`, and the header: received in one call, and no byte of the payload with them.
+    length = channel.value_bytes(len(b"$%d\r\n" % (PACKED_BYTES + len(into))) + PACKED_BYTES)
     if length is None:
         return None, 0
     if length < PACKED_BYTES:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from tiercache.core.keys import ChunkKey
 
-
 _NONE: set[ChunkKey] = set()
 """Of all passages of which nothing is forgotten, which are nearly all. It stays empty."""
 

@@ -11,7 +11,6 @@ from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import Slot
 
-
 ONE = (1 << 32, 1 << 64, 1)
 """A lease more, by its purpose, in the number that counts those of a chunk (`Held.leases`). One for writes is more than any
 number of those for reads, and one for reads more than any number of holds: who may take the memory is one comparison."""

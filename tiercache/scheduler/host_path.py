@@ -19,7 +19,7 @@ from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 32 << 20
 _PART_BYTES = 2 << 20
 """What a copying thread gets at least of a batch that is shared among them: to wake one up for less takes longer."""
 

@@ -203,7 +203,7 @@ class TierCache:
         Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
         many of the chunks are hot now. `prefix`, deadline and keys that come again as for `put_many`.
 
-        Chunks become hot in parts, in order: at most an eighth of the arena and 16 MiB each, fewer where a slot has to be
+        Chunks become hot in parts, in order: at most an eighth of the arena and 32 MiB each, fewer where a slot has to be
         waited for, since a put that held filled slots while it waits would hold what others wait for. Two parts are copied
         at a time. A source that raises ends the put with its exception, and a cancellation ends it too: of the parts that
         are not hot by then nothing is stored, those before them are, whole. So what is stored is a prefix of `items` (but

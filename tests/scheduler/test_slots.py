@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -16,6 +17,8 @@ from tiercache.memory.slots import Slot
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.host_path import HostPath
 from tiercache.testing import chunk
+
+_RANK = (Purpose.WRITE, Purpose.READ, Purpose.PREFETCH)
 
 
 def take_all(bench: Bench, purpose: Purpose = Purpose.WRITE) -> list[Slot]:
@@ -52,6 +55,24 @@ async def test_a_batch_gets_as_many_slots_as_one_after_the_other_would(
     free_all(bench, reading, Purpose.READ)
     for lease in leases[:held]:
         lease.release()
+    assert bench.is_whole()
+
+
+async def test_memory_counts_for_the_first_of_writes_reads_and_holds_that_there_is(bench: Bench) -> None:
+    for order in itertools.permutations(range(6)):
+        _let_go_in(bench, order)
+
+
+def _let_go_in(bench: Bench, order: Sequence[int]) -> None:
+    lease = bench.make_hot(1)
+    purposes = [Purpose.WRITE, Purpose.WRITE, Purpose.READ, Purpose.READ, Purpose.PREFETCH, Purpose.PREFETCH]
+    leases = {number: lease.another(purpose, noted=True) for number, purpose in enumerate(purposes)}
+    lease.release()
+    for number in order:
+        for purpose in _RANK:
+            counts = purpose is min((purposes[left] for left in leases), key=_RANK.index)
+            assert bench.cpu.budget.held[purpose] == counts
+        leases.pop(number).release()
     assert bench.is_whole()
 
 

@@ -10,24 +10,27 @@ from collections.abc import Sequence
 
 from tiercache.core.keys import ChunkKey
 
+_NONE: set[ChunkKey] = set()
+"""Of all passages of which nothing is forgotten, which are nearly all. It stays empty."""
+
 
 class Passage:
     """One operation from its begin to its end, and which of its keys were forgotten meanwhile."""
 
-    __slots__ = ("_forgotten", "keys")
+    __slots__ = ("forgotten", "keys")
 
     def __init__(self, keys: Sequence[ChunkKey]) -> None:
         self.keys = keys
-        self._forgotten: set[ChunkKey] | None = None
+        self.forgotten = _NONE
+        """Of them, since this began: what it carries of these must not be shown to anybody."""
 
     def forgot(self, key: ChunkKey) -> bool:
-        """Whether `key` was forgotten since this began: what it carries must not be shown to anybody."""
-        return self._forgotten is not None and key in self._forgotten
+        return key in self.forgotten
 
     def forget(self, key: ChunkKey) -> None:
-        if self._forgotten is None:
-            self._forgotten = set()
-        self._forgotten.add(key)
+        if self.forgotten is _NONE:
+            self.forgotten = set()
+        self.forgotten.add(key)
 
 
 class UnderWay:

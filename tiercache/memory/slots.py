@@ -98,6 +98,9 @@ class SlotPool:
 
 def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray], object]) -> None:
     """Have `source` write a payload, and zero the padding behind it, so that no tier ever stores another chunk's bytes."""
+    if length_bytes == slot.nbytes:
+        source(slot)
+        return
     source(slot[:length_bytes])
     if (end := aligned(length_bytes)) != length_bytes:
         slot[length_bytes:end] = 0

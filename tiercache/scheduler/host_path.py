@@ -19,7 +19,7 @@ from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
-_BATCH_BYTES = 16 << 20
+_BATCH_BYTES = 32 << 20
 _PART_BYTES = 2 << 20
 """What a copying thread gets at least of a batch that is shared among them: to wake one up for less takes longer."""
 
@@ -167,9 +167,9 @@ class HostPath:
 
     def _reserve(self, items: Sequence[_Item], put: _Put) -> dict[ChunkKey, Slot]:
         """Slots for those that plainly need one, all at once."""
-        here, filling, forgot = self.cpu.contains, self._filling, put.passage.forgot
+        here, filling, forgotten = self.cpu.residents, self._filling, put.passage.forgotten
         lacking = dict.fromkeys(
-            [key for key, _, _ in items if not here(key) and key not in filling and not forgot(key)]
+            [key for key, _, _ in items if key not in here and key not in filling and key not in forgotten]
         )
         return self.cpu.try_reserve_all(list(lacking))
 
@@ -224,11 +224,12 @@ class HostPath:
         for filling in batch.filling:
             await to_the_end(filling)
         parents = put.parents or {}
+        forgotten, publish, leases = put.passage.forgotten, self.cpu.publish, batch.leases
         for key, (slot, length, _) in batch.fills.items():
-            if put.passage.forgot(key):
+            if key in forgotten:
                 self.cpu.abandon(slot, WRITE)
             else:
-                batch.leases.append(self.cpu.publish(key, slot, length, WRITE, parents.get(key)))
+                leases.append(publish(key, slot, length, WRITE, parents.get(key)))
         self._end(batch)
         put.stored += len(batch.leases)
         if put.parents is not None:

@@ -23,7 +23,7 @@ from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, once_ended, to_the_end
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
-from tiercache.tiers.leases import Entry, Lease
+from tiercache.tiers.leases import ONE, Entry, Lease
 from tiercache.tiers.parked import Parked
 
 
@@ -75,6 +75,11 @@ class CpuTier(Tier):
 
     def contains(self, key: ChunkKey) -> bool:
         return key in self._entries
+
+    @property
+    def residents(self) -> Container[ChunkKey]:
+        """As `contains`, for many: a look into it costs no call."""
+        return self._entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         return prefix_in(self._entries, keys)
@@ -139,7 +144,7 @@ class CpuTier(Tier):
         while not self.pool.free and self._evictable:
             victim = self._order.coldest()
             assert victim is not None
-            if self._entries[victim].held_for is None:
+            if not self._entries[victim].leases:
                 return victim
             self._parked.park(self._order.pop_victim()[1])
         return None
@@ -205,13 +210,14 @@ class CpuTier(Tier):
         if tier is not None:
             self.budget.arrived(tier)
         entry = Entry(key, slot, payload_bytes)
-        entry.count(purpose, 1)
+        entry.leases = ONE[purpose]
         self._entries[key] = entry
         before = self._entries.get(parent) if parent is not None else None
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        self._changed(key)
+        if self._on_change is not None:
+            self._on_change(key)
         lease = Lease(self, entry, purpose)
         if tier is not None:
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
@@ -236,7 +242,7 @@ class CpuTier(Tier):
         entry.hot = False
         self._parked.discard(entry)
         self._changed(key)
-        if entry.held_for is None:
+        if not entry.leases:
             self._evictable -= 1
             self.pool.give_back(entry.slot)
             self.turns.serve()
@@ -246,7 +252,7 @@ class CpuTier(Tier):
 
     def clear(self) -> int:
         """Let every chunk go that is not being written; returns how many. What is on its way arrives."""
-        clean = [key for key, entry in self._entries.items() if not entry.write_leases]
+        clean = [key for key, entry in self._entries.items() if entry.held_for is not WRITE]
         for key in clean:
             self._drop(key)
         return len(clean)
@@ -296,39 +302,33 @@ class CpuTier(Tier):
     # Leases
 
     def serve(self, entry: Entry, purpose: Purpose, *, noted: bool) -> Lease:
-        held = entry.holds
+        kept = entry.leases and entry.holds
         lease = self.begin_lease(entry, purpose)
         if purpose is READ:
-            self._statistics.reads += 1
-            self._statistics.read_bytes += entry.payload_bytes
+            statistics = self._statistics
+            statistics.reads += 1
+            statistics.read_bytes += entry.payload_bytes
             if not noted:
                 self._parked.note_use(entry)
-            if held and self.on_use is not None:
+            if kept and self.on_use is not None:
                 self.on_use(entry.key)  # which ends the hold: by now the lease keeps it from whoever waits for a slot
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
-        before = entry.held_for
-        after = entry.count(purpose, 1)
-        if before is None:
+        if not entry.leases:
+            entry.leases = ONE[purpose]
             self._evictable -= 1
             self.budget.held[purpose] += 1
-        elif before is not after:
-            self.budget.give_back(before)
-            self.budget.take(purpose)
-            self.turns.serve()  # a slot that counts for writes now leaves reads one more
+        else:
+            self._count(entry, ONE[purpose])
         return Lease(self, entry, purpose)
 
     def end_lease(self, entry: Entry, purpose: Purpose) -> None:
-        before = entry.held_for
-        after = entry.count(purpose, -1)
-        if before is not after:
-            self.budget.give_back(purpose)
-            if after is not None:
-                self.budget.take(after)
-                self.turns.serve()  # it counts for another purpose now
-        if after is not None:
+        if entry.leases != ONE[purpose]:
+            self._count(entry, -ONE[purpose])
             return
+        entry.leases = 0
+        self.budget.give_back(purpose)
         if not entry.hot:
             self.pool.give_back(entry.slot)
         elif not self.keep:
@@ -342,6 +342,17 @@ class CpuTier(Tier):
                 self._parked.take_back(entry)
         if self.turns.waiters:
             self.turns.serve()
+
+    def _count(self, entry: Entry, change: int) -> None:
+        """A lease more or less on a chunk that others hold as well."""
+        before = entry.held_for
+        entry.leases += change
+        after = entry.held_for
+        if before is not after:
+            assert before is not None and after is not None
+            self.budget.give_back(before)
+            self.budget.take(after)
+            self.turns.serve()  # a slot that counts for another purpose leaves somebody one more
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -357,11 +368,12 @@ class CpuTier(Tier):
         slots: list[Slot] = []
         while len(slots) < most and (victim := pop_victim()) is not None:
             key, entry = victim
-            if entry.held_for is not None:
+            if entry.leases:
                 self._parked.park(entry)
                 continue
             del self._entries[key]
-            self._changed(key)
+            if self._on_change is not None:
+                self._on_change(key)
             evicted.append(key)
             slots.append(entry.slot)
         self._evictable -= len(slots)

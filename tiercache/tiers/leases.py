@@ -11,35 +11,34 @@ from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import Slot
 
+ONE = (1 << 32, 1 << 64, 1)
+"""A lease more, by its purpose, in the number that counts those of a chunk (`Held.leases`). One for writes is more than any
+number of those for reads, and one for reads more than any number of holds: who may take the memory is one comparison."""
+
 
 class Held:
     """A chunk in memory, and who holds it."""
 
-    __slots__ = ("held_for", "holds", "hot", "key", "payload_bytes", "read_leases", "write_leases")
+    __slots__ = ("hot", "key", "leases", "payload_bytes")
 
     def __init__(self, key: ChunkKey, payload_bytes: int) -> None:
         self.key = key
         self.payload_bytes = payload_bytes
-        self.read_leases = 0
-        self.write_leases = 0
-        self.holds = 0
-        self.held_for: Purpose | None = None
-        """The purpose that its memory counts for; None: it may go."""
+        self.leases = 0
+        """`ONE` of its purpose for each; 0: it may go."""
         self.hot = True
         """Whether others find it."""
 
-    def count(self, purpose: Purpose, change: int) -> Purpose | None:
-        """So many leases more; returns `held_for`."""
-        if purpose is READ:
-            self.read_leases += change
-        elif purpose is WRITE:
-            self.write_leases += change
-        else:
-            self.holds += change
-        after = self.held_for = (
-            WRITE if self.write_leases else READ if self.read_leases else PREFETCH if self.holds else None
-        )
-        return after
+    @property
+    def held_for(self) -> Purpose | None:
+        """The purpose that its memory counts for."""
+        leases = self.leases
+        return WRITE if leases >= ONE[WRITE] else READ if leases >= ONE[READ] else PREFETCH if leases else None
+
+    @property
+    def holds(self) -> int:
+        """How often it is kept for somebody who may come."""
+        return self.leases % ONE[READ]
 
 
 class Entry(Held):
@@ -112,7 +111,7 @@ class Lease:
 
     @property
     def view(self) -> Any:
-        entry = self._held()
+        entry = self._entry or self._held()
         return self._keeper.view(entry, entry.payload_bytes)
 
     @property

@@ -18,7 +18,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.tiers.files.mapped_file import MappedFile
-from tiercache.tiers.leases import Held, Lease
+from tiercache.tiers.leases import ONE, Held, Lease
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
@@ -148,12 +148,12 @@ class Mappings:
         return lease
 
     def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:
-        entry.count(purpose, 1)
+        entry.leases += ONE[purpose]
         return Lease(self, entry, purpose)
 
     def end_lease(self, entry: Mapped, purpose: Purpose) -> None:
-        entry.count(purpose, -1)
-        if entry.held_for is None and (entry.unlinked or not entry.hot):
+        entry.leases -= ONE[purpose]
+        if not entry.leases and (entry.unlinked or not entry.hot):
             self._drop(entry)
 
     def end_lease_from_anywhere(self, entry: Mapped, purpose: Purpose) -> None:
@@ -169,7 +169,7 @@ class Mappings:
         entry = self._entries.get(key)
         if entry is not None:
             self._mark(entry)
-            if entry.held_for is None:
+            if not entry.leases:
                 self._drop(entry)
 
     def forget(self, key: ChunkKey) -> None:
@@ -219,7 +219,7 @@ class Mappings:
                 self.on_gone(entry.key)
         self._asked_for(entry)
         entry.hot = False
-        if entry.held_for is None and entry.file is not None:
+        if not entry.leases and entry.file is not None:
             self.mapped_bytes -= entry.length_bytes
             self.unlinked_bytes -= entry.length_bytes if entry.unlinked else 0
             file, entry.file = entry.file, None
@@ -232,7 +232,7 @@ class Mappings:
             if self.mapped_bytes <= self.most_bytes and len(self._entries) <= self.most_chunks:
                 return
             key, entry = next(iter(self._entries.items()))
-            if entry.held_for is None:
+            if not entry.leases:
                 self._drop(entry)
             else:
                 self._entries.move_to_end(key)

@@ -89,7 +89,7 @@ class TenantCpuTier(CpuTier):
         if not self._is_at_quota(tenant):
             return super().next_victim(key)
         while (victim := self._tenants.coldest_of(tenant)) is not None:
-            if self._entries[victim].held_for is None:
+            if not self._entries[victim].leases:
                 return victim
             self._pop_held(tenant)
         return None

@@ -71,7 +71,14 @@ class EvictionOrder(ABC, Generic[V]):
         if key in self._spared.standings:
             self._spared.judge(key)
         self._use(key)
-        self._noted(key)
+        self._awaited = False
+        ends = self._recent.ends
+        parent = self._family.parents.get(key)
+        if parent is not None and parent in ends:
+            self._grew(key, parent)
+        else:
+            self._recent.used(key)
+        self._trim()
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Learn that `keys`, which were just used, follow one another in a prefix, as far as they are resident.
@@ -306,16 +313,6 @@ class EvictionOrder(ABC, Generic[V]):
             self._recent.used(key)
         self._trim()
 
-    def _noted(self, key: ChunkKey) -> None:
-        """A resident was used alone."""
-        self._awaited = False
-        parent = self._family.parents.get(key)
-        if parent is not None and parent in self._recent.ends:
-            self._grew(key, parent)
-        else:
-            self._recent.used(key)
-        self._trim()
-
     def _grew(self, key: ChunkKey, parent: ChunkKey, *, counted: bool = False) -> None:
         if not self._returning:
             self._awaited = False
@@ -325,7 +322,9 @@ class EvictionOrder(ABC, Generic[V]):
     def _trim(self) -> None:
         recent = self._recent
         while recent.chunks > self._most_recent and len(recent.ends) > 1:
-            self._spared.judge_group(recent.drop_oldest())
+            oldest = recent.drop_oldest()
+            if self._spared.groups:
+                self._spared.judge_group(oldest)
 
     # Victims
 

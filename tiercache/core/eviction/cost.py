@@ -46,7 +46,9 @@ class CostAware(EvictionOrder[V]):
             class_ |= _USED
         else:
             class_ = _CONTINUES if parent is not None and self._classes.get(parent, 0) else 0
-        self._place(key, value, class_)
+        self.entries[key] = value
+        self._classes[key] = class_
+        self._queues[class_][key] = self._clock
         self._join(key, parent)
         if not crc32(key) & self.sample.mask:
             self.sample.used(key, class_, self._clock)

@@ -61,7 +61,7 @@ class Expected:
         """By predictor and subject, the first one first."""
         self._keys_held = 0
         self._numbers = count()
-        self._owners: dict[ChunkKey, tuple[Entry, int]] = {}
+        self.owners: dict[ChunkKey, tuple[Entry, int]] = {}
         """By key: the entry that is expected first, and the key's place there. One that is not `active` does not count."""
         self._dropped: deque[tuple[Entry, Sequence[ChunkKey], int]] = deque()
         """Entries that may own keys still though not active, those keys, and from where on they are not cleared away yet."""
@@ -69,7 +69,7 @@ class Expected:
     def add(self, prediction: Prediction, now_s: float) -> Entry:
         entry = self.entries[prediction.predictor, prediction.subject] = Entry(prediction, next(self._numbers))
         self._keys_held += len(prediction.keys)
-        owners = self._owners
+        owners = self.owners
         rate = entry.rate(now_s)
         for position, key in enumerate(prediction.keys):
             owner = owners.get(key)
@@ -91,20 +91,20 @@ class Expected:
 
     def owner(self, key: ChunkKey) -> tuple[Entry, int] | None:
         """The entry that is expected first for it, and its place there."""
-        owner = self._owners.get(key)
+        owner = self.owners.get(key)
         return owner if owner is not None and owner[0].active else None
 
     def keys_of(self, entry: Entry) -> list[ChunkKey]:
         """Those for which it is expected first."""
-        owners, nobody = self._owners, (None, 0)
+        owners, nobody = self.owners, (None, 0)
         return [key for key in entry.prediction.keys if owners.get(key, nobody)[0] is entry]
 
     def forget_owner(self, key: ChunkKey) -> None:
-        self._owners.pop(key, None)
+        self.owners.pop(key, None)
 
     def clear(self, most: int) -> None:
         """Forget the keys of entries that are not active any more: so many in one go."""
-        owners, dropped = self._owners, self._dropped
+        owners, dropped = self.owners, self._dropped
         while most > 0 and dropped:
             entry, keys, first = dropped.popleft()
             some = keys[first : first + most]

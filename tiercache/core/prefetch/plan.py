@@ -226,6 +226,8 @@ class PrefetchPlan:
             self._turnover_bytes, self._turnover_at_s = self._turnover(now_s), now_s
         self._turnover_bytes += len(keys) * self.chunk_bytes
         transfers = self.transfers
+        if not transfers.ready and not self._expected.owners:
+            return  # nobody is expected
         for key in keys:
             if key in transfers.ready:
                 transfers.evicted(key)

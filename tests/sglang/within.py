@@ -1,8 +1,8 @@
 """The process that has imported SGLang: for each line of its input it forks, and the child runs a test.
 
-SGLang needs a GPU to serve, and its modules import much that only a GPU has a use for. Its storage interface imports with torch
-alone. For host pools and cache controllers, which are tested as they are, packages that are not installed here have stand-ins
-that are never called, and SGLang's C++ hash, which would be compiled first, has one in Python.
+SGLang needs a GPU to serve, and its modules import much that only a GPU has a use for. Its storage interface imports with
+torch alone. For host pools and cache controllers, which are tested as they are, packages that are not installed here have
+stand-ins that are never called, and SGLang's C++ hash, which would be compiled first, has one in Python.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def main() -> None:
         with os.fdopen(reading) as file:
             said = file.read()
         _, status = os.waitpid(child, 0)
-        print(said or json.dumps({"status": 1, "said": f"ended with status {status}", "skipped": None}), file=answers, flush=True)
+        died = {"status": 1, "said": f"ended with status {status}", "skipped": None}
+        print(said or json.dumps(died), file=answers, flush=True)
 
 
 if __name__ == "__main__":

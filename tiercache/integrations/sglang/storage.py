@@ -34,6 +34,7 @@ from tiercache.integrations.sglang.asking import forget_all, present
 from tiercache.integrations.sglang.figures import TransferFigures
 from tiercache.integrations.sglang.hits import PoolPages, restorable
 from tiercache.integrations.sglang.identity import make_layout
+from tiercache.integrations.sglang.naming import PageNaming
 from tiercache.integrations.sglang.pools import HostPool, make_pool
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import source_of
@@ -136,7 +137,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         page_tokens = int(getattr(anchor, "logical_page_size", None) or anchor.page_size)
         layout = make_layout(self._storage, pools, page_tokens, self._config.model_id)
         self._largest_bytes = layout.chunk_bytes
-        self._thread = thread = CacheThread(self._config, layout, name="tiercache-sglang")
+        self._thread = thread = CacheThread(self._config, layout, name="tiercache-sglang", naming=PageNaming())
         for pool in pools:
             self._add(pool, thread)
         # A server that just exits would leave its last pages unwritten.

@@ -137,6 +137,37 @@ def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
 
 
 @in_sglang
+def test_what_the_server_was_told_keeps_pages_apart(tmp_path: Path) -> None:
+    """What of SGLang's arguments changes KV; that it has these arguments is part of it."""
+    from types import SimpleNamespace
+
+    import torch
+    from sglang.srt.runtime_context import get_context
+    from sglang.srt.server_args import ServerArgs
+
+    from tests.sglang.stack import engine, random_pages, tokens_of
+    from tiercache.integrations.sglang.identity import _CHANGES_KV
+
+    assert set(_CHANGES_KV) <= set(ServerArgs.__struct_fields__)
+    (tmp_path / "model.safetensors").write_bytes(b"w")
+    told = dict.fromkeys(ServerArgs.__struct_fields__) | {"model_path": str(tmp_path), "load_format": "auto"}
+    tokens = tokens_of(5, pages=2)
+
+    def found(**more: str) -> torch.Tensor:
+        get_context()._server_args = SimpleNamespace(**told | more)
+        with engine(tmp_path / "kv") as one:
+            return one.load(tokens)
+
+    get_context()._server_args = SimpleNamespace(**told)
+    with engine(tmp_path / "kv") as one:
+        pages = random_pages(one.host, 2)
+        one.store(tokens, pages)
+    assert len(found(kv_cache_dtype="fp8_e5m2")) == 0
+    assert len(found(speculative_draft_model_path="a draft")) == 0
+    assert torch.equal(found(served_model_name="a name"), pages)
+
+
+@in_sglang
 def test_what_the_readme_shows_is_what_sglang_takes(tmp_path: Path) -> None:
     """From the file that its command line names to a back end of its factory."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController

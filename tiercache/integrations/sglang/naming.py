@@ -14,7 +14,9 @@ class PageNaming:
 
     async def keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:
         if (given := await given_keys(prefix)) is None:
-            raise ControlError("refused", "a cache in SGLang names pages by SGLang's hashes: expected keys, found tokens")
+            raise ControlError(
+                "refused", "a cache in SGLang names pages by SGLang's hashes: expected keys, found tokens"
+            )
         return given
 
     async def all_keys(self, cache: ServedCache, prefix: Prefix) -> list[ChunkKey]:

@@ -110,6 +110,7 @@ class _Failures:
 
 _TOGETHER = {
     "tests/vllm": "engines",
+    "tests/sglang": "sglang",
     "tests/remote/mooncake": "mooncake",
     "tests/remote/s3": "s3",
     "tests/demo/test_demo.py": "demo",

@@ -253,10 +253,16 @@ def test_configuration(block: Block, tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not [record.message for record in caplog.records if "no effect" in record.message]
 
 
-@pytest.mark.parametrize("block", [one for one in blocks() if one.language == "json"], ids=lambda one: one.name)
-def test_what_a_request_says(block: Block, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_configures_sglang() -> None:
+    """In tests/sglang/test_storage.py."""
+    sections = [block.section for block in blocks() if block.language == "json"]
+    assert sections == ["Saying what is coming", "Serving with SGLang"]
+
+
+def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
     from tiercache.integrations.vllm.turns import Wishes, wishes_of
 
+    (block,) = [one for one in blocks() if one.language == "json" and one.section == "Saying what is coming"]
     wishes = wishes_of(json.loads(block.text), set())
     assert (wishes.session, wishes.step, wishes.next_in_s) == ("chat-17", "plan", 20)
     assert wishes != Wishes() and not caplog.records

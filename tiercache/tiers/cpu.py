@@ -87,6 +87,10 @@ class CpuTier(Tier):
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return (self._entries,) if self.traffic.refuses_none else super().offered()
 
+    def all_keys(self) -> list[ChunkKey]:
+        """Of everything that is resident, also what is being written."""
+        return list(self._entries)
+
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change
 

@@ -6,6 +6,10 @@ import threading
 import time
 from types import TracebackType
 
+import numpy as np
+
+from tiercache.payloads import Source
+
 
 class TakenBack(Exception):
     """The engine took its blocks back: they must not be touched any more."""
@@ -35,6 +39,16 @@ class Lending:
         with self._condition:
             self._copying -= 1
             self._condition.notify_all()
+
+    def reading(self, source: Source) -> Source:
+        """`source`, which reads what is lent."""
+
+        def fill(slot: np.ndarray) -> None:
+            with self:
+                source(slot)
+                self.check()
+
+        return fill
 
     def check(self) -> None:
         """Raise TakenBack when what was just read may have been overwritten meanwhile."""

@@ -1,0 +1,65 @@
+"""What is asked of the cache for whole sets of pages. Coroutines, for the cache's loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from tiercache.cache import TierCache
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierUnavailable
+from tiercache.tiers.files.own_chunks import own_keys
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.remote.fs import FsTier
+
+_ASKED_TOGETHER = 32
+
+
+async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> list[bool]:
+    """Which of `keys` there are, gaps included. What is not known after `timeout_s` seconds counts as missing."""
+    found = [False] * len(keys)
+
+    async def ask(start: int) -> None:
+        end = min(start + _ASKED_TOGETHER, len(keys))
+        while start < end:
+            run = (await cache.lookup_keys(keys[start:end])).chunks
+            found[start : start + run] = [True] * run
+            start += run + 1
+
+    questions = [asyncio.create_task(ask(start)) for start in range(0, len(keys), _ASKED_TOGETHER)]
+    try:
+        done, _ = await asyncio.wait(questions, timeout=timeout_s) if questions else (set(), set())
+    finally:
+        for question in questions:
+            question.cancel()
+    for question in done:
+        question.result()
+    return found
+
+
+async def forget_all(cache: TierCache, deadline_s: float) -> int:
+    """Remove every chunk of the cache's layout from every tier; returns how many there were.
+
+    Raises TierUnavailable when that took longer than `deadline_s` seconds, and where a tier cannot say what it holds: a
+    server's chunks go only if they are also known here.
+    """
+    until_s = asyncio.get_running_loop().time() + deadline_s
+    keys = set(cache.cpu.all_keys())
+    unlisted = []
+    try:
+        async with asyncio.timeout_at(until_s):
+            for tier in cache.tiers:
+                files = tier.mounted if isinstance(tier, FsTier) else tier
+                if isinstance(files, FileTier):
+                    keys |= await own_keys(files)
+                elif tier.writes:
+                    unlisted.append(tier.name)
+    except TimeoutError:
+        raise TierUnavailable(f"clear: what lies in the tiers could not be listed within {deadline_s:.0f} s") from None
+    await cache.forget(list(keys), deadline_s=max(0.0, until_s - asyncio.get_running_loop().time()))
+    if unlisted:
+        raise TierUnavailable(
+            f"clear: {', '.join(unlisted)} cannot say what it holds; {len(keys)} chunks that are known here are gone from "
+            "it, others may be left: empty it yourself, or choose another model_id"
+        )
+    return len(keys)

@@ -1,0 +1,49 @@
+"""What SGLang's metrics want to know of transfers: pages, and speed."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+_KEPT = 1024
+"""Transfers since the last look, at most; the oldest go."""
+
+
+class TransferFigures:
+    """Noted by SGLang's storage threads, taken by its scheduler. `wanted` is `--enable-metrics`."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._lock = threading.Lock()
+        self._loaded: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._stored: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+
+    def loaded(self, pages: int, payload_bytes: int, seconds: float) -> None:
+        self._note(self._loaded, pages, payload_bytes, seconds)
+
+    def stored(self, pages: int, payload_bytes: int, seconds: float) -> None:
+        self._note(self._stored, pages, payload_bytes, seconds)
+
+    def take(self) -> Any:
+        """A StorageMetrics of what was noted since the last call; None where nobody wants one. Speeds in GiB/s, as SGLang's
+        other back ends have them."""
+        if not self._wanted:
+            return None
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            loaded, stored = list(self._loaded), list(self._stored)
+            self._loaded.clear()
+            self._stored.clear()
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in loaded],
+            backup_pgs=[pages for pages, _ in stored],
+            prefetch_bandwidth=[speed for _, speed in loaded],
+            backup_bandwidth=[speed for _, speed in stored],
+        )
+
+    def _note(self, transfers: deque[tuple[int, float]], pages: int, payload_bytes: int, seconds: float) -> None:
+        if self._wanted and pages:
+            with self._lock:
+                transfers.append((pages, payload_bytes / max(seconds, 1e-9) / 2**30))

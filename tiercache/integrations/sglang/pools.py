@@ -1,0 +1,211 @@
+"""SGLang's host pools: where the pages of one lie, and the calls that copy a page into a chunk and back.
+
+Pages are copied by the cache's threads, straight between a slot of the arena and the pool's own memory, where the pool says
+at which addresses a page lies (`PiecePool`; for layouts that put a page first that is one piece, or one for K and one for
+V). Others give a page as a tensor of its own, which is one copy more (`FlatPool`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tiercache.errors import LayoutError
+from tiercache.integrations.vllm.lending import Lending
+from tiercache.payloads import Sink, Source
+
+logger = logging.getLogger("tiercache.sglang")
+
+_GEOMETRY = (
+    "layout", "dtype", "store_dtype", "page_size", "layer_num", "target_layer_num", "start_layer", "end_layer", "head_num",
+    "head_dim", "v_head_dim", "head_group_num", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "packed_fp8",
+    "dsa_kv_cache_store_fp8", "storage_format_tag", "indexer_dtype", "indexer_page_stride_size", "num_mamba_layers",
+    "temporal_dtype", "temporal_state_elem_size", "conv_dtype", "conv_state_elem_sizes", "conv_state_shapes",
+    "item_bytes", "dcp_size", "dcp_rank",
+)  # fmt: skip
+"""What pools say of the meaning of a page's bytes; each kind has some of these."""
+_BY_HEADS = ("MHATokenToKVPoolHost", "MHATokenToKOnlyPoolHost", "MambaPoolHost")
+"""Classes of pools of which each tensor-parallel rank has its own part, also where the model's KV is the same for all."""
+
+
+class HostPool(ABC):
+    """One pool of SGLang's, by the name that it has there. `page_tokens` are the indices that one page takes in a transfer,
+    `page_bytes` is what a page has. Both are read once: a pool does not change its layout."""
+
+    def __init__(self, name: str, host: Any) -> None:
+        self.name = name
+        self._host = host
+        self.page_tokens = int(getattr(host, "logical_page_size", None) or getattr(host, "page_size", None) or 1)
+        self.page_bytes = 0
+        self.dtype = str(getattr(host, "dtype", "uint8")).removeprefix("torch.")
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether its pages differ from one tensor-parallel rank to the next, whatever the model's other pools do."""
+        return any(kind.__name__ in _BY_HEADS for kind in type(self._host).__mro__)
+
+    def describe(self) -> str:
+        """Everything about the pool that changes a page's bytes."""
+        known = [(name, str(getattr(self._host, name))) for name in _GEOMETRY if hasattr(self._host, name)]
+        return json.dumps([self.name, type(self._host).__qualname__, type(self).__name__, self.page_bytes, known])
+
+    @abstractmethod
+    def sources(self, indices: Any, lending: Lending) -> list[Source]:
+        """For each page of `indices` (a tensor; whole pages), the call that copies it into a slot."""
+
+    @abstractmethod
+    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
+        """For each page of `indices`, the call that fills it from a chunk. Raises ValueError in its thread for a chunk of
+        another length."""
+
+
+class PiecePool(HostPool):
+    """A page is a few pieces of the pool's memory, at addresses that the pool says itself.
+
+    Raises LayoutError for a pool that does not say them, or says others than its memory has.
+    """
+
+    def __init__(self, name: str, host: Any) -> None:
+        super().__init__(name, host)
+        self._memory = sorted(
+            ((buffer.data_ptr(), _bytes_of(buffer)) for buffer in _buffers(host) if buffer.numel()),
+            key=lambda one: one[0],
+        )
+        self._starts = [start for start, _ in self._memory]
+        self._lengths: tuple[int, ...] = ()
+        import torch
+
+        (page,) = self._pages(torch.arange(self.page_tokens, dtype=torch.int64))
+        self._lengths = tuple(piece.nbytes for piece in page)
+        self.page_bytes = sum(self._lengths)
+
+    def describe(self) -> str:
+        return f"{super().describe()} {self._lengths}"
+
+    def sources(self, indices: Any, lending: Lending) -> list[Source]:
+        def source(pieces: Sequence[np.ndarray]) -> Source:
+            def fill(slot: np.ndarray) -> None:
+                start = 0
+                for piece in pieces:
+                    np.copyto(slot[start : start + piece.nbytes], piece)
+                    start += piece.nbytes
+
+            return lending.reading(fill)
+
+        return [source(page) for page in self._pages(indices)]
+
+    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
+        def sink(pieces: Sequence[np.ndarray]) -> Sink:
+            def take(chunk: np.ndarray) -> None:
+                _check_length(chunk, self.page_bytes)
+                with lending:
+                    start = 0
+                    for piece in pieces:
+                        np.copyto(piece, chunk[start : start + piece.nbytes])
+                        start += piece.nbytes
+
+            return take
+
+        return [sink(page) for page in self._pages(indices)]
+
+    def _pages(self, indices: Any) -> list[list[np.ndarray]]:
+        """The pieces of each page, as uint8 views of the pool's memory."""
+        try:
+            addresses, lengths = self._host.get_page_buffer_meta(indices)
+        except (AttributeError, NotImplementedError, ValueError, TypeError) as error:
+            raise LayoutError(f"pool {self.name} does not say where a page lies: {error}") from error
+        pages = len(indices) // self.page_tokens
+        if not addresses or len(addresses) != len(lengths) or len(addresses) % pages:
+            raise LayoutError(f"pool {self.name}: expected pieces of {pages} pages, found {len(addresses)}")
+        pieces = [self._piece(int(address), int(length)) for address, length in zip(addresses, lengths, strict=True)]
+        each = len(pieces) // pages
+        split = [pieces[start : start + each] for start in range(0, len(pieces), each)]
+        if self._lengths and any(tuple(piece.nbytes for piece in page) != self._lengths for page in split):
+            raise LayoutError(f"pool {self.name}: expected pages of {self._lengths} bytes, found others")
+        return split
+
+    def _piece(self, address: int, length_bytes: int) -> np.ndarray:
+        position = bisect_right(self._starts, address) - 1
+        if position >= 0:
+            start, memory = self._memory[position]
+            if length_bytes > 0 and address + length_bytes <= start + memory.nbytes:
+                return memory[address - start : address - start + length_bytes]
+        raise LayoutError(f"pool {self.name}: {length_bytes} bytes at {address:#x} are not in its memory")
+
+
+class FlatPool(HostPool):
+    """A page is a tensor that the pool makes, or takes."""
+
+    def __init__(self, name: str, host: Any) -> None:
+        super().__init__(name, host)
+        page = host.get_dummy_flat_data_page()
+        self._dtype, self.page_bytes = page.dtype, page.nbytes
+
+    def sources(self, indices: Any, lending: Lending) -> list[Source]:
+        def source(index: int) -> Source:
+            return lending.reading(lambda slot: np.copyto(slot, _bytes_of(self._host.get_data_page(index, flat=True))))
+
+        return [source(index) for index in self._firsts(indices)]
+
+    def sinks(self, indices: Any, lending: Lending) -> list[Sink]:
+        import torch
+
+        def sink(index: int) -> Sink:
+            def take(chunk: np.ndarray) -> None:
+                _check_length(chunk, self.page_bytes)
+                page = torch.from_numpy(chunk.copy()).view(self._dtype)
+                with lending:
+                    self._host.set_from_flat_data_page(index, page)
+
+            return take
+
+        return [sink(index) for index in self._firsts(indices)]
+
+    def _firsts(self, indices: Any) -> list[int]:
+        return [int(index) for index in indices[:: self.page_tokens].tolist()]
+
+
+def make_pool(name: str, host: Any, *, by_pieces: bool = True) -> HostPool:
+    """The pool, by pieces where it says them. Raises LayoutError for one whose pages cannot be had at all."""
+    if by_pieces:
+        try:
+            return PiecePool(name, host)
+        except LayoutError as error:
+            logger.info("%s; its pages are copied once more", error)
+    try:
+        return FlatPool(name, host)
+    except (AttributeError, NotImplementedError) as error:
+        kind = type(host).__qualname__
+        raise LayoutError(
+            f"pool {name} ({kind}, layout {getattr(host, 'layout', None)}) does not show its pages; try "
+            f"--hicache-mem-layout page_first ({error})"
+        ) from error
+
+
+def _buffers(host: Any) -> list[Any]:
+    """The tensors that a pool's pages lie in."""
+    found = host.get_hybrid_pool_buffer() if hasattr(host, "get_hybrid_pool_buffer") else [host.kv_buffer]
+    return [buffer for each in found for buffer in (each if isinstance(each, (list, tuple)) else [each])]
+
+
+def _bytes_of(tensor: Any) -> np.ndarray:
+    """A uint8 vector over a tensor's memory."""
+    import torch
+
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise LayoutError(
+            f"expected a contiguous tensor in host memory, found strides {tensor.stride()} on {tensor.device}"
+        )
+    view: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return view
+
+
+def _check_length(chunk: np.ndarray, expected_bytes: int) -> None:
+    if chunk.nbytes != expected_bytes:
+        raise ValueError(f"the page has {expected_bytes} bytes, the chunk {chunk.nbytes}")

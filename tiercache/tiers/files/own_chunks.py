@@ -1,0 +1,34 @@
+"""Which chunks below a tier's directories are of its own layout: names do not say that, headers do."""
+
+from __future__ import annotations
+
+from tiercache.core.header import PACKED_BYTES, Header, HeaderError
+from tiercache.core.keys import ChunkKey
+from tiercache.tiers.files.listing import list_keys
+from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.files.volume import Volume
+
+
+async def own_keys(tier: FileTier) -> set[ChunkKey]:
+    """Of all chunks that lie there now, whoever stored them. Reads a header each, in the tier's threads. Raises OSError.
+
+    Takes as long as the mount does: the caller has a deadline. Cancelled, it leaves one subdirectory to its thread.
+    """
+    found: set[ChunkKey] = set()
+    for shelf in tier.shelves.all:
+        for directory in range(len(TOP_LEVELS)):
+            found |= await tier.shelves.metadata.submit(_own_in, shelf.volume, directory)
+    return found
+
+
+def _own_in(volume: Volume, directory: int) -> set[ChunkKey]:
+    return {key for key in list_keys(volume, directory) if _is_own(volume, key)}
+
+
+def _is_own(volume: Volume, key: ChunkKey) -> bool:
+    try:
+        with open(volume.path(key), "rb", buffering=0) as file:
+            return Header.unpack(file.read(PACKED_BYTES)).fingerprint == volume.fingerprint
+    except (FileNotFoundError, HeaderError):
+        return False  # gone meanwhile, or nobody's: a read would find that out

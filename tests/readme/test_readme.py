@@ -80,6 +80,36 @@ def example(command: str, shell: Shell, place: Path) -> None:
     assert "tokens hit" in shell(f"{command} --tokens 700").stdout
 
 
+def chat_example(command: str, shell: Shell, place: Path) -> None:
+    """With a shorter document."""
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    assert "token by token, the one" in shell(f"{command} --tokens 600 --answer-tokens 2").stdout
+
+
+def load_example(command: str, shell: Shell, place: Path) -> None:
+    """With shorter documents; it starts the server."""
+    pytest.importorskip("fastapi", reason="FastAPI is not installed")
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    small = "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0"
+    assert "with the cache" in shell(f"{command} {small}").stdout
+
+
+def serve_example(command: str, shell: Shell, place: Path) -> None:
+    """Asked for its page."""
+    pytest.importorskip("fastapi", reason="FastAPI is not installed")
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    port = free_port()
+    script = f"""
+        {command} --port {port} >server.log 2>&1 &
+        trap 'kill -INT $!; wait $!' EXIT
+        until curl -sf http://127.0.0.1:{port}/; do kill -0 $! || {{ cat server.log; exit 1; }}; sleep 0.1; done
+    """
+    assert "<title>tiercache" in shell(script).stdout
+
+
 def extra(command: str, shell: Shell, place: Path) -> None:
     """The project is not on a registry yet; the extra has to be there."""
     (name,) = re.findall(r"tiercache\[(\w+)\]", command)
@@ -165,6 +195,9 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
     rf"tiercache torture {PLAIN}": torture,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
+    r"python examples/transformers_chat\.py": chat_example,
+    r"python examples/serve_fastapi\.py": serve_example,
+    r"python examples/serve_fastapi_load\.py": load_example,
     r"pip install 'tiercache\[\w+\]'": extra,
     rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,
     r"\(umask 077; openssl rand -hex 32 > token\)": control,

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tiercache import Config, TierCache  # noqa: E402
-from tiercache.integrations.transformers import ModelKv  # noqa: E402
+import torch
+import transformers
+
+from tiercache import Config, TierCache
+from tiercache.integrations.transformers import ModelKv
 
 CHUNK_TOKENS = 16
 WINDOW_TOKENS = 24

@@ -160,6 +160,7 @@ class Generator:
                 model.base_model(input_ids=chunk, past_key_values=past, use_cache=True)
         settings = copy.copy(settings or model.generation_config)
         settings.prefill_chunk_size = None  # it would compute the prefix again, behind itself
+        settings.return_dict_in_generate = False
         answered = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
@@ -167,7 +168,6 @@ class Generator:
             past_key_values=past,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
-            return_dict_in_generate=False,
         )
         found: list[int] = answered[0].tolist()
         return found

@@ -84,7 +84,7 @@ def chat_example(command: str, shell: Shell, place: Path) -> None:
     """With a shorter document."""
     pytest.importorskip("gguf", reason="the demo's packages are not installed")
     link_model(place)
-    assert "token by token, the one" in shell(f"{command} --tokens 600 --answer-tokens 2").stdout
+    assert "token by token, the one" in shell(f"{command} --tokens 300 --answer-tokens 2").stdout
 
 
 def load_example(command: str, shell: Shell, place: Path) -> None:
@@ -308,6 +308,13 @@ async def main():
         await cache.flush()
         cache.clear_hot()
 """,
+    "With transformers": """
+import asyncio, tiercache
+from transformers import GenerationConfig
+from tests.transformers.models import make_model, tokens
+async def main():
+    model, ids, config = make_model("llama"), tokens(600), tiercache.Config.load()
+""",
     "Device memory": """
 import asyncio, torch, tiercache
 import tiercache.device.cuda
@@ -331,6 +338,10 @@ EPILOGUE = {
         assert progress.promoted == 2, progress
 asyncio.run(main())
 """,
+    "With transformers": """
+    assert len(answer.new_ids) == 64
+asyncio.run(main())
+""",
     "Device memory": """
     assert torch.equal(layer_tensors[0][:, :16], layer_tensors[0][:, 16:])
 asyncio.run(main())
@@ -342,6 +353,8 @@ asyncio.run(main())
 def test_program(block: Block, shell: Shell, place: Path) -> None:
     if block.section == "Device memory":
         pytest.importorskip("torch")
+    if block.section == "With transformers":
+        pytest.importorskip("transformers")
     prologue = PROLOGUE[block.section]
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
     body = "".join(f"{indent}{line}" if line.strip() else line for line in block.text.splitlines(keepends=True))

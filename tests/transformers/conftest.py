@@ -1,69 +1,42 @@
-"""Small models of random weights: one of full attention, one in which windows and full attention take turns."""
+"""Models and caches. What needs torch is imported by the fixtures: where it is not installed, the tests are skipped."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import torch
-import transformers
-
 from tiercache import Config, TierCache
-from tiercache.integrations.transformers import ModelKv
 
-CHUNK_TOKENS = 16
-WINDOW_TOKENS = 24
-_SIZES: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-
-Open = Callable[[ModelKv], AbstractAsyncContextManager[TierCache]]
-
-
-def make_model(kind: str, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    if kind == "llama":
-        config = transformers.LlamaConfig(**_SIZES, num_hidden_layers=3)
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    config = transformers.Gemma3TextConfig(
-        **_SIZES,
-        num_hidden_layers=6,
-        sliding_window=WINDOW_TOKENS,
-        layer_types=[*["sliding_attention"] * 2, "full_attention"] * 2,
-        query_pre_attn_scalar=16,
-    )
-    return transformers.Gemma3ForCausalLM(config).eval()
+if TYPE_CHECKING:
+    from tests.transformers.models import Open
+    from tiercache.integrations.transformers import ModelKv
 
 
 @pytest.fixture(params=["llama", "gemma"])
 def kv(request: pytest.FixtureRequest) -> ModelKv:
+    from tests.transformers.models import CHUNK_TOKENS, make_model
+    from tiercache.integrations.transformers import ModelKv
+
     return ModelKv(make_model(request.param), chunk_tokens=CHUNK_TOKENS)
 
 
 @pytest.fixture
 def windows() -> ModelKv:
+    from tests.transformers.models import CHUNK_TOKENS, make_model
+    from tiercache.integrations.transformers import ModelKv
+
     return ModelKv(make_model("gemma"), chunk_tokens=CHUNK_TOKENS)
 
 
 @pytest.fixture
 def open_cache(tmp_path: Path) -> Open:
     """With a disk tier that stays from one cache to the next."""
+    from tests.transformers.models import CHUNK_TOKENS
+
     settings = {"max_local_cpu_size": 0.02, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1}
     config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
 
@@ -73,13 +46,3 @@ def open_cache(tmp_path: Path) -> Open:
             yield cache
 
     return opened
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return torch.randint(2, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def compute(model: Any, past: Any, ids: list[int]) -> Any:
-    """Go on behind `past` with `ids` in one step; the logits."""
-    with torch.no_grad():
-        return model(input_ids=torch.tensor([ids]), past_key_values=past, use_cache=True).logits

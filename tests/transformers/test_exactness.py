@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from tests.transformers.conftest import CHUNK_TOKENS, WINDOW_TOKENS, Open, compute, make_model, tokens
+from tests.transformers.models import CHUNK_TOKENS, WINDOW_TOKENS, Open, compute, make_model, tokens
 from tiercache.errors import LayoutError
 from tiercache.integrations.transformers import Generator, ModelKv, PrefixCache
 

@@ -6,9 +6,12 @@ import asyncio
 import threading
 
 import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 from transformers import GenerationConfig
 
-from tests.transformers.conftest import CHUNK_TOKENS, Open, make_model, tokens
+from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers import Generator, ModelKv
 

@@ -103,4 +103,3 @@ def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path
         assert "too long" in refused["error"]
         *_, again = ask(client, "two", TEXT)
         assert again["hit_by_tier"]["disk"] > 0
-

@@ -80,6 +80,36 @@ def example(command: str, shell: Shell, place: Path) -> None:
     assert "tokens hit" in shell(f"{command} --tokens 700").stdout
 
 
+def chat_example(command: str, shell: Shell, place: Path) -> None:
+    """With a shorter document."""
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    assert "token by token, the one" in shell(f"{command} --tokens 300 --answer-tokens 2").stdout
+
+
+def load_example(command: str, shell: Shell, place: Path) -> None:
+    """With shorter documents; it starts the server."""
+    pytest.importorskip("fastapi", reason="FastAPI is not installed")
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    small = "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0"
+    assert "with the cache" in shell(f"{command} {small}").stdout
+
+
+def serve_example(command: str, shell: Shell, place: Path) -> None:
+    """Asked for its page."""
+    pytest.importorskip("fastapi", reason="FastAPI is not installed")
+    pytest.importorskip("gguf", reason="the demo's packages are not installed")
+    link_model(place)
+    port = free_port()
+    script = f"""
+        {command} --port {port} >server.log 2>&1 &
+        trap 'kill -INT $!; wait $!' EXIT
+        until curl -sf http://127.0.0.1:{port}/; do kill -0 $! || {{ cat server.log; exit 1; }}; sleep 0.1; done
+    """
+    assert "<title>tiercache" in shell(script).stdout
+
+
 def extra(command: str, shell: Shell, place: Path) -> None:
     """The project is not on a registry yet; the extra has to be there."""
     (name,) = re.findall(r"tiercache\[(\w+)\]", command)
@@ -165,6 +195,9 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
     rf"tiercache torture {PLAIN}": torture,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
+    r"python examples/transformers_chat\.py": chat_example,
+    r"python examples/serve_fastapi\.py": serve_example,
+    r"python examples/serve_fastapi_load\.py": load_example,
     r"pip install 'tiercache\[\w+\]'": extra,
     rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
@@ -281,6 +314,13 @@ async def main():
         await cache.flush()
         cache.clear_hot()
 """,
+    "With transformers": """
+import asyncio, tiercache
+from transformers import GenerationConfig
+from tests.transformers.models import make_model, tokens
+async def main():
+    model, ids, config = make_model("llama"), tokens(600), tiercache.Config.load()
+""",
     "Device memory": """
 import asyncio, torch, tiercache
 import tiercache.device.cuda
@@ -304,6 +344,10 @@ EPILOGUE = {
         assert progress.promoted == 2, progress
 asyncio.run(main())
 """,
+    "With transformers": """
+    assert len(answer.new_ids) == 64
+asyncio.run(main())
+""",
     "Device memory": """
     assert torch.equal(layer_tensors[0][:, :16], layer_tensors[0][:, 16:])
 asyncio.run(main())
@@ -315,6 +359,8 @@ asyncio.run(main())
 def test_program(block: Block, shell: Shell, place: Path) -> None:
     if block.section == "Device memory":
         pytest.importorskip("torch")
+    if block.section == "With transformers":
+        pytest.importorskip("transformers")
     prologue = PROLOGUE[block.section]
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
     body = "".join(f"{indent}{line}" if line.strip() else line for line in block.text.splitlines(keepends=True))

@@ -1,0 +1,340 @@
+"""A chat server: FastAPI on uvloop, a small model by transformers, and tiercache below it.
+
+    python examples/serve_fastapi.py [--port 8400] [--directory DIR]
+
+http://127.0.0.1:8400/ shows the tiers live and lets you chat. Answers are streamed; a session's KV is loaded when it goes
+on, and fetched from disk already while its user types. $TIERCACHE_CONFIG_FILE says which tiers there are (a remote one,
+too); without it 0.25 GB of memory above 2 GB of disk. `examples/serve_fastapi_load.py` sends load. It listens on this
+host only, and trusts whoever can reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import typer
+import uvicorn
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import FileResponse, StreamingResponse
+from pydantic import BaseModel, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from tiercache import Config, TierCache
+from tiercache.config.plan import plan_of
+from tiercache.demo.model import prepare_model
+from tiercache.demo.server import quickest_dtype
+from tiercache.integrations.transformers import Answer, Generator, ModelKv
+
+PAGE = Path(__file__).with_name("serve_fastapi.html")
+SESSIONS = 200
+"""Those that were longest ago are forgotten; what is cached of them stays until it is evicted."""
+WAITING = 64
+"""Requests at a time. More are refused: a queue without an end answers nobody."""
+SHOWN_SESSIONS = 12
+SHOWN_ANSWERS = 120
+TICK_S = 0.25
+DEFAULTS = {"chunk_size": 128, "max_local_cpu_size": 0.25, "max_local_disk_size": 2.0}
+
+
+class Message(BaseModel):
+    session: str = Field(min_length=1, max_length=100)
+    tenant: str = Field("", max_length=100)
+    """Whose session it is: tenants share neither sessions nor KV. A real server takes this from a login."""
+
+
+class Question(Message):
+    text: str = Field(min_length=1, max_length=100_000)
+    max_tokens: int = Field(64, ge=1, le=512)
+    cached: bool = True
+    """False to compare."""
+
+
+@dataclass
+class Session:
+    name: str
+    tenant: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    """Of the last prompt and its answer, with which the next prompt begins."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of their chunks, for the page."""
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer, for the page."""
+
+    number: int
+    ttft_s: float
+    prompt_tokens: int
+    hit_by_tier: dict[str, int]
+    cached: bool
+
+
+class Pieces(TextStreamer):  # type: ignore[misc]
+    """Called on the model's thread; hands pieces of text over to the loop. The first one is empty: a token is there."""
+
+    def __init__(self, tokenizer: Any, give: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._give = give
+        self._loop = asyncio.get_running_loop()
+        self._is_first = True
+
+    def put(self, value: Any) -> None:
+        if not self.next_tokens_are_prompt and self._is_first:
+            self._is_first = False
+            self._loop.call_soon_threadsafe(self._give, "")
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._loop.call_soon_threadsafe(self._give, text)
+
+
+class Chat:
+    """The sessions, and what the page shows of them."""
+
+    def __init__(self, cache: TierCache, generator: Generator, tokenizer: Any) -> None:
+        self.cache = cache
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self.asked: deque[Asked] = deque(maxlen=SHOWN_ANSWERS)
+        self.count = 0
+        self.waiting = 0
+        self.loop_lag_s = 0.0
+        self.tokens = {"computed": 0, **{tier.name: 0 for tier in (cache.cpu, *cache.tiers)}}
+        """Of prompts: by where their KV came from."""
+        self.caps = {tier.name: tier.cap_bytes for tier in plan_of(cache.config)}
+
+    def session(self, message: Message) -> Session:
+        key = message.tenant, message.session
+        session = self.sessions.setdefault(key, Session(message.session, message.tenant))
+        self.sessions.move_to_end(key)
+        if len(self.sessions) > SESSIONS:
+            self.sessions.popitem(last=False)
+        return session
+
+    def prompt(self, session: Session, text: str) -> list[int]:
+        messages = [*session.messages, {"role": "user", "content": text}]
+        rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
+
+    def typing(self, session: Session) -> int:
+        """Its user has begun to type. Fetches what he will need in a second or two; returns of how many chunks."""
+        if session.ids and not session.busy:
+            self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0)
+        return len(session.keys)
+
+    async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:
+        """Pieces of the answer, and last how it came about."""
+        began_s, first_s = time.perf_counter(), 0.0
+        pieces: asyncio.Queue[str | None] = asyncio.Queue()
+        text = ""
+        session.busy = True
+        self.waiting += 1
+        asking = asyncio.create_task(self._ask(session, question, Pieces(self.tokenizer, pieces.put_nowait)))
+        asking.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                first_s = first_s or time.perf_counter() - began_s
+                text += piece
+                yield {"text": piece}
+            answer = asking.result()
+        finally:
+            asking.cancel()  # whoever asked may have gone
+            session.busy = False
+            self.waiting -= 1
+        session.messages += [{"role": "user", "content": question.text}, {"role": "assistant", "content": text}]
+        asked = self._note(session, question, answer, first_s)
+        yield {"done": True, "prompt_tokens": asked.prompt_tokens, "hit_by_tier": asked.hit_by_tier, "ttft_s": first_s}
+
+    async def _ask(self, session: Session, question: Question, pieces: Pieces) -> Answer:
+        ids = await asyncio.to_thread(self.prompt, session, question.text)
+        room = self.generator.kv.model.config.max_position_embeddings - question.max_tokens
+        if len(ids) > room:
+            raise ValueError(f"the session has become too long: {len(ids)} tokens, of which the model takes {room}")
+        settings = GenerationConfig(
+            max_new_tokens=question.max_tokens,
+            do_sample=False,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
+        )
+        return await self.generator.generate(
+            ids, settings, salt=session.tenant, streamer=pieces, cached=question.cached
+        )
+
+    def _note(self, session: Session, question: Question, answer: Answer, ttft_s: float) -> Asked:
+        session.ids = answer.ids
+        if question.cached:
+            session.keys = self.generator.prefixes.keys(answer.ids, salt=session.tenant)
+            self.cache.ahead.ended(f"{session.tenant}/{session.name}", session.keys, kind="user")
+        for tier, tokens in answer.hit_by_tier.items():
+            self.tokens[tier] += tokens
+        self.tokens["computed"] += answer.prompt_tokens - answer.hit_tokens
+        self.count += 1
+        asked = Asked(self.count, ttft_s, answer.prompt_tokens, answer.hit_by_tier, question.cached)
+        self.asked.append(asked)
+        return asked
+
+    def snapshot(self, seen: int) -> dict[str, Any]:
+        """All that the page shows; of answers those after number `seen`. Look-ups in memory, about a millisecond."""
+        statistics = self.cache.statistics()
+        tiers = (self.cache.cpu, *self.cache.tiers)
+        shown = [one for one in self.sessions.values() if one.keys or one.busy][-SHOWN_SESSIONS:]
+        return {
+            "tiers": [self._tier(statistics, tier.name) for tier in tiers],
+            "sessions": [
+                {
+                    "name": one.name,
+                    "busy": one.busy,
+                    "chunks": [sum(tier.contains(key) << bit for bit, tier in enumerate(tiers)) for key in one.keys],
+                }
+                for one in reversed(shown)
+            ],
+            "asked": [vars(one) for one in self.asked if one.number > seen],
+            "tokens": self.tokens,
+            "count": self.count,
+            "waiting": self.waiting,
+            "loop_lag_ms": round(1000 * self.loop_lag_s, 1),
+            "chunk_tokens": self.cache.layout.chunk_tokens,
+            "chunk_bytes": self.cache.layout.chunk_bytes,
+            "model": self.cache.layout.model,
+            "prefetched_bytes": {
+                name: sum(getattr(account, f"{name}_bytes") for account in statistics.prefetch.values())
+                for name in ("fetched", "used", "late", "wasted")
+            },
+        }
+
+    def _tier(self, statistics: Any, name: str) -> dict[str, Any]:
+        tier, writer, reads = statistics.tiers[name], statistics.writers.get(name), statistics.reads.get(name)
+        cap_bytes = self.caps.get(name)
+        return {
+            "name": name,
+            "occupied_bytes": tier.occupied_bytes,
+            "cap_bytes": statistics.slots * self.cache.layout.chunk_bytes if name == "cpu" else cap_bytes,
+            "resident": tier.resident,
+            "hits": statistics.reader.hits.get(name, 0),
+            "reads": tier.reads,
+            "writes": tier.writes,
+            "evicted": tier.evicted,
+            "queued": writer.queued + writer.writing if writer else 0,
+            "queued_bytes": writer.queued_bytes if writer else 0,
+            "reading": reads.reading if reads else 0,
+            "breaker": statistics.breakers.get(name, "closed"),
+        }
+
+    async def watch_loop(self) -> None:
+        """How late the loop comes to what it should do; the worst of the last second."""
+        lags: deque[float] = deque(maxlen=20)
+        while True:
+            due_s = time.perf_counter() + 0.05
+            await asyncio.sleep(0.05)
+            lags.append(max(0.0, time.perf_counter() - due_s))
+            self.loop_lag_s = max(lags)
+
+
+def event(fields: dict[str, Any]) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+async def events(found: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    """What goes wrong with an answer is its last event: the status was sent by then."""
+    try:
+        async for one in found:
+            yield event(one)
+    except Exception as error:
+        yield event({"error": str(error)})
+
+
+async def live(chat: Chat) -> AsyncIterator[str]:
+    seen = 0
+    while True:
+        yield event(chat.snapshot(seen))
+        seen = chat.count
+        await asyncio.sleep(TICK_S)
+
+
+def make_app(config: Config, model_directory: Path) -> FastAPI:
+    """`app.state.chat` is there while it runs."""
+
+    def load() -> tuple[ModelKv, Any]:
+        transformers_logging.disable_progress_bar()
+        dtype = getattr(torch, quickest_dtype())
+        model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=dtype).eval()
+        return ModelKv(model, chunk_tokens=config.chunk_size), AutoTokenizer.from_pretrained(model_directory)
+
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        kv, tokenizer = await asyncio.to_thread(load)
+        async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as generator:
+            app.state.chat = Chat(cache, generator, tokenizer)
+            watching = asyncio.create_task(app.state.chat.watch_loop())
+            try:
+                yield
+            finally:
+                watching.cancel()
+
+    app = FastAPI(title="tiercache", lifespan=running)
+
+    @app.get("/")
+    async def page() -> FileResponse:
+        return FileResponse(PAGE)
+
+    @app.post("/chat")
+    async def chat(question: Question) -> StreamingResponse:
+        it: Chat = app.state.chat
+        session = it.session(question)
+        if session.busy:
+            raise HTTPException(409, "the session has a question that is not answered yet")
+        if it.waiting >= WAITING:
+            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
+        return StreamingResponse(events(it.answer(session, question)), media_type="text/event-stream")
+
+    @app.post("/typing")
+    async def typing(message: Message) -> dict[str, int]:
+        return {"chunks": app.state.chat.typing(app.state.chat.session(message))}
+
+    @app.get("/live")
+    async def live_events() -> StreamingResponse:
+        return StreamingResponse(live(app.state.chat), media_type="text/event-stream")
+
+    @app.get("/state")
+    async def state() -> dict[str, Any]:
+        found: dict[str, Any] = app.state.chat.snapshot(0)
+        return found
+
+    return app
+
+
+def main(
+    port: Annotated[int, typer.Option(help="On 127.0.0.1.")] = 8400,
+    directory: Annotated[
+        Path | None, typer.Option(help="Of the disk tier; by default one that goes at the end.")
+    ] = None,
+    hot_gb: Annotated[float, typer.Option(help="Memory of the hot cache, without a configuration file.")] = 0.25,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="tiercache-serve-") as place:
+        overrides = {**DEFAULTS, "max_local_cpu_size": hot_gb, "local_disk": str(directory or Path(place) / "kv")}
+        config = Config.load(overrides={} if os.environ.get("TIERCACHE_CONFIG_FILE") else overrides)
+        app = make_app(config, prepare_model())
+        uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,209 @@
+"""What comes from the cache is, bit for bit, what transformers' own cache holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from tests.transformers.models import CHUNK_TOKENS, WINDOW_TOKENS, Open, compute, make_model, tokens
+from tiercache.errors import LayoutError
+from tiercache.integrations.transformers import Generator, ModelKv, PrefixCache
+
+PROMPT = tokens(7 * CHUNK_TOKENS + 5)
+"""Several windows long."""
+HIT_TOKENS = 7 * CHUNK_TOKENS
+REST = PROMPT[HIT_TOKENS:]
+
+
+def own_cache(kv: ModelKv, ids: list[int]) -> DynamicCache:
+    """transformers' own, filled in one step."""
+    past = DynamicCache(config=kv.model.config)
+    compute(kv.model, past, ids)
+    return past
+
+
+async def store(prefixes: PrefixCache, ids: list[int], salt: str = "") -> None:
+    past = await prefixes.load([], salt=salt)
+    compute(prefixes.kv.model, past, ids)
+    assert await prefixes.store(past, ids) == len(ids) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def same(one: Any, other: Any) -> bool:
+    """Also with zeroes of another sign, bit for bit."""
+    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+async def test_logits_behind_a_hit_are_those_behind_transformers_own_cache(kv: ModelKv, open_cache: Open) -> None:
+    own = own_cache(kv, PROMPT[:HIT_TOKENS])
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        await store(prefixes, PROMPT[:HIT_TOKENS])
+        past = await prefixes.load(PROMPT)
+        assert past.hit_tokens == past.get_seq_length() == HIT_TOKENS
+        assert past.hit_by_tier["cpu"] == HIT_TOKENS
+        assert same(compute(kv.model, past, REST), compute(kv.model, own, REST))
+        for mine, its in zip(past.layers, own.layers, strict=True):
+            assert same(mine.keys, its.keys) and same(mine.values, its.values)
+            assert mine.get_mask_sizes(3) == its.get_mask_sizes(3)
+
+
+async def test_they_are_after_a_restart_too(kv: ModelKv, open_cache: Open) -> None:
+    own = own_cache(kv, PROMPT[:HIT_TOKENS])
+    async with open_cache(kv) as cache:
+        await store(PrefixCache(cache, kv), PROMPT[:HIT_TOKENS])
+    async with open_cache(kv) as cache:
+        past = await PrefixCache(cache, kv).load(PROMPT)
+        assert past.hit_by_tier["disk"] == HIT_TOKENS
+        assert same(compute(kv.model, past, REST), compute(kv.model, own, REST))
+
+
+async def test_a_conversation_goes_on_behind_its_answers(kv: ModelKv, open_cache: Open) -> None:
+    """The KV of an answer was computed a token at a time, and is what it was."""
+    own = own_cache(kv, PROMPT)
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        past = await prefixes.load(PROMPT)
+        compute(kv.model, past, PROMPT)
+        ids = list(PROMPT)
+        while len(ids) < 9 * CHUNK_TOKENS:
+            ids.append(7 + len(ids) % 5)
+            assert same(compute(kv.model, past, ids[-1:]), compute(kv.model, own, ids[-1:]))
+        await prefixes.store(past, ids)
+        question = tokens(9, seed=3)
+        again = await prefixes.load(ids + question)
+        assert again.hit_tokens == len(ids)
+        assert same(compute(kv.model, again, question), compute(kv.model, own, question))
+        assert await prefixes.store(again, ids + question) == len(ids)
+
+
+async def test_a_cold_answer_and_one_behind_a_hit_have_the_same_logits(kv: ModelKv, open_cache: Open) -> None:
+    """The prompt is computed in the same steps."""
+    seen: list[list[Any]] = []
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False)
+    head = kv.model.get_output_embeddings()
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        for hit_tokens in (0, HIT_TOKENS):
+            seen.append([])
+            hook = head.register_forward_hook(lambda module, inputs, logits: seen[-1].append(logits[:, -1].clone()))
+            answer = await generator.generate(PROMPT, settings)
+            hook.remove()
+            assert answer.hit_tokens == hit_tokens
+            assert len(answer.new_ids) == 4
+    cold, warm = seen
+    assert len(cold) == len(warm) == 4
+    assert all(same(one, other) for one, other in zip(cold, warm, strict=True))
+
+
+async def test_of_windows_a_hit_loads_what_they_still_see(windows: ModelKv, open_cache: Open) -> None:
+    async with open_cache(windows) as cache:
+        prefixes = PrefixCache(cache, windows)
+        await store(prefixes, PROMPT)
+        seen = -(-(WINDOW_TOKENS - 1) // CHUNK_TOKENS)
+        assert len(prefixes.stored_as(PROMPT)) == HIT_TOKENS // CHUNK_TOKENS + 2 * seen
+        past = await prefixes.load(PROMPT)
+        assert [layer.keys.shape[2] for layer in past.layers] == [23, 23, HIT_TOKENS, 23, 23, HIT_TOKENS]
+
+
+async def test_where_a_part_of_a_window_is_missing_the_hit_is_shorter(windows: ModelKv, open_cache: Open) -> None:
+    async with open_cache(windows) as cache:
+        prefixes = PrefixCache(cache, windows)
+        await store(prefixes, PROMPT)
+        await cache.forget([prefixes.stored_as(PROMPT)[-1]])
+        past = await prefixes.load(PROMPT)
+        assert past.hit_tokens == HIT_TOKENS - CHUNK_TOKENS
+        rest, own = PROMPT[past.hit_tokens :], own_cache(windows, PROMPT[: past.hit_tokens])
+        # Its prefix was computed in one step with what followed, so it may be rounded otherwise.
+        torch.testing.assert_close(compute(windows.model, past, rest), compute(windows.model, own, rest))
+
+
+async def test_a_chunk_that_cannot_be_read_makes_a_shorter_hit(
+    windows: ModelKv, open_cache: Open, tmp_path: Path
+) -> None:
+    async with open_cache(windows) as cache:
+        prefixes = PrefixCache(cache, windows)
+        await store(prefixes, PROMPT)
+        await cache.flush()
+        cache.clear_hot()
+        # Damaged behind the cache's back: the look-up finds it, the read does not.
+        (path,) = (tmp_path / "kv").rglob(f"{prefixes.keys(PROMPT)[4].hex()}*")
+        with path.open("r+b") as file:
+            file.seek(5000)
+            file.write(b"wrong bytes")
+        past = await prefixes.load(PROMPT)
+        assert past.hit_tokens == 4 * CHUNK_TOKENS
+
+
+async def test_at_least_one_token_is_left_to_compute(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        await store(prefixes, PROMPT[:HIT_TOKENS])
+        assert (await prefixes.load(PROMPT[:HIT_TOKENS])).hit_tokens == HIT_TOKENS - CHUNK_TOKENS
+
+
+async def test_tenants_share_nothing(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        await store(prefixes, PROMPT, salt="one")
+        assert (await prefixes.load(PROMPT, salt="one")).hit_tokens == HIT_TOKENS
+        assert (await prefixes.load(PROMPT, salt="other")).hit_tokens == 0
+        assert (await prefixes.load(PROMPT)).hit_tokens == 0
+
+
+def test_other_weights_attention_or_types_have_another_fingerprint() -> None:
+    model = make_model("llama")
+    layouts = [ModelKv(model).layout, ModelKv(make_model("llama", seed=1)).layout]
+    layouts.append(ModelKv(make_model("llama").float()).layout)
+    model.set_attn_implementation("eager")
+    layouts.append(ModelKv(model).layout)
+    assert len({layout.fingerprint for layout in layouts}) == 4
+    assert ModelKv(make_model("llama")).layout == layouts[0]
+
+
+async def test_weights_that_were_changed_are_noticed(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        with torch.no_grad():
+            next(kv.model.parameters())[0, 0] += 1
+        with pytest.raises(LayoutError, match="weights have changed"):
+            await prefixes.load(PROMPT)
+
+
+async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        await store(prefixes, PROMPT)
+        past = await prefixes.load(PROMPT)
+        compute(kv.model, past, REST)
+        with pytest.raises(ValueError, match="another conversation"):
+            await prefixes.store(past, tokens(len(PROMPT), seed=9))
+        with pytest.raises(ValueError, match=f"expected the ids of the {len(PROMPT)} tokens"):
+            await prefixes.store(past, PROMPT[:-1])
+
+
+async def test_a_batch_is_refused(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        past = await PrefixCache(cache, kv).load(PROMPT)
+        with pytest.raises(LayoutError, match="batch of 2"):
+            kv.model(input_ids=torch.ones(2, 3, dtype=torch.long), past_key_values=past, use_cache=True)
+
+
+async def test_a_cache_of_another_model_is_refused(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        with pytest.raises(LayoutError, match="another layout"):
+            PrefixCache(cache, ModelKv(make_model("llama", seed=5), chunk_tokens=CHUNK_TOKENS))
+
+
+def test_what_the_token_ids_do_not_say_is_refused() -> None:
+    model = make_model("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(LayoutError, match="dynamic"):
+        ModelKv(model)
+    with pytest.raises(LayoutError, match=r"call model.eval\(\)"):
+        ModelKv(make_model("llama").train())

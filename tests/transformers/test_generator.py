@@ -1,0 +1,97 @@
+"""Requests one after the other, cancelled ones, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import GenerationConfig
+
+from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
+from tiercache.errors import CacheClosed
+from tiercache.integrations.transformers import Generator, ModelKv
+
+PROMPT = tokens(7 * CHUNK_TOKENS + 5)
+SHORT = GenerationConfig(max_new_tokens=2, do_sample=False)
+
+
+@pytest.fixture
+def kv() -> ModelKv:
+    return ModelKv(make_model("llama"), chunk_tokens=CHUNK_TOKENS)
+
+
+async def test_many_at_once_get_their_own_answers(kv: ModelKv, open_cache: Open) -> None:
+    prompts = [tokens(40, seed) for seed in range(4)]
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        alone = [await generator.generate(one, SHORT, cached=False) for one in prompts]
+        together = await asyncio.gather(*(generator.generate(one, SHORT) for one in prompts))
+        assert [one.ids for one in together] == [one.ids for one in alone]
+        assert not any(one.hit_tokens for one in together)
+        again = await asyncio.gather(*(generator.generate(one, SHORT) for one in prompts))
+        assert [one.ids for one in again] == [one.ids for one in alone]
+        assert all(one.hit_tokens == 32 for one in again)
+
+
+async def test_who_asks_at_the_same_time_about_the_same_finds_what_the_first_computed(
+    kv: ModelKv, open_cache: Open
+) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        first, *others = await asyncio.gather(*(generator.generate(PROMPT, SHORT) for _ in range(3)))
+        assert first.hit_tokens == 0
+        assert [one.hit_tokens for one in others] == [7 * CHUNK_TOKENS] * 2
+
+
+async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, open_cache: Open) -> None:
+    third_step, go_on = threading.Event(), threading.Event()
+    steps = []
+
+    def step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            third_step.set()
+            assert go_on.wait(30)
+
+    hook = kv.model.base_model.register_forward_pre_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+        await asyncio.to_thread(third_step.wait, 30)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        go_on.set()
+        answer = await generator.generate(PROMPT, SHORT)
+        hook.remove()
+        assert len(steps) == 3 + 4 + 2, "three chunks, then four others and two steps of the answer"
+        assert answer.hit_tokens == 3 * CHUNK_TOKENS
+
+
+async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        async with Generator(cache, kv) as generator:
+            await generator.generate(PROMPT, SHORT)
+        assert (await generator.prefixes.load(PROMPT)).hit_tokens == 7 * CHUNK_TOKENS
+        with pytest.raises(CacheClosed):
+            await generator.generate(PROMPT, SHORT)
+
+
+async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        with pytest.raises(Exception, match="batch of 2"):
+            await generator.generate(PROMPT, GenerationConfig(max_new_tokens=2, num_beams=2))
+        assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
+        assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
+
+
+async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        await generator.generate(PROMPT, SHORT)
+        await generator.close()
+        await cache.flush()
+        cache.clear_hot()
+        progress = await generator.prefixes.expect(PROMPT)
+        assert progress.promoted == 7
+        assert (await generator.prefixes.load(PROMPT)).hit_by_tier["cpu"] == 7 * CHUNK_TOKENS

@@ -1,0 +1,183 @@
+"""`generate` for an event loop: one model, one thread that computes, and prefixes from tiercache."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from tiercache.cache import TierCache
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CacheClosed
+from tiercache.integrations.transformers.kv_cache import TieredCache
+from tiercache.integrations.transformers.model_kv import ModelKv
+from tiercache.integrations.transformers.prefix_cache import PrefixCache
+
+_STORES = 2
+"""Conversations that may wait to be stored, each with its KV: before more are computed, one has to be done."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    ids: list[int]
+    """Prompt and answer."""
+    prompt_tokens: int
+    hit_tokens: int
+    """Of the prompt, that were loaded instead of computed."""
+    hit_by_tier: dict[str, int]
+    """Where these were found."""
+
+    @property
+    def new_ids(self) -> list[int]:
+        return self.ids[self.prompt_tokens :]
+
+
+class Generator:
+    """Answers one request after the other, in the order in which they come. `async with`, or `await close()` at the end.
+
+    A prompt is computed a chunk at a time, whether some of it came from the cache or not: so the numbers are the same, bit
+    for bit, as long as what is stored was computed as a prompt (what was generated was computed a token at a time, and
+    rounds otherwise), and a request that is cancelled ends within a chunk.
+    """
+
+    def __init__(self, cache: TierCache, kv: ModelKv) -> None:
+        self.prefixes = PrefixCache(cache, kv)
+        self.kv = kv
+        self._thread = ThreadPoolExecutor(1, "model")
+        self._turn = asyncio.Lock()
+        self._stops: set[threading.Event] = set()
+        self._computing: asyncio.Future[list[int]] | None = None
+        """What the thread did last, or does."""
+        self._stores: dict[asyncio.Task[int], list[ChunkKey]] = {}
+        """And the first chunk that each stores."""
+        self._closed = False
+
+    async def __aenter__(self) -> Generator:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        ids: Sequence[int],
+        settings: GenerationConfig | None = None,
+        *,
+        salt: str = "",
+        streamer: Any = None,
+        cached: bool = True,
+    ) -> Answer:
+        """Go on behind `ids`: load what is known of them, compute the rest, and store what is new behind the answer.
+
+        `settings` as for the model's own `generate` (one conversation: no beams, no batch; its `prefill_chunk_size` has no
+        effect); `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
+        as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
+        chunk that it is at, and what was computed is stored. Raises what `generate` raises.
+        """
+        if self._closed:
+            raise CacheClosed("the generator is closed")
+        if not len(ids):
+            raise ValueError("ids: expected at least one token, found none")
+        ids = [int(one) for one in ids]
+        if cached:
+            self.prefixes.cache.warm_soon(self.prefixes.stored_as(ids, salt=salt))
+        stop = threading.Event()
+        self._stops.add(stop)
+        try:
+            async with self._turn:
+                first = self.prefixes.keys(ids[: self.kv.chunk_tokens], salt=salt)
+                await self._settled(first)
+                past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
+                computing = asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._compute, past, ids, settings, streamer, stop
+                )
+                if cached:
+                    computing.add_done_callback(lambda done: self._store(past, first, done))
+                self._computing = computing
+                computed = await asyncio.shield(computing)
+        finally:
+            stop.set()
+            self._stops.discard(stop)
+        return Answer(computed, len(ids), past.hit_tokens, past.hit_by_tier)
+
+    async def close(self) -> None:
+        """Stop what is computed, and wait until what was computed is stored. Idempotent. The cache stays open."""
+        self._closed = True
+        for stop in self._stops:
+            stop.set()
+        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.sleep(0)  # the callbacks that begin to store
+        if self._stores:
+            await asyncio.wait(self._stores)
+
+    async def _settled(self, first: list[ChunkKey]) -> None:
+        """Until the thread is free, there is room for one more conversation, and what begins alike is stored."""
+        if self._computing is not None:
+            await asyncio.wait([self._computing])
+        if alike := [task for task, key in self._stores.items() if key == first]:
+            await asyncio.wait(alike)
+        while len(self._stores) >= _STORES:
+            await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
+
+    def _store(self, past: TieredCache, first: list[ChunkKey], done: asyncio.Future[list[int]]) -> None:
+        """The thread is done with a request."""
+        if not done.cancelled() and done.exception() is None:
+            task = asyncio.get_running_loop().create_task(self.prefixes.store(past, done.result()))
+            self._stores[task] = first
+            task.add_done_callback(self._stored)
+
+    def _stored(self, task: asyncio.Task[int]) -> None:
+        del self._stores[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "what was generated could not be stored", "exception": error, "task": task}
+            )
+
+    # In the model's thread
+
+    def _compute(
+        self, past: TieredCache, ids: list[int], settings: GenerationConfig | None, streamer: Any, stop: threading.Event
+    ) -> list[int]:
+        """All ids; of a request that was stopped in its prompt, those that were computed."""
+        model = self.kv.model
+        prompt = torch.tensor([ids], device=model.device)
+        whole = (len(ids) - 1) // self.kv.chunk_tokens * self.kv.chunk_tokens
+        for begin in range(past.get_seq_length(), whole, self.kv.chunk_tokens):
+            if stop.is_set():
+                return ids[:begin]
+            with torch.no_grad():
+                chunk = prompt[:, begin : begin + self.kv.chunk_tokens]
+                model.base_model(input_ids=chunk, past_key_values=past, use_cache=True)
+        settings = copy.copy(settings or model.generation_config)
+        settings.prefill_chunk_size = None  # it would compute the prefix again, behind itself
+        settings.return_dict_in_generate = False
+        answered = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
+            generation_config=settings,
+            past_key_values=past,
+            streamer=streamer,
+            stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
+        )
+        found: list[int] = answered[0].tolist()
+        return found
+
+
+class _Stopped(StoppingCriteria):  # type: ignore[misc]
+    """Nobody waits for the answer any more."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+
+    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self._stop.is_set(), device=input_ids.device, dtype=torch.bool)

@@ -1,0 +1,133 @@
+"""Prefixes of conversations, from a TierCache into a `transformers.Cache` and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from tiercache.cache import TierCache
+from tiercache.core.keys import KEY_BYTES, ChunkKey, keys_from_hashes, tenant_of
+from tiercache.errors import LayoutError
+from tiercache.integrations.transformers.kv_cache import Landing, TieredCache
+from tiercache.integrations.transformers.model_kv import ModelKv
+from tiercache.integrations.transformers.parts import Part, needed
+from tiercache.scheduler.prefetcher import PrefetchHandle
+
+Ids = Sequence[int] | np.ndarray
+"""Token ids of one conversation from its first token on, without padding."""
+
+
+class PrefixCache:
+    """Belongs to the event loop of `cache`, which has to be opened with `kv.layout`.
+
+    Chunks are named by token ids, so `ids` have to be all that the model computes KV from: no embeddings, no images, no
+    positions or masks of one's own.
+    """
+
+    def __init__(self, cache: TierCache, kv: ModelKv) -> None:
+        if cache.layout != kv.layout:
+            raise LayoutError("the cache was opened with another layout than this model's: open it with `kv.layout`")
+        self.cache = cache
+        self.kv = kv
+
+    async def load(self, ids: Ids, *, salt: str = "", deadline_s: float | None = None) -> TieredCache:
+        """The longest prefix of `ids` that is stored, in whole chunks, and at least one token less than all: a model has to
+        compute something to go on. Empty on a miss. `salt` is a tenant's; `deadline_s` as for `TierCache.get`.
+
+        Raises LayoutError when the model's weights are not those that `kv` has seen. Cancelled, nothing is kept.
+        """
+        past = TieredCache(self.kv, salt)
+        names = self._names(self.keys(ids[: max(0, len(ids) - 1)], salt=salt))
+        await asyncio.to_thread(self.kv.check_unchanged)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + (self.cache.config.blocking_timeout_secs if deadline_s is None else deadline_s)
+        chunks = len(names[0])
+        while True:
+            chunks, past.hit_by_tier = await self._reach(names, chunks)
+            if not chunks:
+                return past
+            landing = Landing(self.kv, chunks)
+            wanted = needed(self.kv.parts, chunks, self.kv.chunk_tokens)
+            sinks = [partial(landing.land, self.kv.parts[part], chunk) for chunk, part in wanted]
+            keys = [names[part][chunk] for chunk, part in wanted]
+            delivered = await self.cache.get_to(keys, sinks, deadline_s=max(0.0, until_s - loop.time()))
+            if delivered == len(wanted):
+                await asyncio.to_thread(past.take, landing.tensors, names[0][:chunks])
+                return past
+            # It went since the look-up, or is late. A shorter hit needs more of the windows, so it is read anew.
+            chunks = wanted[delivered][0]
+
+    async def store(self, past: TieredCache, ids: Ids, *, deadline_s: float | None = None) -> int:
+        """Store what was computed since the load, in whole chunks; returns how many tokens of `ids` are hot now.
+
+        `ids` are all tokens that `past` holds, and the one behind them where a model has answered it and not been given it
+        (so `generate` leaves it). `past` is read until this returns, and nobody may let a model go on with it before. Raises
+        ValueError where its length or its beginning is not that of `ids`.
+        """
+        tokens = past.get_seq_length()
+        if tokens not in (len(ids), len(ids) - 1):
+            raise ValueError(f"expected the ids of the {tokens} tokens that were computed, found {len(ids)}")
+        keys = self.keys(ids[:tokens], salt=past.salt)
+        hit_chunks = past.hit_tokens // self.kv.chunk_tokens
+        if keys[:hit_chunks] != past.stored_keys[:hit_chunks]:
+            raise ValueError(
+                "the ids do not begin with those of the prefix that was loaded: this is another conversation"
+            )
+        known = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(keys, past.stored_keys, strict=False))))
+        names = self._names(keys)
+        items = [
+            (names[number][chunk], part.bytes_per_token * self.kv.chunk_tokens, _source(past, part, chunk))
+            for chunk in range(known, len(keys))
+            for number, part in enumerate(self.kv.parts)
+        ]
+        stored = await self.cache.put_from(items, deadline_s=deadline_s, prefix=True) if items else 0
+        past.stored_keys = keys[: known + stored // len(self.kv.parts)]
+        return len(past.stored_keys) * self.kv.chunk_tokens
+
+    def keys(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
+        """Of the whole chunks of `ids`: what all layers together go by. A chunk of a model with sliding windows lies in
+        several chunks of the cache."""
+        whole = len(ids) // self.kv.chunk_tokens * self.kv.chunk_tokens
+        return self.cache.keys(ids[:whole], salt=salt)
+
+    def stored_as(self, ids: Ids, *, salt: str = "") -> list[ChunkKey]:
+        """The cache's own chunks that going on behind `ids` needs, for `prefetch`, `ahead`, `warm_soon` and `forget`."""
+        names = self._names(self.keys(ids, salt=salt))
+        return [names[part][chunk] for chunk, part in needed(self.kv.parts, len(names[0]), self.kv.chunk_tokens)]
+
+    def expect(self, ids: Ids, *, salt: str = "", in_s: float = 0.0) -> PrefetchHandle:
+        """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`."""
+        return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
+
+    def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:
+        """For each part the names of its chunks. The first one's are `keys`."""
+        if not keys:
+            return [[] for _ in self.kv.parts]
+        tenant, hashes = tenant_of(keys[0]), [key[:KEY_BYTES] for key in keys]
+        others = [keys_from_hashes(b"part %d" % number, hashes, tenant) for number in range(1, len(self.kv.parts))]
+        return [keys, *others]
+
+    async def _reach(self, names: list[list[ChunkKey]], chunks: int) -> tuple[int, dict[str, int]]:
+        """How many chunks of the prefix are there, at most `chunks`, with all that windows see behind them; and in which
+        tiers, in tokens, as far as the layers that see furthest go."""
+        while chunks:
+            by_tier: list[dict[str, int]] = []
+            for part, keys in zip(self.kv.parts, names, strict=True):
+                first = part.first_chunk(chunks, self.kv.chunk_tokens)
+                hit = await self.cache.lookup_keys(keys[first:chunks])
+                by_tier.append({tier: found * self.kv.chunk_tokens for tier, found in hit.by_tier.items()})
+                if first + hit.chunks < chunks:
+                    chunks = first + hit.chunks
+                    break
+            else:
+                return chunks, by_tier[0]
+        return 0, {}
+
+
+def _source(past: TieredCache, part: Part, chunk: int) -> Callable[[np.ndarray], Any]:
+    return partial(past.fill, part, chunk)

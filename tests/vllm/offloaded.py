@@ -142,10 +142,10 @@ class Offloaded:
         async def answered() -> None:
             await asyncio.gather(*tier._questions._asking)
 
-        tier._thread.submit(answered()).result(30)
+        tier.thread.submit(answered()).result(30)
         concurrent.futures.wait(list(tier._storing), 30)
         assert tier._ended.wait(30)
-        assert tier._thread.submit(tier._thread.cache.flush(30)).result(40).complete
+        assert tier.thread.submit(tier.thread.cache.flush(30)).result(40).complete
 
     def forget_memory(self) -> None:
         """vLLM's CPU tier and our hot cache are empty, as after a long time with other requests."""
@@ -154,9 +154,9 @@ class Offloaded:
         self.rows[:] = 0
 
         async def clear() -> None:
-            self.tier._thread.cache.clear_hot()
+            self.tier.thread.cache.clear_hot()
 
-        self.tier._thread.submit(clear()).result(10)
+        self.tier.thread.submit(clear()).result(10)
 
     def close(self) -> None:
         del self.rows

@@ -186,7 +186,7 @@ def test_routers_are_told_what_comes_and_goes(make: Make) -> None:
     events = [event for event in engine.manager.take_events() if event.medium is Medium.STORAGE]
     assert [(event.removed, set(event.keys)) for event in events] == [(False, set(NAMES))]
     tier = engine.tier
-    tier._thread.submit(tier._thread.cache.forget(tier._keys(NAMES[:1]))).result(10)
+    tier.thread.submit(tier.thread.cache.forget(tier._keys(NAMES[:1]))).result(10)
     assert engine.manager.has_pending_work()
     events = [event for event in engine.manager.take_events() if event.medium is Medium.STORAGE]
     assert [(event.removed, event.keys) for event in events] == [(True, NAMES[:1])]
@@ -237,7 +237,7 @@ def test_a_request_can_have_forgotten_what_it_stored(make: Make) -> None:
 
 def hot_when(engine: Offloaded, chunks: int) -> int:
     """How many are hot, once that many are."""
-    cache, keys = engine.tier._thread.cache, engine.tier._keys(NAMES)
+    cache, keys = engine.tier.thread.cache, engine.tier._keys(NAMES)
 
     async def hot() -> int:
         import asyncio
@@ -250,7 +250,7 @@ def hot_when(engine: Offloaded, chunks: int) -> int:
             pass
         return cache.lookup_hot(keys)
 
-    return int(engine.tier._thread.submit(hot()).result(20))
+    return int(engine.tier.thread.submit(hot()).result(20))
 
 
 def test_vllms_memory_is_given_back(make: Make) -> None:

@@ -106,24 +106,24 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         self._config = config
         self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
-        self._thread = CacheThread(config, layout)
-        self._namespace = self._thread.cache.namespace
+        self.thread = CacheThread(config, layout)
+        self._namespace = self.thread.cache.namespace
         self._tag = tenant_tag(config.tenant_salt)
-        cache = self._thread.cache
+        cache = self.thread.cache
         # Of what is behind a server nobody knows how far away it is.
         is_local = all(tier.name in MEDIA for tier in cache.tiers)
         self.locality = Locality(locality) if locality is not None else Locality.LOCAL if is_local else None
         self._at_hand = [cache.cpu, *(tier for tier in cache.tiers if tier.name in MEDIA)]
         self._requests = TieredRequests(self._is_known)
-        self._questions = Questions(self._thread)
+        self._questions = Questions(self.thread)
         self._jobs: dict[int, _Job] = {}
         self._ended = EndedTransfers()
         self._storing: dict[concurrent.futures.Future[Any], str] = {}
-        self._turns = SessionTurns(self._thread, self._keys)
+        self._turns = SessionTurns(self.thread, self._keys)
         self._warned: set[str] = set()
-        self._figures = WorkerFigures(self._thread, f"{offloading.engine_id}/offloading")
+        self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._watch = ChunkWatch(self._thread) if tells else None
+        self._watch = ChunkWatch(self.thread) if tells else None
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())
 
     # Requests
@@ -142,10 +142,10 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     @survives(lambda: None)
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """A request uses these: they stay longest, and come from the tiers below into the hot cache."""
-        self._thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
+        self.thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
 
     def _use(self, keys: list[ChunkKey]) -> None:
-        cache = self._thread.cache
+        cache = self.thread.cache
         cache.parts.used(keys)
         cache.warm_soon(keys)
 
@@ -190,7 +190,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             assert self._rows is not None
             places = [self._rows[rows[name]] for name in job.names]
             transfer = Transfer(metadata.job_id, self._keys(job.names), places, job.is_prefix)
-            future = self._thread.submit(move(self._thread.cache, transfer))
+            future = self.thread.submit(move(self.thread.cache, transfer))
         except Exception as error:
             logger.warning("a transfer of %d chunks could not be begun: %r", len(job.names), error)
             self._end(metadata.job_id, job)
@@ -236,9 +236,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         Raises TierCacheError where the machine hangs in a copy: vLLM must not give that memory to anybody.
         """
         self._wait()
-        self._namespace = self._thread.cache.namespace + os.urandom(16)
+        self._namespace = self.thread.cache.namespace + os.urandom(16)
         self._requests.forget_everything()
-        self._thread.loop.call_soon_threadsafe(self._thread.cache.clear_hot)
+        self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         logger.info("vLLM reset its caches: what was stored before is not found any more by this engine")
 
     def _wait(self) -> None:
@@ -272,7 +272,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Write what is queued, for up to `close_timeout_s`. Raises TierCacheError where the machine hangs in a copy: vLLM
         keeps its memory mapped then."""
-        report = self._thread.close(self._config.close_timeout_s)
+        report = self.thread.close(self._config.close_timeout_s)
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
         self._wait()

@@ -19,7 +19,12 @@ def engine_of(model: Path, **engine: Any) -> Any:
     """vLLM's configuration of an engine that offloads."""
     from vllm.engine.arg_utils import EngineArgs
 
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "block_size": 32,
+        "enforce_eager": True,
+        "dtype": "float32",
+    }
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return EngineArgs(model=str(model), kv_transfer_config=transfer, **(settings | engine)).create_engine_config()
 
@@ -39,7 +44,9 @@ def content_of(name: bytes) -> np.ndarray:
 class Offloaded:
     """A scheduler's half of vLLM's offloading, with one tier of ours below `ROWS` rows of memory."""
 
-    def __init__(self, vllm_config: Any, directory: Path, rows: int = ROWS, events: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, directory: Path, rows: int = ROWS, events: bool = False, **settings: Any
+    ) -> None:
         """`settings` are those of the tier. The tier finds `vllm_config` here, as it finds it in vLLM's connector."""
         from vllm.v1.kv_offload.config import (
             OffloadingCacheConfig,

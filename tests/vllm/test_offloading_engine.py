@@ -36,7 +36,12 @@ def lives(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """An engine that computes, loads from disk, is given damaged files, and at last wrong KV; and another one after it."""
     directory = tmp_path_factory.mktemp("kv")
-    engine, ask, settle, forget = offloading(model, directory), ["generate", prompts], ["settle_offloading"], "forgotten"
+    engine, ask, settle, forget = (
+        offloading(model, directory),
+        ["generate", prompts],
+        ["settle_offloading"],
+        "forgotten",
+    )
     steps = {
         "cold": ask,
         "settled": settle,

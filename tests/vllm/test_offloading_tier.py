@@ -88,7 +88,9 @@ def test_two_engines_on_one_directory_share(make: Make) -> None:
     assert_right(other, NAMES, context)
 
 
-@pytest.mark.parametrize("engine", [{"dtype": "bfloat16"}, {"hf_overrides": {"rope_theta": 5000.0}}, {"enable_lora": True}])
+@pytest.mark.parametrize(
+    "engine", [{"dtype": "bfloat16"}, {"hf_overrides": {"rope_theta": 5000.0}}, {"enable_lora": True}]
+)
 def test_another_engine_that_computes_otherwise_finds_nothing(make: Make, engine: dict[str, Any]) -> None:
     stored(make())
     other = make(engine)
@@ -101,7 +103,9 @@ def test_another_size_of_the_cpu_tier_finds_it(make: Make) -> None:
     assert other.find(NAMES, other.request("second")) == len(NAMES)
 
 
-def test_nothing_is_shared_where_vllms_configuration_is_not_to_be_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_shared_where_vllms_configuration_is_not_to_be_found(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tiercache.integrations.vllm_offloading import tier
 
     monkeypatch.setattr(tier, "engine_config", lambda engine_id: None)

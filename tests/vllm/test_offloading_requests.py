@@ -76,8 +76,7 @@ def test_a_reset_makes_answers_void_and_requests_stale() -> None:
     requests.answer("a", {ONE: True})
     requests.forget_everything()
     assert requests.look_up("a", ONE) is None
-    assert requests.of("a").stale
-    assert not requests.of("b").stale
+    assert requests.is_stale("a") and not requests.is_stale("b")
 
 
 def test_chunks_of_a_session_are_told_in_the_order_of_the_prompt() -> None:

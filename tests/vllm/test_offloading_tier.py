@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.vllm.offloaded import ROW_BYTES, ROWS, Offloaded, content_of, engine_of, name_of
 from tests.vllm.tiny_llama import save_tiny
+from tiercache.core.breaker import BreakerState
 from tiercache.errors import ConfigError
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -196,6 +198,36 @@ def test_routers_are_told_what_comes_and_goes(make: Make) -> None:
     assert [(event.removed, event.keys) for event in events] == [(True, NAMES[:1])]
 
 
+def test_routers_are_told_of_a_reset(make: Make) -> None:
+    from vllm.v1.kv_offload.base import Medium
+
+    engine = make(events=True)
+    stored(engine)
+    list(engine.manager.take_events())
+    engine.manager.reset_cache()
+    engine.step()
+    events = [event for event in engine.manager.take_events() if event.medium is Medium.STORAGE]
+    assert [(event.removed, set(event.keys)) for event in events] == [(True, set(NAMES))]
+
+
+def test_a_tier_that_is_not_well_is_not_promised(make: Make) -> None:
+    """Room in vLLM's memory would be made for what is not read, again and again."""
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine = make()
+    stored(engine)
+    cache = engine.tier.thread.cache
+
+    async def fails() -> None:
+        (reader,) = cache.parts.reader.tiers
+        while reader.breaker.state is BreakerState.CLOSED:
+            reader.breaker.failed(asyncio.get_running_loop().time())
+
+    engine.tier.thread.submit(fails()).result(10)
+    assert engine.manager.lookup(NAMES[0], engine.request("second")) is LookupResult.RETRY
+    assert engine.find(NAMES, engine.request("third")) == 0
+
+
 def test_figures_have_definitions(make: Make) -> None:
     engine = make()
     stored(engine)
@@ -244,8 +276,6 @@ def hot_when(engine: Offloaded, chunks: int) -> int:
     cache, keys = engine.tier.thread.cache, engine.tier._keys(NAMES)
 
     async def hot() -> int:
-        import asyncio
-
         try:
             async with asyncio.timeout(10):
                 while cache.lookup_hot(keys) < chunks:

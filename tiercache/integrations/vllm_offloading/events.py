@@ -47,6 +47,11 @@ class ChunkWatch:
         with contextlib.suppress(RuntimeError):  # the cache is closed: nothing changes any more
             self._thread.loop.call_soon_threadsafe(self._watch, names)
 
+    def forget_everything(self) -> None:
+        """No request finds these any more, wherever they are."""
+        with contextlib.suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(self._forget, 0)
+
     def take(self) -> Changes:
         with self._lock:
             changes, self._changes = self._changes, {}
@@ -66,7 +71,11 @@ class ChunkWatch:
             self._names[key] = name
             self._names.move_to_end(key)
             self._look(key)
-        while len(self._names) > self._most:
+        self._forget(self._most)
+
+    def _forget(self, most: int) -> None:
+        """Those that were watched first, until so many are left."""
+        while len(self._names) > most:
             key, name = self._names.popitem(last=False)
             if key in self._there:
                 self._there.discard(key)

@@ -60,9 +60,9 @@ class TieredRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def of(self, request_id: str) -> TieredRequest:
-        """Also of one that vLLM did not announce."""
-        return self._requests.setdefault(request_id, TieredRequest())
+    def is_stale(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and request.stale
 
     def begin(self, request_id: str, wishes: Wishes) -> None:
         self._requests[request_id] = TieredRequest(wishes)
@@ -75,7 +75,7 @@ class TieredRequests:
 
     def look_up(self, request_id: str, name: Name, end_token: int | None = None) -> bool | None:
         """Whether the chunk is there, which ends at that token of its prompt; None: ask again."""
-        request = self.of(request_id)
+        request = self._requests.setdefault(request_id, TieredRequest())
         if request.wishes.at_the_end:
             if request.wishes.session and not request.ends:
                 self._begun[request_id] = request
@@ -109,7 +109,9 @@ class TieredRequests:
 
     def stores(self, request_id: str, ends: Mapping[Name, int]) -> None:
         """Its chunks, and where they end in its prompt."""
-        request = self.of(request_id)
+        request = self._requests.get(request_id)
+        if request is None:
+            return
         if request.wishes.at_the_end:
             request.ends.update(ends)
         if request.wishes.forget:

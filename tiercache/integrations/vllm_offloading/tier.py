@@ -33,6 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from tiercache.bridge import CacheThread
 from tiercache.cache import TierCache
 from tiercache.config import Config
+from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import TierCacheError
 from tiercache.integrations.vllm.figures import WorkerFigures
@@ -114,7 +115,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         # Of what is behind a server nobody knows how far away it is.
         is_local = all(tier.name in MEDIA for tier in cache.tiers)
         self.locality = Locality(locality) if locality is not None else Locality.LOCAL if is_local else None
-        self._at_hand = [cache.cpu, *(tier for tier in cache.tiers if tier.name in MEDIA)]
+        self._at_hand = [reader for reader in cache.parts.reader.tiers if reader.tier.name in MEDIA]
         self._requests = TieredRequests(self._is_known)
         self._questions = Questions(self.thread)
         self._jobs: dict[int, _Job] = {}
@@ -172,7 +173,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         job = _job(job_metadata)
-        if self._requests.of(job.request_id).stale:
+        if self._requests.is_stale(job.request_id):
             self._end(job_metadata.job_id, job)
             return
         self._requests.stores(job.request_id, job.ends)
@@ -243,6 +244,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._wait()
         self._namespace = self.thread.cache.namespace + os.urandom(16)
         self._requests.forget_everything()
+        if self._watch is not None:
+            self._watch.forget_everything()
         self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         logger.info("vLLM reset its caches: what was stored before is not found any more by this engine")
 
@@ -264,7 +267,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         for names, removed in ((changes.removed, True), (changes.stored, False)):
             if names:
                 keys = [OffloadKey(name) for name in names]
-                yield OffloadingEvent(keys, self.medium, removed, locality=Locality.LOCAL, ownership=self.tier_type)
+                yield OffloadingEvent(
+                    keys,
+                    self.medium,
+                    removed,
+                    locality=Locality.LOCAL,
+                    ownership=self.tier_type,
+                    removal_expected=not removed,
+                )
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -288,10 +298,12 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return keys_from_hashes(self._namespace, names, self._tag)
 
     def _is_known(self, name: bytes) -> bool:
-        """Whether memory knows that the chunk is in a tier of this host. Looks into dictionaries of the cache's loop, which
-        another thread may do; what it sees is a hint, as it is on the loop."""
+        """Whether memory knows that the chunk is in a tier of this host that is well. Looks into dictionaries of the cache's
+        loop, which another thread may do; what it sees is a hint, as it is on the loop."""
         (key,) = self._keys([name])
-        return any(tier.offers(key) for tier in self._at_hand)
+        if self.thread.cache.cpu.contains(key):
+            return True
+        return any(one.breaker.state is BreakerState.CLOSED and one.tier.offers(key) for one in self._at_hand)
 
 
 def _job(metadata: TransferJob) -> _Job:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import close_answer, drive, same_answer
+from tests.vllm.engines import BLOCK_TOKENS, close_answer, drive, same_answer
+from tests.vllm.gemma import tiny_gemma
+from tests.vllm.tiny import tiny_llama
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -91,3 +94,28 @@ def test_wrong_kv_changes_the_answer(
     for ours, theirs in zip(lives[0]["wrong"], oracle, strict=True):
         assert ours["cached"] == theirs["cached"]
         assert not same_answer(ours, theirs)
+
+
+def tiny_engine(kind: str, directory: Path) -> dict[str, Any]:
+    """Of models whose answers depend on every byte of their KV."""
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 1024, "enable_prefix_caching": True}
+    settings |= {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 1024}
+    if kind == "two ranks":
+        model = tiny_llama(directory / "model", kv_heads=2)
+        settings |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    else:
+        model = tiny_gemma(directory / "model", ["sliding_attention", "full_attention"] * 2)
+    return offloading(str(model), directory / "kv") | settings
+
+
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize("kind", ["two ranks", "windows"])
+def test_other_kinds_of_engines_hit_too(kind: str, tmp_path: Path) -> None:
+    numbers = random.Random(3)
+    prompt = {"prompt_token_ids": [2, *(numbers.randrange(2, 250) for _ in range(299))]}
+    ask, empty = ["generate", [prompt], 4], [["settle_offloading"], ["reset_prefix_cache"], ["forget_offloaded_memory"]]
+    answers, _ = drive(tiny_engine(kind, tmp_path), [ask, ask, *empty, ask])
+    (cold,), (oracle,), *_, (hit,) = answers
+    assert (cold["cached"], oracle["cached"]) == (0, 299 // BLOCK_TOKENS * BLOCK_TOKENS)
+    assert hit["cached"] == oracle["cached"]
+    assert same_answer(hit, oracle)

@@ -8,6 +8,7 @@ Both have the same engine, CPU tier, copies and prompts, and nothing but a direc
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -26,6 +27,7 @@ from tiercache.errors import TierCacheError
 
 SIDES = ("fs", "tiercache")
 _PROMPT_TOKENS = 12 * BLOCK_TOKENS + 9
+_HIT_TOKENS = _PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 _CAP_BYTES = 80 << 20
 _MORE_PROMPTS = 6
 _CHUNK_BYTES = 256 << 10
@@ -68,12 +70,10 @@ class Bench:
         return self.text[start : start + _PROMPT_TOKENS]
 
     def ask(self, side: Side, engine: Engine, numbers: Sequence[int]) -> str:
-        """What came of prompts that were answered before: wrong answers, and tokens that hit."""
-        answers = [engine.ask(self.prompt(number)) for number in numbers]
-        wrong = sum(not is_right(answer, side.right[number]) for number, answer in zip(numbers, answers, strict=True))
-        hits = sum(answer.hit_tokens for answer in answers)
-        total = len(numbers) * (_PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS)
-        return f"{wrong} of {len(numbers)} wrong, {hits} of {total} tokens hit"
+        """What came of prompts that were answered before."""
+        return outcome(
+            [engine.ask(self.prompt(number)) for number in numbers], [side.right[number] for number in numbers]
+        )
 
     def compute(self, side: Side, engine: Engine, number: int) -> None:
         side.right[number] = engine.ask(self.prompt(number))
@@ -123,6 +123,13 @@ class Bench:
         return number
 
 
+def outcome(answers: Sequence[Answer], right: Sequence[Answer]) -> str:
+    """Wrong answers, and tokens that hit."""
+    wrong = sum(not is_right(*pair) for pair in zip(answers, right, strict=True))
+    hits = sum(answer.hit_tokens for answer in answers)
+    return f"{wrong} of {len(answers)} wrong, {hits} of {len(answers) * _HIT_TOKENS} tokens hit"
+
+
 def is_right(answer: Answer, right: Answer) -> bool:
     """As right as vLLM's own recompute is, which splits the prefill in another way."""
     return answer.tokens[:4] == right.tokens[:4] and all(
@@ -142,9 +149,28 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def linked(model: Path, directory: Path) -> Path:
+    """A directory with the files of `model`, which may be replaced there; returns it."""
+    directory.mkdir()
+    for file in model.iterdir():
+        (directory / file.name).symlink_to(file.resolve())
+    return directory
+
+
+def train_again(model: Path) -> None:
+    """Other weights where `model`'s were."""
+    from safetensors.torch import load_file, save_file
+
+    place = model / "model.safetensors"
+    weights = load_file(place)
+    changed = {name: 1.5 * tensor if ".v_proj." in name else tensor for name, tensor in weights.items()}
+    place.unlink()
+    save_file(changed, place, metadata={"format": "pt"})
+
+
 def compare(model: Path, place: Path, pairs: int) -> list[Side]:
     """All of the table. Raises what an engine raises."""
-    text = text_of(model)
+    text, model = text_of(model), linked(model, place / "model")
     import_vllm()
     bench = Bench(text, place, pairs)
     settings = {side.name: tier_settings(side.name, side.directory, _CAP_BYTES) for side in bench.sides}
@@ -164,6 +190,17 @@ def compare(model: Path, place: Path, pairs: int) -> list[Side]:
             at.settle()
             side.rows["another engine, on the same directory"] = bench.ask(side, other, [40])
         print(f"{side.name}: {side.rows}", file=sys.stderr, flush=True)
+    # Elsewhere: torch starts threads for it, whose locks no fork could use any more.
+    training = multiprocessing.get_context("fork").Process(target=train_again, args=(model,))
+    training.start()
+    training.join()
+    right: list[Answer] = []
+    for side in reversed(bench.sides):
+        with engine(model, settings[side.name]) as at:
+            answers = [at.ask(bench.prompt(number)) for number in last[:2]]
+            # Ours finds nothing that other weights have computed. What it computes is what is right.
+            right = right or answers
+            side.rows["other weights at the same path"] = outcome(answers, right)
     return bench.sides
 
 

@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _IMPORTED = (
     "vllm.model_executor.model_loader.default_loader",
 )
 """What an engine would import while it starts. It must start no thread: a fork would have only its locks."""
+_PATIENCE_S = 120.0
 _CPU_TIER_BYTES = 64 << 20
 _SPEC = {"spec_name": "CpuTieringSpec", "spec_module_path": "tiercache.integrations.vllm_offloading"}
 _OURS = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm_offloading"}
@@ -59,7 +61,7 @@ def tier_settings(side: str, directory: Path, cap_bytes: int) -> dict[str, Any]:
 
 
 class Engine:
-    """An engine's process, from here. Raises EOFError when it is no more."""
+    """An engine's process, from here. Raises EOFError when it is no more, TimeoutError when it says nothing."""
 
     def __init__(self, process: BaseProcess, connection: Connection) -> None:
         self.process = process
@@ -84,7 +86,7 @@ class Engine:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self._connection.send((name, arguments))
-        return self._connection.recv()
+        return _received(self._connection)
 
 
 @contextmanager
@@ -92,11 +94,12 @@ def engine(model: Path, tier: dict[str, Any]) -> Iterator[Engine]:
     """Runs until the block ends, when it writes what it has queued."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=_live, args=(there, model, tier))
+    name = f"tiercache-bench-{uuid.uuid4().hex}"
+    process = context.Process(target=_live, args=(there, name, model, tier))
     process.start()
     there.close()
     try:
-        assert here.recv() == "ready"
+        assert _received(here) == "ready"
         yield Engine(process, here)
         if process.is_alive():
             here.send(("close", ()))
@@ -106,6 +109,14 @@ def engine(model: Path, tier: dict[str, Any]) -> Iterator[Engine]:
         if process.is_alive():
             process.kill()
         process.join()
+        # vLLM's memory, which it leaves behind when it is killed.
+        Path(f"/dev/shm/vllm_offload_{name}.mmap").unlink(missing_ok=True)
+
+
+def _received(connection: Connection) -> Any:
+    if not connection.poll(_PATIENCE_S):
+        raise TimeoutError(f"an engine said nothing for {_PATIENCE_S:.0f} s")
+    return connection.recv()
 
 
 def import_vllm() -> None:
@@ -115,21 +126,21 @@ def import_vllm() -> None:
         importlib.import_module(name)
 
 
-def _live(connection: Connection, model: Path, tier: dict[str, Any]) -> None:
-    life = _Life(model, tier)
+def _live(connection: Connection, name: str, model: Path, tier: dict[str, Any]) -> None:
+    life = _Life(name, model, tier)
     connection.send("ready")
     while True:
-        name, arguments = connection.recv()
-        if name == "close":
+        call, arguments = connection.recv()
+        if call == "close":
             life.close()
             return
-        connection.send(getattr(life, name)(*arguments))
+        connection.send(getattr(life, call)(*arguments))
 
 
 class _Life:
     """In the engine's process."""
 
-    def __init__(self, model: Path, tier: dict[str, Any]) -> None:
+    def __init__(self, name: str, model: Path, tier: dict[str, Any]) -> None:
         from vllm import LLM
 
         extra = _SPEC | {"cpu_bytes_to_use": _CPU_TIER_BYTES, "secondary_tiers": [tier]}
@@ -147,6 +158,7 @@ class _Life:
             kv_transfer_config={
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
+                "engine_id": name,
                 "kv_connector_extra_config": extra,
             },
         )

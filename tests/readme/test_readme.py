@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import shutil
 import socket
 import tomllib
@@ -139,6 +140,26 @@ def serve(command: str, shell: Shell, place: Path) -> None:
             assert shape.search(log), f"the log has no line like {shape.pattern}"
 
 
+def offload(command: str, shell: Shell, place: Path) -> None:
+    """As far as it goes without a GPU, which vLLM's own spec wants: vLLM reads it, and finds our tier by it. With a spec for
+    the CPU: tests/vllm/test_offloading_engine.py."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    from tiercache.integrations.vllm_offloading import TierCacheTier
+
+    _, _, options = command.partition("api_server ")
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(shlex.split(options))
+    transfer = EngineArgs.from_cli_args(parsed).kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == ("OffloadingConnector", "kv_both")
+    extra = transfer.kv_connector_extra_config
+    assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == "TieringOffloadingSpec"
+    assert [SecondaryTierFactory.get_tier_class(tier) for tier in extra["secondary_tiers"]] == [TierCacheTier]
+
+
 def top(command: str, shell: Shell, place: Path) -> None:
     """Once, of an embedded cache: it would go on until Ctrl-C."""
     asyncio.run(watched(command, place, shell))
@@ -186,6 +207,7 @@ async def controlled(command: str, place: Path, shell: Shell) -> None:
 
 PLAIN = r"[^;&|<>`$]*"
 """Arguments, and no second command behind them."""
+SERVER = r"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server --model MODEL --kv-transfer-config"
 ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     r"tiercache doctor --path DIR": doctor,
     r"tiercache config explain FILE": explain,
@@ -199,7 +221,8 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     r"python examples/serve_fastapi\.py": serve_example,
     r"python examples/serve_fastapi_load\.py": load_example,
     r"pip install 'tiercache\[\w+\]'": extra,
-    rf"TIERCACHE_CONFIG_FILE=\S+ python -m vllm\.entrypoints\.openai\.api_server {PLAIN}": serve,
+    rf"{SERVER} '{PLAIN}": serve,
+    rf"{SERVER}\.{PLAIN}": offload,
     r"\(umask 077; openssl rand -hex 32 > token\)": control,
     rf"tiercache serve-control {PLAIN}": control,
     r"tiercache top --socket PATH": top,

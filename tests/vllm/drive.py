@@ -534,6 +534,36 @@ class Driver:
         subprocess.run([sys.executable, "-c", code, directory, str(cap_bytes)], check=True, timeout=120)
         return self.known_files(directory)
 
+    def _offloading(self) -> Any:
+        """The manager of vLLM's own offloading."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+
+    def settle_offloading(self) -> bool:
+        """Until all that was computed is in vLLM's CPU tier, and in every tier below."""
+        self.idle()
+        (tier,) = self._offloading().secondary_tiers
+        return bool(tier.thread.submit(tier.thread.cache.flush(30)).result(40).complete)
+
+    def forget_offloaded_memory(self) -> int:
+        """vLLM's CPU tier and our hot cache are empty; how many chunks left that."""
+        manager = self._offloading()
+        manager.primary_tier.reset_cache()
+        thread = manager.secondary_tiers[0].thread
+
+        async def clear() -> int:
+            return int(thread.cache.clear_hot())
+
+        return int(thread.submit(clear()).result(10))
+
+    def corrupt_offloaded(self) -> int:
+        """Reverse all of vLLM's CPU tier: wrong KV that nothing can notice. The negative control."""
+        import numpy as np
+
+        rows = np.asarray(self._offloading().primary_tier.get_kv_memoryview())
+        for row in rows:
+            row[:] = row[::-1].copy()
+        return len(rows)
+
     def known_files(self, directory: str) -> list[str]:
         """The chunk files, once the tier knows of exactly these; or after 10 s."""
         until_s = time.monotonic() + 10.0

@@ -23,8 +23,9 @@ tiercache reads LMCache's files and variables unchanged. Sources, the later one 
 1. the YAML file: the one given, else the one that `TIERCACHE_CONFIG_FILE` names, else `LMCACHE_CONFIG_FILE`;
 2. `LMCACHE_<KEY>` in the environment, and `LMCACHE_EXTRA_CONFIG`, a JSON object of keys;
 3. `TIERCACHE_<KEY>` and `TIERCACHE_EXTRA_CONFIG`;
-4. overrides: `Config.load(overrides=...)`, vLLM's `kv_connector_extra_config`, or SGLang's
-   `--hicache-storage-backend-extra-config`, where a key may begin with `tiercache.` or `lmcache.`.
+4. overrides: `Config.load(overrides=...)`, vLLM's `kv_connector_extra_config`, what stands beside
+   `"type": "TierCacheTier"` in vLLM's `secondary_tiers` (`config_file` names the YAML file there), or SGLang's
+   `--hicache-storage-backend-extra-config`. A key may begin with `tiercache.` or `lmcache.`.
 
 Keys marked *extra* belong inside `extra_config:` for LMCache; tiercache takes every key there and at the top level.
 `extra_config` of several sources is merged key by key. A GB is 1024**3 bytes, as it is in LMCache. Keys marked *ours*

@@ -30,7 +30,7 @@ NAME_BYTES = 32
 """Of a name, without its tenant's tag."""
 _AT_ONCE = 32
 """Blocks that are named without letting others run."""
-_CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 
 @dataclass
@@ -68,7 +68,7 @@ class BlockNames:
     ) -> None:
         """The engine hashes every `hash_tokens` tokens, of which blocks are multiples; by default every block. `tenant_salt`
         is the whole cache's, which the namespace has."""
-        self.from_engine = hash_algorithm in _CRYPTOGRAPHIC
+        self.from_engine = hash_algorithm in CRYPTOGRAPHIC
         self._block_tokens = block_tokens
         self._hash_tokens = hash_tokens or block_tokens
         self._algorithm = hash_algorithm

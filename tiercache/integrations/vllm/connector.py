@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -24,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from tiercache.config import Config
-from tiercache.control.server import socket_path
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.engine_events import KvEvents, ResidencyChanges
 from tiercache.integrations.vllm.grouped import empty_part, fitted, in_parts
@@ -38,6 +36,7 @@ from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.prometheus import TierCachePromMetrics
 from tiercache.integrations.vllm.replicas import head_parts
 from tiercache.integrations.vllm.scheduler_side import SchedulerSide
+from tiercache.integrations.vllm.side_by_side import beside_others
 from tiercache.integrations.vllm.stats import TierCacheStats
 from tiercache.integrations.vllm.versions import check_version, source_of
 from tiercache.integrations.vllm.worker_side import WorkerSide
@@ -74,14 +73,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         quiet = role != KVConnectorRole.SCHEDULER
         self._config = Config.load(overrides=dict(transfer.kv_connector_extra_config or {}), quiet=quiet)
         parallel = vllm_config.parallel_config
-        # Engines that serve the same model side by side have the same configuration. Of a dense model each is told that it
-        # is the only one (rank 0 of 1), but for its index.
-        index = parallel.data_parallel_index
-        engine = (index, max(parallel.data_parallel_size, index + 1))
-        if (path := self._config.control_socket) is not None:
-            self._config = replace(self._config, control_socket=str(socket_path(path, engine)))
-        if (name := self._config.shm_name) is not None:
-            self._config = replace(self._config, shm_name=str(socket_path(name, engine)))
+        self._config = beside_others(self._config, parallel.data_parallel_index, parallel.data_parallel_size)
         self._engine = str(transfer.engine_id)
         self._groups = find_groups(vllm_config, kv_cache_config)
         plain = is_plain(self._groups, kv_cache_config)

@@ -6,13 +6,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierCacheError
-from tiercache.integrations.vllm.grouped import keys_of
-from tiercache.integrations.vllm.planning import BlockGeometry
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Turn, Wishes
 
 logger = logging.getLogger("tiercache.vllm")
@@ -24,9 +22,10 @@ _STORING_S = 30.0
 class SessionTurns:
     """`follow` is called by the engine's thread and does not wait."""
 
-    def __init__(self, thread: CacheThread, geometry: BlockGeometry) -> None:
+    def __init__(self, thread: CacheThread, keys_of: Callable[[list[bytes]], list[ChunkKey]]) -> None:
+        """`keys_of` the names of chunks."""
         self._thread = thread
-        self._geometry = geometry
+        self._keys_of = keys_of
         self._warned = False
 
     def follow(self, turns: Sequence[Turn], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
@@ -40,7 +39,7 @@ class SessionTurns:
 
     async def _follow(self, turn: Turn, saves: list[concurrent.futures.Future[int]]) -> None:
         try:
-            keys = keys_of(self._thread.cache.namespace, turn.names, self._geometry)
+            keys = self._keys_of(turn.names)
             if isinstance(turn, RequestBegan):
                 self._thread.cache.ahead.began(turn.session, keys, turn.step)
                 return
@@ -67,7 +66,7 @@ class SessionTurns:
     async def _learn(self, turn: RequestEnded, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes
         if wishes.forget:
-            forgotten = keys_of(cache.namespace, turn.stored, self._geometry)
+            forgotten = self._keys_of(turn.stored)
             cache.ahead.unpin(forgotten)
             await cache.forget(forgotten)
         if wishes.pin_s is not None:

@@ -73,9 +73,9 @@ def make_layout(
             ("cache_dtype", str(cache.cache_dtype)),
             ("code", code or _version()),
             ("compute_dtype", str(model.dtype)),
-            ("draft", _draft(config)),
+            ("draft", draft_of(config)),
             ("hash", str(cache.prefix_caching_hash_algo)),
-            ("images", _images(model)),
+            ("images", images_of(model)),
             ("kv_scales", digest(scales)),
             ("layers", digest(list(tensors))),
             ("model_config", effective_config(model)),
@@ -113,7 +113,7 @@ def _backend(layer: Any) -> str:
     return str(backend.get_name()) if backend is not None else "unknown"
 
 
-def _draft(config: VllmConfig) -> str:
+def draft_of(config: VllmConfig) -> str:
     """A speculative decoder's own model: its layers' KV lies in the same blocks."""
     speculative = config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
@@ -122,7 +122,7 @@ def _draft(config: VllmConfig) -> str:
     return model_of(config, draft, speculative.draft_load_config or config.load_config)
 
 
-def _images(model: Any) -> str:
+def images_of(model: Any) -> str:
     """What the engine makes of images besides what is in the names of blocks."""
     multimodal = model.multimodal_config
     return digest([getattr(multimodal, option, None) for option in _IMAGE_OPTIONS]) if multimodal is not None else ""

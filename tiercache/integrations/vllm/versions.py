@@ -18,10 +18,10 @@ TESTED = ("0.30", "0.31", "0.32")
 """Minor versions whose CPU build answered as its own prefix cache does (tests/vllm/test_versions.py)."""
 
 
-def check_version(version: str) -> None:
+def check_version(version: str, tested: tuple[str, ...] = TESTED) -> None:
     """Say so where nobody knows whether the connector works: it may, and a layout that it does not know it refuses."""
-    if ".".join(version.split(".")[:2]) not in TESTED:
-        logger.warning("vLLM %s was not tested with this connector; tested were %s", version, ", ".join(TESTED))
+    if ".".join(version.split(".")[:2]) not in tested:
+        logger.warning("vLLM %s was not tested with this connector; tested were %s", version, ", ".join(tested))
 
 
 def source_of(tier: str) -> CacheHitSource:

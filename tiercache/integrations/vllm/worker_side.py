@@ -96,7 +96,7 @@ class WorkerSide:
         self.residency = Residency(self.thread, layout, geometry) if kv_events else None
         self._receiving: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
-        self._turns = SessionTurns(self.thread, geometry)
+        self._turns = SessionTurns(self.thread, lambda names: keys_of(self._namespace, names, geometry))
         self._storing: dict[concurrent.futures.Future[int], str] = {}
         """Of saves that may be off the engine's blocks already and are not in the cache yet; whose they are."""
         self._saves_ended: Counter[str] = Counter()

@@ -1,0 +1,135 @@
+"""The layout that names the bytes of vLLM's offloaded chunks.
+
+A chunk is a row of vLLM's CPU tier: what all ranks keep of it, one after the other. The scheduler's process has neither the
+weights nor the attention layers, so what the connector asks those is known here by the version of vLLM and the kind of
+machine instead: other versions, and other machines, find nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING
+
+from tiercache.core.layout import Layout
+from tiercache.errors import ConfigError
+from tiercache.integrations.vllm.block_names import CRYPTOGRAPHIC
+from tiercache.integrations.vllm.engine_identity import digest
+from tiercache.integrations.vllm.kv_layout import draft_of, images_of
+from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+logger = logging.getLogger("tiercache.vllm")
+
+
+def engine_config(engine_id: str) -> VllmConfig | None:
+    """The configuration of the engine that is being made, from those who called us. None where nobody has it.
+
+    vLLM tells its offloading a part of what decides on the bytes (no revision, no load format, no overrides, no
+    quantization). Who makes the tier has all of it.
+    """
+    from vllm.config import VllmConfig
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        found = frame.f_locals.get("vllm_config")
+        if isinstance(found, VllmConfig) and getattr(found.kv_transfer_config, "engine_id", None) == engine_id:
+            return found
+    return None
+
+
+def make_layout(
+    offloading: OffloadingConfig, row_bytes: int, engine: VllmConfig | None, model_id: str | None
+) -> Layout:
+    """Of chunks of `row_bytes`. `model_id` stands for the model's content.
+
+    Where it cannot be known what the bytes depend on, the layout is this engine's own: nothing is shared, also not with the
+    next start, and that is said. Raises ConfigError where vLLM's hashes may collide.
+    """
+    parallel, cache = offloading.parallel, offloading.cache
+    chunk_tokens = max(group.tokens_per_block for group in offloading.groups) * cache.blocks_per_chunk
+    extra = {
+        "cache_dtype": offloading.model.dtype,
+        "canonical": str(offloading.canonical_layout),
+        "groups": digest([(group.group_id, group.tokens_per_block, group.layer_names) for group in offloading.groups]),
+        "machine": _machine(),
+        "order": f"{offloading.kv_cache_layout}",
+        "parallel": f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size} dcp {parallel.dcp_size} "
+        f"of {parallel.world_size}",
+        "replicated": str(offloading.replicated_layout),
+        "row": f"{row_bytes} bytes, {cache.blocks_per_chunk} blocks, a hash each {cache.tokens_per_hash} tokens",
+    }
+    reason = _why_unknown(engine)
+    if engine is None or reason is not None:
+        logger.warning("nothing is shared with other engines, also not with the next start: %s", reason)
+        model = f"unknown, of {os.urandom(16).hex()}"
+    else:
+        model = f"id {model_id}" if model_id else model_of(engine, engine.model_config, engine.load_config)
+        extra |= _of_engine(engine)
+    return Layout(
+        model=model,
+        chunk_tokens=chunk_tokens,
+        bytes_per_token=-(-row_bytes // chunk_tokens),
+        kv_dtype=offloading.model.dtype,
+        byte_format="rows of vllm's offloading",
+        engine=f"vllm {_version()}",
+        extra=tuple(sorted(extra.items())),
+    )
+
+
+def check_hashes(engine: VllmConfig | None) -> None:
+    """Raises ConfigError where two prefixes may be made to have the same names, and names differ with each start."""
+    algorithm = engine.cache_config.prefix_caching_hash_algo if engine is not None else CRYPTOGRAPHIC[0]
+    if algorithm not in CRYPTOGRAPHIC:
+        raise ConfigError(
+            f"prefix_caching_hash_algo: expected {' or '.join(CRYPTOGRAPHIC)}, found {algorithm}, which is not "
+            "cryptographic; start vLLM with --prefix-caching-hash-algo sha256"
+        )
+
+
+def _why_unknown(engine: VllmConfig | None) -> str | None:
+    if engine is None:
+        return "vLLM's configuration was not found where the tier was made"
+    if engine.lora_config is not None:
+        return "blocks of LoRA adapters are named by the adapter's path, and what lies there may change (enable_lora)"
+    if getattr(engine.cache_config, "calculate_kv_scales", False):
+        return "scales of the KV are found while the engine runs (calculate_kv_scales)"
+    return None
+
+
+def _of_engine(engine: VllmConfig) -> dict[str, str]:
+    model = engine.model_config
+    return {
+        "attention": digest(engine.attention_config),
+        "compute_dtype": str(model.dtype),
+        "draft": draft_of(engine),
+        "hash": str(engine.cache_config.prefix_caching_hash_algo),
+        "images": images_of(model),
+        "longest": str(model.max_model_len),
+        "model_config": effective_config(model),
+        "quantization": f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}",
+    }
+
+
+def _machine() -> str:
+    """What attention back ends are chosen by, which decide on the order of the bytes in a block."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import torch
+
+        instructions = f"{torch.backends.cpu.get_cpu_capability()} amx {torch.cpu._is_amx_tile_supported()}"
+        return f"{platform.machine()} {instructions}"
+    return f"{current_platform.get_device_name()} {current_platform.get_device_capability()}"
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,0 +1,56 @@
+"""The cache's own figures in vLLM's `/metrics`, beside those that vLLM counts of every tier by itself."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+)
+
+from tiercache.control.families import FAMILIES, Family
+from tiercache.integrations.vllm.stats import TierCacheStats
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    return {_name(family.name): _definition(family) for family in FAMILIES}
+
+
+def as_offloading_stats(ours: TierCacheStats) -> OffloadingConnectorStats:
+    stats = OffloadingConnectorStats()
+    for name, counts in ours.data["counters"].items():
+        if name in _KNOWN:
+            for labels, amount in counts.items():
+                stats.increase_counter(_name(name), amount, labels)
+    for name, distributions in ours.data["distributions"].items():
+        if name in _KNOWN:
+            for labels, (counts, sums) in distributions.items():
+                for count, total in zip(counts, sums, strict=True):
+                    # vLLM takes amounts one by one. The mean of a bucket lies in it.
+                    for _ in range(count):
+                        stats.observe_histogram(_name(name), total / count, labels)
+    for families in ours.data["gauges"].values():
+        for name, values in families.items():
+            if name in _KNOWN:
+                for labels, value in values.items():
+                    stats.set_gauge(_name(name), value, labels)
+    return stats
+
+
+_KNOWN = {family.name for family in FAMILIES}
+
+
+def _name(family: str) -> str:
+    """A second engine of the same process registers the names again, and of old ones vLLM removes its own only."""
+    return f"vllm:{family}"
+
+
+def _definition(family: Family) -> OffloadingMetricMetadata:
+    match family.kind:
+        case "counter":
+            return OffloadingCounterMetadata(family.text, family.labels)
+        case "gauge":
+            return OffloadingGaugeMetadata(family.text, family.labels)
+    return OffloadingHistogramMetadata(family.text, family.labels, family.bounds)

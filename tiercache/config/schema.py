@@ -324,12 +324,19 @@ class ConfigFields:
         Whole(104857600, 2147483648, "bytes"),
         209715200,
         "shared memory for transfers; no effect with shm_name, where chunks go from and to the arena",
+        aliases=("hfs3fs_iov_size",),
         tier="hf3fs",
         extra=True,
     )
-    hf3fs_ior_entries: int = _key(Whole(128, 1024), 256, "requests in one ring", tier="hf3fs", extra=True)
-    hf3fs_io_depth: int = _key(Whole(-128, 128), 0, "requests sent together", tier="hf3fs", extra=True)
-    hf3fs_numa_id: int = _key(Whole(-1), -1, "NUMA node of the transfer memory; -1: any", tier="hf3fs", extra=True)
+    hf3fs_ior_entries: int = _key(
+        Whole(128, 1024), 256, "requests in one ring", aliases=("hfs3fs_ior_entries",), tier="hf3fs", extra=True
+    )
+    hf3fs_io_depth: int = _key(
+        Whole(-128, 128), 0, "requests sent together", aliases=("hfs3fs_io_depth",), tier="hf3fs", extra=True
+    )
+    hf3fs_numa_id: int = _key(
+        Whole(-1), -1, "NUMA node of the transfer memory; -1: any", aliases=("hfs3fs_numa_id",), tier="hf3fs", extra=True
+    )
     hf3fs_io_thread_num: int = _key(Whole(2, 16, "threads"), 4, "threads that read and write", tier="hf3fs", extra=True)
 
     remote_url: str | None = _key(

@@ -1,4 +1,4 @@
-"""Configurations with the keys of LMCache's pages and examples: each loads, and says what it does not honour; or says why not."""
+"""Configurations with the keys of LMCache's pages and examples: each loads, or says why not, and names what has no effect."""
 
 from pathlib import Path
 

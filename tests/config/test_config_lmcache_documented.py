@@ -1,4 +1,4 @@
-"""Configurations with the keys of LMCache's pages and examples: each loads, or says why not, and names what has no effect."""
+"""Configurations with the keys of LMCache's pages and examples: each loads and names what has no effect, or is refused."""
 
 from pathlib import Path
 

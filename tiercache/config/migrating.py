@@ -129,9 +129,8 @@ def _keys() -> Iterator[str]:
         for option in options:
             if option.flat:
                 names = ", ".join(f"`{name}`" for name in option.flat)
-                own = f"`remote_storage_plugin.NAME.{option.name}`"
                 default = shown_default(option.default)
-                yield f"| {names} | {default} | {option.meaning} | {type_name}: {own} for one tier |"
+                yield f"| {names} | {default} | {option.meaning} | {type_name}: `{option.name}` of one instance |"
     yield ""
 
 

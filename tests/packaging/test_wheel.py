@@ -49,8 +49,8 @@ def run(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("clean")
     finished([sys.executable, "-m", "venv", "--without-pip", "env"], place, os.environ["PATH"])
     python = place / "env" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-compile", str(wheel)]
-    finished(install, place, os.environ["PATH"])
+    install = ["install", "-q", "--no-deps", "--no-compile", str(wheel)]
+    finished([sys.executable, "-m", "pip", "--python", str(python), *install], place, os.environ["PATH"])
     (installed,) = (place / "env").glob("lib/*/site-packages")
     (installed / "libraries.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
 

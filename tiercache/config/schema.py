@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GB = 1024**3
 """LMCache's sizes in "GB" are multiples of this, so ours are."""
+_SERDES = Choice(("naive",), "others lose bits of the KV; compression of a remote tier loses none")
 
 
 def in_bytes(size_gb: float) -> int:
@@ -345,7 +346,7 @@ class ConfigFields:
         "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b",
         tier="remote",
     )
-    remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
+    remote_serde: str = _key(_SERDES, "naive", "how chunks are serialised: as they are", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
         Words(), (), "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
         tier="remote",

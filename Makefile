@@ -1,6 +1,7 @@
 # make demo   what the cache does, with real vLLM and a real model, on this machine; DEMO='--tokens 2000' asks for less
 # make test   all tests
 # make lint   ruff and mypy
+# make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
@@ -16,7 +17,7 @@ STAMP := $(VENV)/installed-$(shell cat requirements/*.txt pyproject.toml Makefil
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test long-test lint bench gpu-check setup clean
+.PHONY: demo test long-test lint docs bench gpu-check setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
@@ -32,6 +33,11 @@ long-test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: setup
+	$(call install,tools of the site,--no-deps -r requirements/docs.txt)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "build/site/index.html"
 
 bench: setup
 	$(BIN)/tiercache bench $(BENCH)

@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercache.bridge import CacheThread  # noqa: F401
-    from tiercache.cache import TierCache  # noqa: F401
-    from tiercache.config import Config  # noqa: F401
-    from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes  # noqa: F401
-    from tiercache.core.layout import Layout  # noqa: F401
-    from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError  # noqa: F401
-    from tiercache.scheduler.fan_out import FlushReport  # noqa: F401
-    from tiercache.scheduler.reader import Hit  # noqa: F401
-    from tiercache.statistics import Statistics  # noqa: F401
-    from tiercache.tiers.leases import Lease  # noqa: F401
+    from tiercache.bridge import CacheThread
+    from tiercache.cache import TierCache
+    from tiercache.config import Config
+    from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes
+    from tiercache.core.layout import Layout
+    from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
+    from tiercache.scheduler.fan_out import FlushReport
+    from tiercache.scheduler.reader import Hit
+    from tiercache.statistics import Statistics
+    from tiercache.tiers.leases import Lease
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,25 @@ _HOME = {
     "keys_from_hashes": "core.keys",
 }
 
-__all__ = [*_HOME, "__version__"]
+# Written out: type checkers do not export what is computed.
+__all__ = [
+    "CacheThread",
+    "ChunkKey",
+    "Config",
+    "ConfigError",
+    "CorruptChunk",
+    "FlushReport",
+    "Hit",
+    "Layout",
+    "LayoutError",
+    "Lease",
+    "Statistics",
+    "TierCache",
+    "TierCacheError",
+    "__version__",
+    "chunk_keys",
+    "keys_from_hashes",
+]
 
 
 def __getattr__(name: str) -> Any:

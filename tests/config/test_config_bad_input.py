@@ -77,7 +77,7 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
         ("cache_policy: ARC", "cache_policy: expected one of LRU, LFU, FIFO, MRU, SLRU, S3FIFO, COST, found 'ARC'"),
         ("on_queue_full: drop", "on_queue_full: expected one of wait, skip, replace, found 'drop'"),
         ("disk_durability: sometimes", "disk_durability: expected fdatasync or none, found 'sometimes'"),
-        ("remote_serde: cachegen", "remote_serde: expected naive, found 'cachegen'"),
+        ("remote_serde: cachegen", "compression of a remote tier loses none), found 'cachegen'"),
         ("numa_mode: near", "numa_mode: expected auto or the number of a NUMA node, found 'near'"),
         ("shm_name: a/b", "shm_name: expected a name without / inside, found 'a/b'"),
         ("min_retrieve_tokens: -1", "min_retrieve_tokens: expected a whole number of tokens >= 0, found -1"),

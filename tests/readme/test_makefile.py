@@ -15,7 +15,7 @@ from tiercache import Config
 
 MAKE = f"make -o setup VENV={sys.prefix}"
 """As after `make setup`, which has tests of its own."""
-RUN = {"demo", "test", "long-test", "lint", "bench", "gpu-check", "setup", "clean"}
+RUN = {"demo", "test", "long-test", "lint", "docs", "bench", "gpu-check", "setup", "clean"}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
@@ -57,6 +57,18 @@ def test_no_target_sets_what_a_cache_takes_for_a_setting() -> None:
 
 def test_lint(shell: Shell) -> None:
     shell(f"cd {REPOSITORY} && {MAKE} lint")
+
+
+def test_docs(shell: Shell) -> None:
+    """Strictly: a link that leads nowhere, or a name that is not there, fails."""
+    pytest.importorskip("mkdocs", reason="requirements/docs.txt is not installed")
+    said = shell(f"cd {REPOSITORY} && {MAKE} docs")
+    assert "WARNING" not in said.stdout + said.stderr
+    site = REPOSITORY / "build" / "site"
+    api = (site / "api.html").read_text()
+    assert "put_many" in api and "Store a chunk; returns once it is hot" in api
+    pages = "".join(page.read_text() for page in site.rglob("*.html"))
+    assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?://", pages) == [], "it loads nothing from elsewhere"
 
 
 def test_bench_in_full_size(shell: Shell) -> None:

@@ -1,6 +1,7 @@
 """LMCache's keys that tiercache does not have: accepted, so that an operator's file works, and named in one warning.
 
-From the table of lmcache 0.5.6 (lmcache/v1/config.py), its aliases, and the keys that its code reads from extra_config.
+From the table of lmcache 0.5.6 (lmcache/v1/config.py), its aliases, the keys that its code reads from extra_config, and
+those of its documentation, of which some are older.
 """
 
 from __future__ import annotations
@@ -46,12 +47,33 @@ _FOREIGN = """
     s3_num_io_threads s3_prefer_http2
     azure_account_key azure_account_url azure_connection_string azure_sas_token
     sagemaker_hyperpod_bucket sagemaker_hyperpod_use_https
+    s3_max_io_concurrency s3_max_inflight_reqs
+    pd_retrieve_locations pd_store_location p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms
+    distributed_url local_device pipelined_backend
+    worker_socket_recv_timeout_ms worker_socket_send_timeout_ms
+    internal_api_server_access_log internal_api_server_log_level
+    enable_cache_usage_details_in_response remote_enable_mla_worker_id_as0
 """
 
 FOREIGN = frozenset(_FOREIGN.split())
 
-FOREIGN_PREFIXES = ("ec_", "dax.", "rust_raw_block.", "storage_plugin.", "external_backend.", "mp.", "lmcache.mp.")
-"""Starts of keys that LMCache's plugins and side cars name themselves."""
+FOREIGN_PREFIXES = (
+    "bigtable_",
+    "chunk_statistics_",
+    "dax.",
+    "ec_",
+    "eic_",
+    "ext_log_connector_",
+    "external_backend.",
+    "full_sync_",
+    "lmcache.mp.",
+    "maru_",
+    "mp.",
+    "rust_raw_block.",
+    "sagemaker_hyperpod_",
+    "storage_plugin.",
+)
+"""Starts of keys that LMCache's plugins and side cars, and stores that tiercache does not have, name themselves."""
 
 IGNORED = frozenset({"use_experimental"})
 """Accepted without a word: LMCache's documentation still asks for it, and it never meant anything here."""

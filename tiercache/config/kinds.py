@@ -129,6 +129,8 @@ class Choice:
     """One of a few words, in any case."""
 
     words: tuple[str, ...]
+    why: str = ""
+    """Why not others, for whom that surprises."""
 
     @property
     def expected(self) -> str:
@@ -138,7 +140,7 @@ class Choice:
         for word in self.words:
             if isinstance(raw, str) and raw.strip().lower() == word.lower():
                 return word
-        raise ValueError(f"expected {self.expected}")
+        raise ValueError(f"expected {self.expected}" + (f" ({self.why})" if self.why else ""))
 
 
 @dataclass(frozen=True, slots=True)

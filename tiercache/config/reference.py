@@ -84,7 +84,7 @@ def _remotes() -> Iterator[str]:
 def _option_row(option: Option) -> str:
     flat = ", ".join(f"`{name}`" for name in option.flat)
     meaning = option.meaning.replace("|", "\\|")
-    return f"| `{option.name}` | {option.kind.expected} | {_default(option.default)} | {meaning} | {flat} |"
+    return f"| `{option.name}` | {option.kind.expected} | {shown_default(option.default)} | {meaning} | {flat} |"
 
 
 def _row(key: Key) -> str:
@@ -95,10 +95,10 @@ def _row(key: Key) -> str:
         meaning += "; also " + ", ".join(f"`{alias}`" for alias in key.aliases)
     if not key.honoured:
         meaning += "; not honoured in this version"
-    return f"| {name} | {key.kind.expected} | {_default(key.default)} | {meaning} |"
+    return f"| {name} | {key.kind.expected} | {shown_default(key.default)} | {meaning} |"
 
 
-def _default(value: Any) -> str:
+def shown_default(value: Any) -> str:
     if value is None or value in ("", ()):
         return "-"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -126,7 +126,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("express", Switch(), False, "the bucket is of S3 Express One Zone", ("s3_enable_s3express",)),
         Option("part_bytes", Whole(1 << 20, 1 << 30, "bytes"), 4 << 20,
                "chunks of twice that and more are read in parallel parts"),
-        Option("prefix", Text(), "tiercache", "what the names of all objects begin with"),
+        Option("prefix", Text(), "tiercache", "what the names of all objects begin with", ("s3_file_prefix",)),
         _COMPRESSION,
     ),
     "fs": (

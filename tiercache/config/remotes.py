@@ -23,10 +23,16 @@ OWN_NAMES = frozenset({"cpu", "device", "shared_memory", "disk", "gds", "weka"})
 
 ELSEWHERE = (
     "aerospike",
+    "audit",
     "azure",
     "bigtable",
+    "blackhole",
     "eic",
+    "external",
+    "hfbucket",
     "lm",
+    "mock",
+    "plugin",
     "sagemaker-hyperpod",
     "sagemaker_hyperpod",
 )

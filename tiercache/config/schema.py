@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GB = 1024**3
 """LMCache's sizes in "GB" are multiples of this, so ours are."""
+_SERDES = Choice(("naive",), "others lose bits of the KV; compression of a remote tier loses none")
 
 
 def in_bytes(size_gb: float) -> int:
@@ -324,12 +325,19 @@ class ConfigFields:
         Whole(104857600, 2147483648, "bytes"),
         209715200,
         "shared memory for transfers; no effect with shm_name, where chunks go from and to the arena",
+        aliases=("hfs3fs_iov_size",),
         tier="hf3fs",
         extra=True,
     )
-    hf3fs_ior_entries: int = _key(Whole(128, 1024), 256, "requests in one ring", tier="hf3fs", extra=True)
-    hf3fs_io_depth: int = _key(Whole(-128, 128), 0, "requests sent together", tier="hf3fs", extra=True)
-    hf3fs_numa_id: int = _key(Whole(-1), -1, "NUMA node of the transfer memory; -1: any", tier="hf3fs", extra=True)
+    hf3fs_ior_entries: int = _key(
+        Whole(128, 1024), 256, "requests in one ring", aliases=("hfs3fs_ior_entries",), tier="hf3fs", extra=True
+    )
+    hf3fs_io_depth: int = _key(
+        Whole(-128, 128), 0, "requests sent together", aliases=("hfs3fs_io_depth",), tier="hf3fs", extra=True
+    )
+    hf3fs_numa_id: int = _key(
+        Whole(-1), -1, "NUMA node of the transfer memory; -1: any", aliases=("hfs3fs_numa_id",), tier="hf3fs", extra=True
+    )
     hf3fs_io_thread_num: int = _key(Whole(2, 16, "threads"), 4, "threads that read and write", tier="hf3fs", extra=True)
 
     remote_url: str | None = _key(
@@ -338,7 +346,7 @@ class ConfigFields:
         "a remote tier as one URL, such as redis://host:6379 or hf3fs:///a,/b",
         tier="remote",
     )
-    remote_serde: str = _key(Choice(("naive",)), "naive", "how chunks are serialised: as they are", tier="remote")
+    remote_serde: str = _key(_SERDES, "naive", "how chunks are serialised: as they are", tier="remote")
     remote_storage_plugins: tuple[str, ...] = _key(
         Words(), (), "remote tiers as type[.instance], such as redis, hf3fs.a, in the order in which they are asked",
         tier="remote",

@@ -1,0 +1,96 @@
+"""Configurations with the keys of LMCache's pages and examples: each loads and names what has no effect, or is refused."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tiercache.config import Config, explain
+from tiercache.config.sources import file_settings
+from tiercache.errors import ConfigError
+
+FILES = Path(__file__).parent / "fixtures" / "lmcache"
+ON, MISSING = "on", "not available in this version"
+
+TIERS: dict[str, dict[str, str]] = {
+    "azure": {"azure": MISSING},
+    "bigtable": {"bigtable": MISSING},
+    "bigtable_behind_redis": {"redis": ON, "bigtable": MISSING},
+    "blending": {},
+    "controller": {},
+    "dax": {},
+    "decoder": {"lm": MISSING},
+    "eic": {"eic": MISSING},
+    "external": {},
+    "external_url": {"external": MISSING},
+    "fs": {"fs": ON},
+    "fs_two": {"fs.near": ON, "fs.far": ON},
+    "fs_url": {"fs": ON},
+    "hf3fs": {"hf3fs.primary": ON},
+    "hfbucket": {"hfbucket": MISSING},
+    "infinistore": {"infinistore": ON},
+    "lmcache_server": {"lm": MISSING},
+    "local_disk_alone": {"disk": ON},
+    "mock": {"mock": MISSING},
+    "mooncake": {"mooncakestore": ON},
+    "nixl_object": {},
+    "nixl_posix": {},
+    "peers": {},
+    "redis": {"redis": ON},
+    "redis_sentinel": {"redis-sentinel": ON},
+    "resp": {"redis": ON},
+    "s3": {"s3": ON},
+    "s3_compatible": {"s3": ON},
+    "s3_express": {"s3": ON},
+    "s3_keys": {"s3": ON},
+    "sagemaker_hyperpod": {"sagemaker-hyperpod": MISSING},
+    "sglang": {},
+    "valkey": {"valkey": ON},
+    "valkey_cluster": {"valkey": ON},
+}
+REFUSED = {
+    "maru": "max_local_cpu_size: expected a number of GB > 0, found 0",
+    "prefiller": "remote_serde: expected naive (others lose bits of the KV; compression of a remote tier loses none)",
+}
+
+
+def path_of(name: str) -> Path:
+    return FILES / f"{name}.yaml"
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_it_makes_the_tiers_that_tiercache_has(name: str) -> None:
+    config = Config.load(path_of(name), environ={})
+    assert {tier.name: tier.state for tier in explain(config).tiers if tier.name != "cpu"} == TIERS[name]
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_each_key_has_an_effect_or_is_named_in_a_warning(name: str) -> None:
+    config = Config.load(path_of(name), environ={})
+    warned = " ".join(config.warnings)
+    given = {setting.name for setting in file_settings(path_of(name))}
+    silent = {key for key in given if key not in warned}
+    effective = {origin.alias or key for key, origin in config.origins.items()}
+    assert silent <= effective
+    if MISSING in TIERS[name].values():
+        assert MISSING in warned
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_meant_is_one_problem_with_its_reason(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path_of(name), environ={})
+    message = str(caught.value)
+    assert message.startswith(REFUSED[name]) and "\n" not in message
+
+
+def test_no_file_is_left_out_and_each_names_its_source() -> None:
+    assert {path.stem for path in FILES.glob("*.yaml")} == TIERS.keys() | REFUSED.keys()
+    assert all(path.read_text().startswith("# The keys of LMCache's ") for path in FILES.glob("*.yaml"))
+    assert all(isinstance(yaml.safe_load(path.read_text()), dict) for path in FILES.glob("*.yaml"))
+
+
+def test_the_prefix_of_objects_is_lmcaches(load_text) -> None:
+    config = load_text("remote_url: s3://bucket\ns3_file_prefix: here\n")
+    assert config.warnings == ()
+    assert config.remote_settings == {"s3_file_prefix": "here"}

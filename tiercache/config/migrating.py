@@ -1,0 +1,176 @@
+"""The tables of docs/migrating.md, made from the table of keys: what LMCache's configuration means here.
+
+Run `python -m tiercache.config.migrating` after a change of the tables; it writes them into the page, between its marks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES
+from tiercache.config.reference import shown_default
+from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS
+from tiercache.config.remotes import ELSEWHERE
+from tiercache.config.schema import KEYS, Key
+
+BEGIN, END = "<!-- made by python -m tiercache.config.migrating: {} -->\n", "<!-- end -->\n"
+
+DIFFERS = {
+    "cache_policy": "LMCache's default is LRU. COST evicts as LRU does, but where another chunk is clearly worth less",
+    "max_local_disk_size": "what is allocated counts, for all processes that share the directory, and after a restart",
+    "use_odirect": "LMCache's default is false. Unset, it is used where the file system can",
+    "disk_io_threads": "threads that read; twice as many write",
+    "local_cpu_use_hugepages": "refused together with `shm_name` and `enable_p2p`, as LMCache does",
+    "gds_buffer_size": "needed with `gds_path` and `weka_path`",
+    "gds_path_sharding": "ranks that hold the same KV share a directory",
+    "local_disk_path_sharding": "ranks that hold the same KV share a directory; `by_chunk` is ours",
+    "gds_backend": "`hipfile` is refused",
+    "remote_serde": "only `naive`: other serdes of LMCache lose bits. `compression` of a remote tier is bit-exact",
+    "numa_mode": "`manual` is named in a warning and has no effect; a node's number is ours",
+    "enable_async_loading": "chunks from below the hot cache are always loaded beside engine steps",
+    "save_unfull_chunk": "with sliding windows or `kv_head_parts`, hits are whole chunks and it has no effect",
+    "blocking_timeout_secs": "also the longest wait for room",
+    "lookup_timeout_ms": "a look-up that is late says what it knows by then; no tier makes the others wait",
+    "retrieve_locations": "accepted, not honoured; `role` of a remote tier says read, write or both",
+    "store_location": "accepted, not honoured; `role` of a remote tier says read, write or both",
+    "pin_timeout_sec": "accepted, not honoured; pins end by their `ttl_s`",
+    "pin_check_interval_sec": "accepted, not honoured, as `pin_timeout_sec`",
+    "max_alloc_attempts": "accepted, not honoured; `blocking_timeout_secs` bounds that wait",
+    "allocation_attempt_delay_secs": "accepted, not honoured; a wait ends when there is room",
+    "use_direct_io": "true: warn where it does not work; it is used where it does",
+    "weka_path": "LMCache 0.5.6 detects WekaFS under `gds_path`; both are accepted",
+    "hf3fs_iov_size": "no effect with `shm_name`: the hot cache itself is registered",
+    "reserve_local_cpu_size": "lowers `max_local_cpu_size` once, when the configuration is read, and says so",
+}
+"""What an operator should know of keys that have an effect here, or have none."""
+
+ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
+    "peers and the controller": (
+        ("enable_p2p", "p2p_", "mp_", "transfer_channel", "enable_controller", "lmcache_", "controller_",
+         "disabled_controllers", "heartbeat_url", "full_sync_", "kv_msg_", "worker_socket_", "distributed_url"),
+        "a tier that all reach (Redis, 3FS, Weka, `fs`), or `shared_memory_path` on one host; vLLM's KV events tell routers "
+        "what an engine has",
+    ),
+    "disaggregated prefill": (
+        ("enable_pd", "enable_xpyd", "pd_", "nixl_peer_", "nixl_proxy_", "nixl_role", "nixl_receiver_port"),
+        "`kv_role` and any tier that both sides reach (examples/disaggregated_prefill.py)",
+    ),
+    "NIXL": (
+        ("enable_nixl_storage", "nixl_"),
+        "`gds_path`, `local_disk`, `hf3fs` or `s3`, after what NIXL's back end was",
+    ),
+    "blending and layer-wise transfer": (
+        ("enable_blending", "blend_", "enable_sparse", "use_layerwise", "enable_hidden_state_cache", "hidden_state",
+         "max_hidden_"),
+        "none: only what equals a prefix exactly is a hit",
+    ),
+    "stores that tiercache does not have": (
+        ("azure_", "bigtable_", "eic_", "maru_", "sagemaker_hyperpod_", "dax.", "rust_raw_block.", "shared_memory_name",
+         "max_lease_size_mb", "storage_root_dir"),
+        "another store, or a tier of your own (examples/sqlite_tier.py)",
+    ),
+    "plugins of LMCache": (
+        ("storage_plugin", "external_backend", "runtime_plugin_locations", "plugin_locations", "ext_log_connector_", "ec",
+         "audit_", "instrumented_", "lmcache.mp.", "mp."),
+        "an entry point `tiercache.tiers`, or `module_path` and `class_name` of a remote tier",
+    ),
+    "look-ups elsewhere": (
+        ("external_lookup_client", "hit_miss_ratio", "lookup_server_worker_ids", "enable_scheduler_bypass_lookup",
+         "lookup_backoff_time", "pre_caching_hash_algorithm"),
+        "none needed: keys are BLAKE2b or vLLM's own hashes, the same in every process",
+    ),
+    "LMCache's own API and scripts": (
+        ("internal_api_server_", "script_allowed_imports", "run_script_api_enabled", "remote_config_url", "app_id"),
+        "`control_socket` and `tiercache serve-control`; nothing runs code that a request brings",
+    ),
+    "figures": (
+        ("enable_chunk_statistics", "chunk_statistics_", "enable_kv_events", "enable_cache_usage_details_in_response"),
+        "`/metrics`, `tiercache top`, and vLLM's `--kv-events-config`",
+    ),
+    "memory that grows": (
+        ("enable_lazy_memory_allocator", "lazy_memory_", "first_rank_max_local_cpu_size", "local_cpu.pinned_align_bytes",
+         "gpu_to_numa_mapping", "local_device", "max_offload_tokens"),
+        "none: the arena is taken at start, and is all that is taken",
+    ),
+    "settings of clients": (
+        ("valkey_", "resp_", "s3_", "fs_connector_", "transfer_timeout", "use_exists_sync", "remote_backend_",
+         "save_chunk_meta", "pipelined_backend"),
+        "`concurrency` and `timeout_s` of the remote tier; files and values always say what they hold",
+    ),
+    "the rest": (
+        ("py_enable_gc", "use_gpu_connector_v3", "discard_partial_chunks", "save_only_first_rank", "force_store_wait",
+         "remote_enable_mla_worker_id_as0"),
+        "none needed: what ranks hold in common is stored once by itself, and a full queue is `on_queue_full`",
+    ),
+}  # fmt: skip
+"""LMCache's features, how their keys begin, and what does the same here."""
+
+
+def feature_of(key: str) -> str | None:
+    """The feature that an absent key belongs to: the one that knows most of its name."""
+    known = [(len(start), name) for name, (starts, _) in ABSENT.items() for start in starts if key.startswith(start)]
+    return max(known)[1] if known else None
+
+
+def tables() -> dict[str, str]:
+    """What stands between the page's marks, by the name of the table."""
+    return {"keys": "\n".join(_keys()), "absent": "\n".join(_absent()), "urls": "\n".join(_urls())}
+
+
+def _keys() -> Iterator[str]:
+    yield "| LMCache's key | default here | what it means here | what differs |"
+    yield "|---|---|---|---|"
+    for key in KEYS.values():
+        if not key.ours:
+            yield f"| {_names(key)} | {shown_default(key.default)} | {key.meaning} | {DIFFERS.get(key.name, '')} |"
+    for type_name, options in (("every remote tier", COMMON), *OPTIONS.items()):
+        for option in options:
+            if option.flat:
+                names = ", ".join(f"`{name}`" for name in option.flat)
+                default = shown_default(option.default)
+                yield f"| {names} | {default} | {option.meaning} | {type_name}: `{option.name}` of one instance |"
+    yield ""
+
+
+def _absent() -> Iterator[str]:
+    yield "| LMCache's feature | its keys | here |"
+    yield "|---|---|---|"
+    starts = {prefix: f"`{prefix}`..." for prefix in FOREIGN_PREFIXES}
+    shown = {key: f"`{key}`" for key in FOREIGN if not key.startswith(FOREIGN_PREFIXES)} | starts
+    for feature, (_, instead) in ABSENT.items():
+        keys = ", ".join(shown[key] for key in sorted(shown) if feature_of(key) == feature)
+        yield f"| {feature} | {keys} | {instead} |"
+    yield ""
+
+
+def _urls() -> Iterator[str]:
+    yield "| `remote_url` | tier | |"
+    yield "|---|---|---|"
+    for scheme, type_name in ALIASES.items():
+        if scheme not in ("unix", "mooncake"):
+            yield f"| `{scheme}://` | `{type_name}` | as LMCache writes it |"
+    for scheme in ELSEWHERE:
+        yield f"| `{scheme}://` | none | accepted; a warning says that the tier is missing |"
+    yield ""
+
+
+def _names(key: Key) -> str:
+    return ", ".join(f"`{name}`" for name in (key.name, *key.aliases))
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew. Raises ValueError where it has no place for one."""
+    for name, table in tables().items():
+        before, begin, rest = page.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END)
+        if not begin or not end:
+            raise ValueError(f"expected {BEGIN.format(name).strip()} and, behind it, {END.strip()}")
+        page = f"{before}{begin}\n{table}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    page_path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/migrating.md")
+    page_path.write_text(with_tables(page_path.read_text()))

@@ -44,6 +44,7 @@ SESSIONS = 200
 """Those that were longest ago are forgotten; what is cached of them stays until it is evicted."""
 WAITING = 64
 """Requests at a time. More are refused: a queue without an end answers nobody."""
+BUSY = "the session has a question that is not answered yet"
 SHOWN_SESSIONS = 12
 SHOWN_ANSWERS = 120
 TICK_S = 0.25
@@ -144,6 +145,8 @@ class Chat:
     async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:
         """Pieces of the answer, and last how it came about."""
         began_s, first_s = time.perf_counter(), 0.0
+        if session.busy:  # another question of this session was quicker since that was asked
+            raise ValueError(BUSY)
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         text = ""
         session.busy = True
@@ -301,7 +304,7 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
         it: Chat = app.state.chat
         session = it.session(question)
         if session.busy:
-            raise HTTPException(409, "the session has a question that is not answered yet")
+            raise HTTPException(409, BUSY)
         if it.waiting >= WAITING:
             raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
         return StreamingResponse(events(it.answer(session, question)), media_type="text/event-stream")

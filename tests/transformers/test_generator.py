@@ -78,6 +78,16 @@ async def test_closing_waits_until_all_is_stored(kv: ModelKv, open_cache: Open) 
             await generator.generate(PROMPT, SHORT)
 
 
+async def test_who_still_waits_when_it_closes_is_told(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        async with generator._turn:
+            waiting = asyncio.create_task(generator.generate(PROMPT, SHORT))
+            await asyncio.sleep(0)
+            await generator.close()
+        with pytest.raises(CacheClosed):
+            await waiting
+
+
 async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         with pytest.raises(Exception, match="batch of 2"):

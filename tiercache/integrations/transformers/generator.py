@@ -84,8 +84,7 @@ class Generator:
         as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
         chunk that it is at, and what was computed is stored. Raises what `generate` raises.
         """
-        if self._closed:
-            raise CacheClosed("the generator is closed")
+        self._check_open()
         if not len(ids):
             raise ValueError("ids: expected at least one token, found none")
         ids = [int(one) for one in ids]
@@ -98,6 +97,7 @@ class Generator:
                 first = self.prefixes.keys(ids[: self.kv.chunk_tokens], salt=salt)
                 await self._settled(first)
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
+                self._check_open()  # this has waited
                 computing = asyncio.get_running_loop().run_in_executor(
                     self._thread, self._compute, past, ids, settings, streamer, stop
                 )
@@ -109,6 +109,10 @@ class Generator:
             stop.set()
             self._stops.discard(stop)
         return Answer(computed, len(ids), past.hit_tokens, past.hit_by_tier)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CacheClosed("the generator is closed")
 
     async def close(self) -> None:
         """Stop what is computed, and wait until what was computed is stored. Idempotent. The cache stays open."""

@@ -312,6 +312,13 @@ def hot_when(engine: Offloaded, chunks: int) -> int:
     return int(engine.tier.thread.submit(hot()).result(20))
 
 
+def test_vllms_memory_is_given_back_when_the_cache_cannot_be_opened(make: Make) -> None:
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
+    with pytest.raises(ConfigError):
+        make(local_disk="/dev/null/kv")
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before
+
+
 def test_vllms_memory_is_given_back(make: Make) -> None:
     engine = make()
     stored(engine)

@@ -244,6 +244,31 @@ def test_figures_have_definitions(make: Make) -> None:
         assert all(len(labels) == len(definitions[name].labelnames) for labels in values), name
 
 
+def test_vllm_exports_them_also_for_a_second_engine(make: Make, model: Path) -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    engine = make()
+    stored(engine)
+    engine.tier._figures._due_s = 0.0
+    engine.tier.get_stats()
+    engine.settle()
+    stats = engine.tier.get_stats()
+    config = engine_of(model)
+    config.kv_transfer_config.kv_connector_extra_config = engine.tier._offloading_spec.extra_config | {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "tiercache.integrations.vllm_offloading",
+    }
+    kinds = {kind: kind for kind in (Counter, Gauge, Histogram)}
+    for _ in range(2):
+        unregister_vllm_metrics()
+        OffloadPromMetrics(config, kinds, ["engine"], {0: ["0"]}).observe(stats.data)
+    labels = {"engine": "0", "tier": "disk"}
+    assert REGISTRY.get_sample_value("vllm:tiercache_tier_writes_total", labels) == len(NAMES)
+    unregister_vllm_metrics()
+
+
 def test_what_a_request_says_is_needed_again_is_in_memory_by_then(make: Make) -> None:
     engine = make()
     stored(engine)
@@ -285,6 +310,13 @@ def hot_when(engine: Offloaded, chunks: int) -> int:
         return cache.lookup_hot(keys)
 
     return int(engine.tier.thread.submit(hot()).result(20))
+
+
+def test_vllms_memory_is_given_back_when_the_cache_cannot_be_opened(make: Make) -> None:
+    before = set(Path("/dev/shm").glob("vllm_offload_*"))
+    with pytest.raises(ConfigError):
+        make(local_disk="/dev/null/kv")
+    assert set(Path("/dev/shm").glob("vllm_offload_*")) <= before
 
 
 def test_vllms_memory_is_given_back(make: Make) -> None:

@@ -6,6 +6,7 @@ cache lives on a loop thread of its own. Whatever goes wrong is a miss, or a chu
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import logging
 import os
@@ -107,14 +108,16 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         self._config = config
-        self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
+        wanted = Locality(locality) if locality is not None else None
         self.thread = CacheThread(config, layout)
+        # Not before: who holds a view when this raises keeps vLLM from giving its memory back.
+        self._rows: np.ndarray | None = np.asarray(primary_kv_view).view(np.uint8)
         self._namespace = self.thread.cache.namespace
         self._tag = tenant_tag(config.tenant_salt)
         cache = self.thread.cache
         # Of what is behind a server nobody knows how far away it is.
         is_local = all(tier.name in MEDIA for tier in cache.tiers)
-        self.locality = Locality(locality) if locality is not None else Locality.LOCAL if is_local else None
+        self.locality = wanted or (Locality.LOCAL if is_local else None)
         self._at_hand = [reader for reader in cache.parts.reader.tiers if reader.tier.name in MEDIA]
         self._requests = TieredRequests(self._is_known)
         self._questions = Questions(self.thread)
@@ -126,6 +129,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
         self._watch = ChunkWatch(self.thread) if tells else None
+        # An engine that just exits would leave its last chunks unwritten.
+        atexit.register(self.shutdown)
         logger.info("chunks of %.2f MiB below vLLM's CPU tier; %s", self.block_size_bytes / 2**20, cache.describe())
 
     # Requests
@@ -285,8 +290,11 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return as_offloading_stats(new) if new is not None else None
 
     def shutdown(self) -> None:
-        """Write what is queued, for up to `close_timeout_s`. Raises TierCacheError where the machine hangs in a copy: vLLM
-        keeps its memory mapped then."""
+        """Write what is queued, for up to `close_timeout_s`. Idempotent.
+
+        Raises TierCacheError where the machine hangs in a copy: vLLM keeps its memory mapped then.
+        """
+        atexit.unregister(self.shutdown)
         report = self.thread.close(self._config.close_timeout_s)
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")

@@ -39,7 +39,7 @@ def test_of_a_run_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "succeeded", lambda *_: None)
     monkeypatch.setattr(Breaker, "answered", lambda *_: None)
     outcome = next(outcome for seed in range(30) if (outcome := run_seed(seed)).failure is not None)
-    assert "after the last fault" in outcome.said
+    assert "breaker" in outcome.said
     assert 'File "' in outcome.said
 
 

@@ -87,12 +87,16 @@ class HostPath:
             self.cpu.touch_prefix(keys)
         else:
             self.cpu.touch(keys)
+        at_once = True
         try:
             while items:
                 await self._put_all(items, put)
+                at_once = at_once and not put.elsewhere
                 items = await self._left_undone(put) if put.elsewhere else ()
         finally:
             self.cpu.under_way.end(put.passage)
+        if prefix and not (at_once and put.stored == len(keys)):
+            self.cpu.follow(keys)  # batches have said who follows whom in each, and not across what was missing there
         return put.stored
 
     async def _put_all(self, items: Sequence[_Item], put: _Put) -> None:

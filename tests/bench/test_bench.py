@@ -33,6 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "cpu.put_gbps",
         "cpu.get_gbps",
         "cpu.put_overhead_us",
+        "cpu.put_loop_us",
         "cpu.put_latency_us",
         "cpu.get_overhead_us",
         "cpu.batch_put_overhead_us",

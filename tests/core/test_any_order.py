@@ -114,6 +114,24 @@ def test_who_is_aged_stands_where_he_would_had_he_left_and_been_found_again(
 
 
 @pytest.mark.parametrize("policy", ORDERS)
+@given(steps=STEPS, keys=st.lists(KEYS, unique=True), parents=st.dictionaries(KEYS, KEYS, max_size=2))
+@settings(max_examples=100, deadline=None)
+def test_who_comes_with_others_stands_where_he_would_had_they_come_one_by_one(
+    policy: str, steps: list[tuple[str]], keys: list[bytes], parents: dict[bytes, bytes]
+) -> None:
+    together, one_by_one = Played(policy), Played(policy)
+    for step in steps:
+        together.step(*step)
+        one_by_one.step(*step)
+    new = dict.fromkeys((key for key in keys if key not in together.resident | together.parked.keys()), 0)
+    together.order.insert_all(new, parents)
+    together.resident |= new.keys()
+    for key in new:
+        one_by_one.step("insert", key, parents.get(key))
+    assert together.pop_all() == one_by_one.pop_all()
+
+
+@pytest.mark.parametrize("policy", ORDERS)
 @given(steps=STEPS, data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_the_prefix_that_was_used_last_goes_from_its_tail(

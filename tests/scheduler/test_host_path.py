@@ -290,3 +290,49 @@ async def test_slot_that_a_hung_source_may_still_fill_is_nobody_elses(bench: Ben
     while bench.cpu.pool.free < free:
         await asyncio.sleep(0)
     assert bench.is_whole()
+
+
+@pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
+async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(bench: Bench, known: dict[ChunkKey, ChunkKey]) -> None:
+    keys = [chunk(number)[0] for number in (2, 3, 4)]
+    slots = bench.cpu.try_reserve_all(keys)
+    with bench.make_hot(3) as first:
+        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known)
+        lease = bench.cpu.lease(keys[1])
+        assert lease is not None
+        with lease:
+            assert np.shares_memory(lease.view, first.view)
+    assert bench.cpu.prefix(keys) == 3
+    assert bench.cpu.statistics().writes == 3
+    assert bench.is_whole()
+
+
+async def test_who_waits_for_a_slot_gets_one_when_others_have_stored_their_chunks(bench: Bench) -> None:
+    taken = bench.cpu.try_reserve_all([chunk(number)[0] for number in range(SLOTS)])
+    waiting = asyncio.ensure_future(bench.cpu.reserve(Purpose.WRITE, 10.0))
+    while not bench.cpu.turns.waiters:
+        await asyncio.sleep(0)
+    bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in taken.items()}, {})
+    given = await waiting
+    assert given is not None
+    bench.cpu.abandon(given, Purpose.WRITE)
+    assert bench.is_whole()
+
+
+async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held(bench: Bench) -> None:
+    path = HostPath(bench.cpu, FanOut([]))
+    with bench.make_hot(0):
+        assert await path.put(items(range(1000, 1000 + 2 * SLOTS)), 1.0) == 2 * SLOTS
+        assert await path.put(items(range(6)), 1.0, prefix=True) == 6
+    assert bench.cpu.prefix([key for key, _, _ in items(range(6))]) == 6
+    assert bench.is_whole()
+
+
+async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) -> None:
+    bench.cpu.keep = False
+    assert await HostPath(bench.cpu, FanOut([])).put(items(range(6)), 1.0) == 6
+    assert bench.cpu.pool.free == SLOTS and not any(bench.cpu.budget.held)
+
+
+def no_source(slot: np.ndarray) -> None:
+    raise AssertionError("what is filled is not filled again")

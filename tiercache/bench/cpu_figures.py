@@ -72,6 +72,7 @@ async def measure_cpu(figures: Figures, plan: Plan) -> None:
         for pair in range(plan.pairs):
             plan.progress(f"single operations, {pair + 1} of {plan.pairs}")
             await _singles(cache, figures, plan.sizes.singles)
+            await _on_the_loop(cache, figures, plan.sizes.singles)
             for size in _BATCHES:
                 await _batches(cache, figures, size, max(1, plan.sizes.singles // 10))
 
@@ -106,6 +107,25 @@ async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
     figures.add("cpu.put_latency_us", median(latencies) * 1e6)
     figures.add("cpu.hand_over_us", median(hand_overs) * 1e6)
     figures.add("cpu.get_overhead_us", median(gets) * 1e6)
+
+
+async def _on_the_loop(cache: TierCache, figures: Figures, count: int) -> None:
+    """`cpu.put_loop_us`: what a single put that a thread copies takes of the loop's processor time, less what a call takes
+    that does nothing in the same thread. The least of some rounds of each, in turn. Waits are not in it."""
+    now = time.thread_time
+    small = np.zeros(_SMALL_BYTES, np.uint8)
+    puts, hand_overs = [], []
+    for _ in range(5):
+        items = [(key, _SMALL_BYTES, nothing) for key in new_keys(count)]
+        began = now()
+        for item in items:
+            await cache.put_from([item])
+        puts.append(now() - began)
+        began = now()
+        for _ in items:
+            await cache.cpu.copiers.submit(nothing, small)
+        hand_overs.append(now() - began)
+    figures.add("cpu.put_loop_us", (min(puts) - min(hand_overs)) / count * 1e6)
 
 
 async def _batches(cache: TierCache, figures: Figures, size: int, count: int) -> None:

@@ -114,6 +114,8 @@ def check_key(key: ChunkKey) -> None:
 
 def each_once(items: Sequence[Item]) -> Sequence[Item]:
     """`items`, which begin with a key each, without those whose key has come before."""
+    if len(items) == 1:
+        return items
     first: dict[ChunkKey, Item] = {}
     for item in items:
         first.setdefault(item[0], item)

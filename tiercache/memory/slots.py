@@ -17,6 +17,9 @@ FEWEST_SLOTS = 4
 
 Slot = int
 
+Fill = tuple[Slot, int, Callable[[np.ndarray], None]]
+"""A slot, how many bytes come into it, and what writes them."""
+
 
 class Pool(Protocol):
     """Memory cut into equal slots: the arena's (`SlotPool`), or a device's."""

@@ -12,7 +12,7 @@ from tiercache.core.budget import WRITE
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
-from tiercache.memory.slots import Slot, fill_slot
+from tiercache.memory.slots import Fill, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, once_ended, retrieve_exception, to_the_end
 from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.fan_out import FanOut
@@ -51,7 +51,7 @@ class _Batch:
     """Of its first chunk in the put."""
     passed: int = 0
     """Chunks of the put that it deals with."""
-    fills: dict[ChunkKey, tuple[Slot, int, Source]] = field(default_factory=dict)
+    fills: dict[ChunkKey, Fill] = field(default_factory=dict)
     filling: list[asyncio.Future[None]] = field(default_factory=list)
     """A part of them each, in a thread."""
     leases: list[Lease] = field(default_factory=list)
@@ -87,12 +87,16 @@ class HostPath:
             self.cpu.touch_prefix(keys)
         else:
             self.cpu.touch(keys)
+        at_once = True
         try:
             while items:
                 await self._put_all(items, put)
+                at_once = at_once and not put.elsewhere
                 items = await self._left_undone(put) if put.elsewhere else ()
         finally:
             self.cpu.under_way.end(put.passage)
+        if prefix and not (at_once and put.stored == len(keys)):
+            self.cpu.follow(keys)  # batches have said who follows whom in each, and not across what was missing there
         return put.stored
 
     async def _put_all(self, items: Sequence[_Item], put: _Put) -> None:
@@ -168,10 +172,9 @@ class HostPath:
     def _reserve(self, items: Sequence[_Item], put: _Put) -> dict[ChunkKey, Slot]:
         """Slots for those that plainly need one, all at once."""
         here, filling, forgotten = self.cpu.residents, self._filling, put.passage.forgotten
-        lacking = dict.fromkeys(
+        return self.cpu.try_reserve_all(
             [key for key, _, _ in items if key not in here and key not in filling and key not in forgotten]
         )
-        return self.cpu.try_reserve_all(list(lacking))
 
     async def _begin_late(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch:
         """As `_begin`, of one chunk, waiting for a slot as long as the put may."""
@@ -224,18 +227,22 @@ class HostPath:
         for filling in batch.filling:
             await to_the_end(filling)
         parents = put.parents or {}
-        forgotten, publish, leases = put.passage.forgotten, self.cpu.publish, batch.leases
-        for key, (slot, length, _) in batch.fills.items():
-            if key in forgotten:
-                self.cpu.abandon(slot, WRITE)
-            else:
-                leases.append(publish(key, slot, length, WRITE, parents.get(key)))
+        forgotten, cpu, fills, leases = put.passage.forgotten, self.cpu, batch.fills, batch.leases
+        if forgotten:
+            for key in forgotten & fills.keys():
+                cpu.abandon(fills[key][0], WRITE)
+            fills = {key: fill for key, fill in fills.items() if key not in forgotten}
+        put.stored += len(leases) + len(fills)
+        if self._fan_out.writers or not cpu.keep or len(fills) == 1:  # for one, the way of many costs more than its lease
+            leases += [cpu.publish(key, slot, n, WRITE, parents.get(key)) for key, (slot, n, _) in fills.items()]
+        else:
+            cpu.publish_all(fills, parents)
         self._end(batch)
-        put.stored += len(batch.leases)
         if put.parents is not None:
             first = batch.position
-            self.cpu.follow([key for key, _, _ in items[max(0, first - 1) : first + batch.passed + 1]])
-        await self._fan_out.offer(batch.leases, put.patience)
+            cpu.follow([key for key, _, _ in items[max(0, first - 1) : first + batch.passed + 1]])
+        if leases:
+            await self._fan_out.offer(leases, put.patience)
 
     def _drop(self, batch: _Batch) -> None:
         """Nothing of it is stored. Slots that a thread may still write to, since it hangs, are given back when it ends."""

@@ -7,7 +7,8 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tiercache.core.index import prefix_in
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
-from tiercache.memory.slots import Pool, Slot, fill_slot
+from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
 from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, once_ended, to_the_end
 from tiercache.payloads import source_of
@@ -97,8 +98,7 @@ class CpuTier(Tier):
     def lease(self, key: ChunkKey, *, writes: bool = False, noted: bool = False) -> Lease | None:
         """Hold a resident chunk; None when it is not here. A reader's lease counts as a use unless that use is `noted`
         already, a writer's does not."""
-        entry = self._entries.get(key)
-        if entry is None:
+        if (entry := self._entries.get(key)) is None:
             return None
         return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, noted=noted)
 
@@ -109,10 +109,8 @@ class CpuTier(Tier):
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Note a use of those of `keys` that are resident."""
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._parked.note_use(entry)
+        for entry in filter(None, map(self._entries.get, keys)):
+            self._parked.note_use(entry)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note one use of those of `keys` that are resident, so that the tail of the prefix is colder than its head."""
@@ -122,10 +120,9 @@ class CpuTier(Tier):
     def renew(self, keys: Sequence[ChunkKey]) -> None:
         """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
         the prefix to the first. No use is counted."""
-        for key in reversed(keys):
-            entry = self._entries.get(key)
+        for entry in map(self._entries.get, reversed(keys)):
             if entry is not None and not entry.parked:
-                self._order.renew(key)
+                self._order.renew(entry.key)
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Learn that `keys` follow one another in a prefix: the order evicts none of them before those behind it."""
@@ -197,8 +194,7 @@ class CpuTier(Tier):
     def publish(
         self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose, parent: ChunkKey | None = None
     ) -> Lease:
-        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose. `parent` is the chunk before it in
-        its prefix, if the caller knows it.
+        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose. `parent` is the chunk before it.
 
         When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
         first copy keeps it, and equal keys have equal bytes.
@@ -211,21 +207,35 @@ class CpuTier(Tier):
             lease = self.begin_lease(entry, purpose)
             self.turns.serve()
             return lease
-        if tier is not None:
-            self.budget.arrived(tier)
-        entry = Entry(key, slot, payload_bytes)
+        entry = self._entries[key] = Entry(key, slot, payload_bytes)
         entry.leases = ONE[purpose]
-        self._entries[key] = entry
         before = self._entries.get(parent) if parent is not None else None
         self._order.insert(key, entry, parent if before is None or not before.parked else None)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
-        if self._on_change is not None:
-            self._on_change(key)
-        lease = Lease(self, entry, purpose)
+        self._changed(key)
         if tier is not None:
+            self.budget.arrived(tier)
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
-        return lease
+        return Lease(self, entry, purpose)
+
+    def publish_all(self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        """As `publish` of what a put has filled, with no lease: nobody writes it to another tier, so it may go at once."""
+        new: dict[ChunkKey, Entry] = {}
+        for key, (slot, payload_bytes, _) in fills.items():
+            if key in self._entries:
+                self.pool.give_back(slot)
+            else:
+                new[key] = Entry(key, slot, payload_bytes)
+        self._order.insert_all(new, self._parked.without(parents, new, self._entries))
+        self._entries.update(new)
+        self._evictable += len(new)
+        self.budget.held[WRITE] -= len(fills)
+        self._statistics.writes += len(new)
+        self._statistics.written_bytes += sum(entry.payload_bytes for entry in new.values())
+        for key in new if self._on_change is not None else ():
+            self._changed(key)
+        self.turns.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
@@ -240,8 +250,7 @@ class CpuTier(Tier):
         return self._drop(key)
 
     def _drop(self, key: ChunkKey) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        if (entry := self._entries.pop(key, None)) is None:
             return False
         entry.hot = False
         self._parked.discard(entry)
@@ -264,8 +273,7 @@ class CpuTier(Tier):
     # The Tier interface, for whoever treats all tiers alike
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        lease = self.lease(key)
-        if lease is None:
+        if (lease := self.lease(key)) is None:
             self._statistics.read_misses += 1
             return None
         with lease:
@@ -298,10 +306,8 @@ class CpuTier(Tier):
         return self.forget(key)
 
     def statistics(self) -> TierStatistics:
-        counters = TierStatistics(**vars(self._statistics))
-        counters.resident = len(self._entries)
-        counters.occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
-        return counters
+        occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
+        return replace(self._statistics, resident=len(self._entries), occupied_bytes=occupied_bytes)
 
     # Leases
 

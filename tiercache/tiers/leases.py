@@ -47,7 +47,11 @@ class Entry(Held):
     __slots__ = ("parent", "parked", "slot", "used_meanwhile")
 
     def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
-        super().__init__(key, payload_bytes)
+        # As `Held` does it: to call that would cost a put as much as all of this.
+        self.key = key
+        self.payload_bytes = payload_bytes
+        self.leases = 0
+        self.hot = True
         self.slot = slot
         self.parked = False
         """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""

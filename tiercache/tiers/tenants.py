@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
 from tiercache.core.eviction import ORDERS, TenantOrder
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
-from tiercache.memory.slots import Pool, Slot
+from tiercache.memory.slots import Fill, Pool, Slot
 from tiercache.memory.workers import Workers
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.cpu import CpuTier
@@ -119,14 +119,17 @@ class TenantCpuTier(CpuTier):
     def publish(
         self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose, parent: ChunkKey | None = None
     ) -> Lease:
-        owner, tenant = self._slots.owner(slot), tenant_of(key)
         if purpose is PREFETCH:
-            self._count_ahead(owner, -1)
+            self._count_ahead(self._slots.owner(slot), -1)
             if key not in self._entries:  # else a first copy stays, and is counted when its lease begins
-                self._count_ahead(tenant, 1)
-        if owner != tenant:
-            self._slots.own(slot, tenant)  # nobody had said what it was for
+                self._count_ahead(tenant_of(key), 1)
+        self._own(slot, key)
         return super().publish(key, slot, payload_bytes, purpose, parent)
+
+    def publish_all(self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        for key, (slot, _, _) in fills.items():
+            self._own(slot, key)
+        super().publish_all(fills, parents)
 
     # Leases
 
@@ -169,6 +172,12 @@ class TenantCpuTier(CpuTier):
             if owner is not None:
                 self._tenants.shares.note_evicted(owner)
         return slots
+
+    def _own(self, slot: Slot, key: ChunkKey) -> None:
+        """It is the chunk's tenant's, also where nobody had said what it was for."""
+        tenant = tenant_of(key)
+        if self._slots.owner(slot) != tenant:
+            self._slots.own(slot, tenant)
 
     def _pop_held(self, tenant: Tenant) -> None:
         found = self._tenants.pop_victim_of(tenant)

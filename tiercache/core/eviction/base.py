@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from tiercache.core.eviction.family import Family
@@ -56,14 +56,18 @@ class EvictionOrder(ABC, Generic[V]):
         the prefix that was used last had to lose its end: what continues it is of no use then, and goes first.
         """
 
+    def insert_all(self, residents: Mapping[ChunkKey, V], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        """`insert` each, in their order."""
+        for key, value in residents.items():
+            self.insert(key, value, parents.get(key))
+
     @abstractmethod
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         """Add a resident of unknown age (found on disk after a restart): first in line to go."""
 
     def age(self, key: ChunkKey) -> None:
         """Put a resident behind all others, as one of unknown age; nothing where it is not resident."""
-        value = self.discard(key)
-        if value is not None:
+        if (value := self.discard(key)) is not None:
             self.insert_cold(key, value)
 
     def touch(self, key: ChunkKey) -> None:
@@ -118,8 +122,7 @@ class EvictionOrder(ABC, Generic[V]):
         places: dict[ChunkKey, int] = {}
         self._full = False
         ends: list[tuple[ChunkKey, int]] = []
-        stale = False  # the first chunk of a part follows something: that may be in a later part
-        length = 0
+        length, stale = 0, False  # `stale`: the first chunk of a part follows something, which may be in a later part
         end: ChunkKey | None = None
         after: ChunkKey | None = None
         tail: ChunkKey | None = None  # the next end of a prefix behind `after`, if it is known: no walk for each chunk
@@ -167,10 +170,8 @@ class EvictionOrder(ABC, Generic[V]):
 
     def coldest(self) -> ChunkKey | None:
         """Which resident `pop_victim` would return now; None when there is none."""
-        if not self.entries:
-            return None
-        key = self._chosen()
-        if self._path:
+        key = self._chosen() if self.entries else None
+        if key is not None and self._path:
             self._path.append(key)
         return key
 
@@ -201,8 +202,7 @@ class EvictionOrder(ABC, Generic[V]):
     def readmit(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         """Take back a victim that could not go."""
         self._returning = True
-        # Its parent may be one that could not go either.
-        self._take_back(key, value, parent if parent in self.entries else None)
+        self._take_back(key, value, parent if parent in self.entries else None)  # it may be one that could not go either
         self._returning = False
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from zlib import crc32
 
 from tiercache.core.eviction.base import EvictionOrder, V
@@ -52,6 +53,24 @@ class CostAware(EvictionOrder[V]):
         self._join(key, parent)
         if not crc32(key) & self.sample.mask:
             self.sample.used(key, class_, self._clock)
+
+    def insert_all(self, residents: Mapping[ChunkKey, V], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        if parents or len(self.entries) + len(residents) > self._most:
+            return super().insert_all(residents, parents)
+        classes, gone, sample, now = self._classes, self._gone, self.sample, self._clock
+        for key in residents:
+            now += 1
+            class_ = gone.pop(key, None)
+            class_ = 0 if class_ is None else class_ | _USED
+            classes[key] = class_
+            self._queues[class_][key] = now
+            if not crc32(key) & sample.mask:
+                sample.used(key, class_, now)
+        self._clock = now
+        self.entries.update(residents)
+        self._awaited = False
+        self._recent.came(residents)
+        self._trim()
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self._gone.pop(key, None)

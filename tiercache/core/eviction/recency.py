@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Mapping
 
 from tiercache.core.eviction.base import EvictionOrder, V
 from tiercache.core.keys import ChunkKey
@@ -25,6 +26,12 @@ class Lru(EvictionOrder[V]):
         self.entries[key] = value
         if parent is not None or self._recent.ends or self._family.parents:
             self._join(key, parent)
+
+    def insert_all(self, residents: Mapping[ChunkKey, V], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        if parents or self._recent.ends or self._family.parents:
+            super().insert_all(residents, parents)
+        else:
+            self.entries.update(residents)
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self.entries[key] = value

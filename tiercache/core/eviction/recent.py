@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from tiercache.core.keys import ChunkKey
 
@@ -27,6 +28,11 @@ class Recent:
         if chunks > before or exactly:
             ends[end] = chunks
             self.chunks += chunks - before
+
+    def came(self, keys: Collection[ChunkKey]) -> None:
+        """Each of them, which are new, is a prefix of one chunk."""
+        self.ends.update(dict.fromkeys(keys, 1))
+        self.chunks += len(keys)
 
     def grew(self, key: ChunkKey, parent: ChunkKey, *, counted: bool = False) -> None:
         """`key` was used, which follows `parent`; it is `counted` where it was for an end behind it."""

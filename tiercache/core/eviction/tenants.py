@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic
 
 from tiercache.core.eviction.base import EvictionOrder, V
@@ -31,6 +31,10 @@ class TenantOrder(Generic[V]):
     def insert(self, key: ChunkKey, value: V, parent: ChunkKey | None = None) -> None:
         self.whole.insert(key, value, parent)
         self._of(key).insert(key, value, parent)
+
+    def insert_all(self, residents: Mapping[ChunkKey, V], parents: Mapping[ChunkKey, ChunkKey]) -> None:
+        for key, value in residents.items():
+            self.insert(key, value, parents.get(key))
 
     def insert_cold(self, key: ChunkKey, value: V) -> None:
         self.whole.insert_cold(key, value)

@@ -32,8 +32,9 @@ from tiercache.tiers.files.access import occupied_bytes, open_found, open_regula
 from tiercache.tiers.files.allocation import NO_ROOM, reserve
 from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 
-PART_BYTES, _PARTS = 1 << 20, 8
-"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte."""
+PART_BYTES, _PARTS = 1 << 19, 8
+"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than half a mebibyte. Less
+costs a fifth of the throughput, twice as much costs the demand read that waits for it a third more time."""
 
 _thread = threading.local()
 

@@ -33,8 +33,8 @@ from tiercache.tiers.files.allocation import NO_ROOM, reserve
 from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 
 PART_BYTES, _PARTS = 1 << 19, 8
-"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than half a mebibyte. Less
-costs a fifth of the throughput, twice as much costs the demand read that waits for it a third more time."""
+"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than half a mebibyte. Half
+of that costs a fifth of the throughput, twice as much brings a twentieth, and a demand read among them takes a third longer."""
 
 _thread = threading.local()
 

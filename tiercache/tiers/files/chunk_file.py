@@ -33,8 +33,9 @@ from tiercache.tiers.files.allocation import NO_ROOM, reserve
 from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 
 PART_BYTES, _PARTS = 1 << 19, 8
-"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than half a mebibyte. Half
-of that costs a fifth of the throughput, twice as much brings a twentieth, and a demand read among them takes a third longer."""
+"""What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than half a mebibyte. Parts of
+a quarter cost a fifth of the throughput. Parts of a whole one bring a twentieth, and demand reads among them take a third
+longer."""
 
 _thread = threading.local()
 

@@ -30,8 +30,9 @@ class FileCeiling:
         self._arena.memory[:] = np.random.default_rng(1).integers(0, 256, self._arena.memory.nbytes, dtype=np.uint8)
         self._flag = os.O_DIRECT if supports_direct_io(directory) else 0
 
-    def write(self, *, durable: bool) -> float:
-        """GB/s of new files; with `durable` each is on the device when its thread takes the next one."""
+    def write(self, *, durable: bool, written: Callable[[], object] | None = None) -> float:
+        """GB/s of new files; with `durable` each is on the device when its thread takes the next one. Its thread calls
+        `written` after each."""
         self.remove()
 
         def write(number: int) -> None:
@@ -43,6 +44,8 @@ class FileCeiling:
             if durable:
                 os.fdatasync(descriptor)
             os.close(descriptor)
+            if written is not None:
+                written()
 
         return self._run(write)
 

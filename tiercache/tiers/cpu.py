@@ -7,7 +7,7 @@ reused, and every chunk that a write queue still has to write is leased by it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class CpuTier(Tier):
         return key in self._entries
 
     @property
-    def residents(self) -> Container[ChunkKey]:
+    def residents(self) -> Collection[ChunkKey]:
         """As `contains`, for many: a look into it costs no call."""
         return self._entries
 
@@ -87,10 +87,6 @@ class CpuTier(Tier):
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return (self._entries,) if self.traffic.refuses_none else super().offered()
-
-    def all_keys(self) -> list[ChunkKey]:
-        """Of everything that is resident, also what is being written."""
-        return list(self._entries)
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change

@@ -44,7 +44,7 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
     server's chunks go only if they are also known here.
     """
     until_s = asyncio.get_running_loop().time() + deadline_s
-    keys = set(cache.cpu.all_keys())
+    keys = set(cache.cpu.residents)
     unlisted = []
     try:
         async with asyncio.timeout_at(until_s):

@@ -118,26 +118,33 @@ def open_regular(path: Path | str, flags: int) -> int:
 
     Raises NotAFile for everything else, at once: opening a pipe waits for its other end.
     """
-    if not flags & os.O_EXCL:
-        flags |= os.O_NONBLOCK | os.O_NOFOLLOW
+    if flags & os.O_EXCL:
+        return _open(path, flags)  # of a file that was made just now
+    return open_found(path, flags)[0]
+
+
+def open_found(path: Path | str, flags: int) -> tuple[int, os.stat_result]:
+    """As `open_regular`, without O_EXCL, with what fstat(2) says of the file: who needs both asks once."""
+    descriptor = _open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise NotAFile(path, status.st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, status
+
+
+def _open(path: Path | str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL):
             mode = os.lstat(path).st_mode
             if not stat.S_ISREG(mode):
                 raise NotAFile(path, mode) from error
         raise
-    if flags & os.O_EXCL:
-        return descriptor  # of a file that was made just now
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            raise NotAFile(path, mode)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def occupied_bytes(status: os.stat_result) -> int:

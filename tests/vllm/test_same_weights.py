@@ -86,7 +86,7 @@ def test_an_adapter_that_was_trained_again_does_not_hit_what_the_old_one_stored(
         "enable_prefix_caching": False,
         "enable_lora": True,
         "max_lora_rank": 8,
-        "tiercache": tiercache_settings(tmp_path / "kv"),
+        "tiercache": tiercache_settings(tmp_path / "kv", lookup_timeout_ms=30_000, blocking_timeout_secs=30),
     }
     adapted = ["generate_adapted", prompts[0], "ours", str(tmp_path / "adapter")]
     answers = {}

@@ -36,7 +36,7 @@ lint: setup
 
 docs: setup
 	$(call install,tools of the site,--no-deps -r requirements/docs.txt)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict  # with --quiet nothing would be a warning, or fail
 	@echo "build/site/index.html"
 
 bench: setup

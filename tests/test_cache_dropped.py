@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
-from tiercache import TierCache
+from tiercache import Config, Layout, TierCache
 
 KEYS = [key(number) for number in range(1, 9)]
 CALLS: dict[str, Callable[[TierCache], Coroutine[Any, Any, object]]] = {
@@ -79,3 +79,19 @@ def test_what_is_collected_after_its_loop_says_nothing(tmp_path: Path, name: str
     call.close()
     del call
     gc.collect()
+
+
+async def test_what_is_copied_by_threads_for_a_dropped_call_is_no_error_of_the_loop() -> None:
+    layout = Layout("m", chunk_tokens=16, bytes_per_token=65536)
+    said: list[dict[str, Any]] = []
+    async with TierCache.open(Config(max_local_cpu_size=0.1, chunk_size=16), layout) as cache:
+        payloads = [np.full(layout.chunk_bytes, number, np.uint8) for number in range(8)]
+        assert await cache.put_many(KEYS, payloads) == 8
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: said.append(about))
+        call = cache.get_into(KEYS, [np.empty_like(one) for one in payloads])
+        assert await goes_on(call, 1)
+        call.close()
+        del call
+        await until(lambda: is_whole(cache))
+        gc.collect()
+    assert said == []

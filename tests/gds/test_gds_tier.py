@@ -270,6 +270,7 @@ async def test_directory_without_write_access_after_opening(opened: Opened, slot
     """A write that fails leaves no file, no charge, and the slot to its owner."""
     async with opened(tmp_path) as tier:
         await store(tier, slots, 1)
+        await tier.scanned()  # it may correct the count
         used = tier.statistics().occupied_bytes
         place = Path(tier.path(chunk(2)[0])).parent
         moved = place.rename(tmp_path / "elsewhere")

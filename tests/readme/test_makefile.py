@@ -63,6 +63,7 @@ def test_docs(shell: Shell) -> None:
     """Strictly: a link that leads nowhere, or a name that is not there, fails."""
     pytest.importorskip("mkdocs", reason="requirements/docs.txt is not installed")
     said = shell(f"cd {REPOSITORY} && {MAKE} docs")
+    assert "Building documentation" in said.stdout + said.stderr, "what is wrong is not said either"
     assert "WARNING" not in said.stdout + said.stderr
     site = REPOSITORY / "build" / "site"
     api = (site / "api.html").read_text()

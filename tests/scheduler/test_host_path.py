@@ -336,3 +336,20 @@ async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) 
 
 def no_source(slot: np.ndarray) -> None:
     raise AssertionError("what is filled is not filled again")
+
+
+async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_does_not_count(bench: Bench) -> None:
+    path = HostPath(bench.cpu, FanOut([]))
+    bench.make_hot(1).release()
+    copying, go_on = threading.Event(), threading.Event()
+
+    def slow(slot: np.ndarray) -> None:
+        copying.set()
+        assert go_on.wait(10.0)
+
+    put = asyncio.create_task(path.put([*items([1]), (chunk(2)[0], CHUNK_BYTES, slow)], 10.0))
+    await asyncio.to_thread(copying.wait, 10.0)
+    assert bench.cpu.forget(chunk(1)[0])
+    go_on.set()
+    assert await put == 1
+    assert bench.is_whole()

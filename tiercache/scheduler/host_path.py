@@ -232,7 +232,7 @@ class HostPath:
             for key in forgotten & fills.keys():
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
-        put.stored += len(leases) + len(fills)
+        put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
         if self._fan_out.writers or not cpu.keep or len(fills) == 1:  # for one, the way of many costs more than its lease
             leases += [cpu.publish(key, slot, n, WRITE, parents.get(key)) for key, (slot, n, _) in fills.items()]
         else:

@@ -6,14 +6,18 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from tiercache.memory.workers import retrieve_exception
+
 _Work = TypeVar("_Work", bound="asyncio.Future[Any]")
 
 
 async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
     """Wait for all; if this or one of them is cancelled or fails, none is left running. Closed, it calls them off, and they
     end by themselves."""
+    together = asyncio.gather(*work)
+    together.add_done_callback(retrieve_exception)  # a caller that was closed does not
     try:
-        await asyncio.gather(*work)
+        await together
     except GeneratorExit:  # nobody runs what waits
         call_off(work)
         raise

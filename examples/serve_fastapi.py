@@ -139,8 +139,8 @@ class Chat:
     def typing(self, session: Session) -> int:
         """Its user has begun to type. Fetches what he will need in a second or two; returns of how many chunks."""
         if session.ids and not session.busy:
-            self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0)
-        return len(session.keys)
+            return self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0).progress.asked
+        return 0
 
     async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:
         """Pieces of the answer, and last how it came about."""

@@ -41,7 +41,7 @@ from tiercache.integrations.transformers import Answer, Generator, ModelKv
 
 PAGE = Path(__file__).with_name("serve_fastapi.html")
 SESSIONS = 200
-"""Those that were longest ago are forgotten; what is cached of them stays until it is evicted."""
+"""Those that were longest ago are forgotten, if they are not answering; what is cached of them stays until it is evicted."""
 WAITING = 64
 """Requests at a time. More are refused: a queue without an end answers nobody."""
 BUSY = "the session has a question that is not answered yet"
@@ -124,11 +124,21 @@ class Chat:
         self.caps = {tier.name: tier.cap_bytes for tier in plan_of(cache.config)}
 
     def session(self, message: Message) -> Session:
+        """A new one where there is none."""
+        if (known := self.known(message)) is not None:
+            return known
+        if len(self.sessions) >= SESSIONS:
+            oldest = next((key for key, one in self.sessions.items() if not one.busy), None)
+            if oldest is not None:
+                del self.sessions[oldest]
+        session = self.sessions[message.tenant, message.session] = Session(message.session, message.tenant)
+        return session
+
+    def known(self, message: Message) -> Session | None:
         key = message.tenant, message.session
-        session = self.sessions.setdefault(key, Session(message.session, message.tenant))
-        self.sessions.move_to_end(key)
-        if len(self.sessions) > SESSIONS:
-            self.sessions.popitem(last=False)
+        session = self.sessions.get(key)
+        if session is not None:
+            self.sessions.move_to_end(key)
         return session
 
     def prompt(self, session: Session, text: str) -> list[int]:
@@ -136,9 +146,9 @@ class Chat:
         rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
-    def typing(self, session: Session) -> int:
+    def typing(self, session: Session | None) -> int:
         """Its user has begun to type. Fetches what he will need in a second or two; returns of how many chunks."""
-        if session.ids and not session.busy:
+        if session is not None and session.ids and not session.busy:
             return self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0).progress.asked
         return 0
 
@@ -302,16 +312,16 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
     @app.post("/chat")
     async def chat(question: Question) -> StreamingResponse:
         it: Chat = app.state.chat
+        if it.waiting >= WAITING:
+            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
         session = it.session(question)
         if session.busy:
             raise HTTPException(409, BUSY)
-        if it.waiting >= WAITING:
-            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
         return StreamingResponse(events(it.answer(session, question)), media_type="text/event-stream")
 
     @app.post("/typing")
     async def typing(message: Message) -> dict[str, int]:
-        return {"chunks": app.state.chat.typing(app.state.chat.session(message))}
+        return {"chunks": app.state.chat.typing(app.state.chat.known(message))}
 
     @app.get("/live")
     async def live_events() -> StreamingResponse:

@@ -94,3 +94,25 @@ async def test_without_a_hot_cache_typing_fetches_nothing(example: ModuleType, m
 async def test_typing_fetches_what_the_session_is_known_to_begin_with(server: Served) -> None:
     await server.ask("one")
     assert await server.type("one") == 5
+
+
+async def test_typing_makes_no_session(example: ModuleType, server: Served) -> None:
+    await server.ask("one")
+    for number in range(example.SESSIONS):
+        assert await server.type(f"invented {number}") == 0
+    assert await server.type("one") == 5 and len(server.chat.sessions) == 1
+
+
+async def test_a_session_that_is_answering_is_not_forgotten(example: ModuleType, server: Served) -> None:
+    busy, idle = (server.chat.session(example.Message(session=name)) for name in ("busy", "idle"))
+    busy.busy = True
+    for number in range(example.SESSIONS):
+        server.chat.session(example.Message(session=f"later {number}"))
+    assert server.chat.session(example.Message(session="busy")) is busy
+    assert idle not in server.chat.sessions.values() and len(server.chat.sessions) == example.SESSIONS
+
+
+async def test_what_is_refused_since_too_many_wait_makes_no_session(example: ModuleType, server: Served) -> None:
+    server.chat.waiting = example.WAITING
+    refused = await server.client.post("/chat", json={"session": "one", "text": TEXT})
+    assert refused.status_code == 503 and not server.chat.sessions

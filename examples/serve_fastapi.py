@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import tempfile
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,6 +120,8 @@ class Chat:
         self.count = 0
         self.waiting = 0
         self.loop_lag_s = 0.0
+        self.ending = asyncio.Event()
+        """What pages are told has no end of its own, and the server waits for it."""
         self.tokens = {"computed": 0, **{tier.name: 0 for tier in (cache.cpu, *cache.tiers)}}
         """Of prompts: by where their KV came from."""
         self.caps = {tier.name: tier.cap_bytes for tier in plan_of(cache.config)}
@@ -277,10 +280,18 @@ async def events(found: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
 
 async def live(chat: Chat) -> AsyncIterator[str]:
     seen = 0
-    while True:
+    while not chat.ending.is_set():
         yield event(chat.snapshot(seen))
         seen = chat.count
-        await asyncio.sleep(TICK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await chat.ending.wait()
+
+
+class Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.chat.ending.set()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
 
 
 def make_app(config: Config, model_directory: Path) -> FastAPI:
@@ -346,7 +357,14 @@ def main(
         overrides = {**DEFAULTS, "max_local_cpu_size": hot_gb, "local_disk": str(directory or Path(place) / "kv")}
         config = Config.load(overrides={} if os.environ.get("TIERCACHE_CONFIG_FILE") else overrides)
         app = make_app(config, prepare_model())
-        uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5)
+        settings = uvicorn.Config(
+            app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5
+        )
+        server = Server(settings)
+        with suppress(KeyboardInterrupt):  # raised again when all is closed
+            server.run()
+        if not server.started:
+            raise typer.Exit(1)  # it has said why
 
 
 if __name__ == "__main__":

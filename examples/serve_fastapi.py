@@ -28,8 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging as transformers_logging
@@ -294,6 +295,12 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
+    """Without what was sent: not all that can be sent can be sent back."""
+    found = (": ".join([".".join(map(str, one["loc"][1:])), one["msg"]]) for one in error.errors())
+    return JSONResponse({"detail": "; ".join(one.removeprefix(": ") for one in found)}, 422)
+
+
 def make_app(config: Config, model_directory: Path) -> FastAPI:
     """`app.state.chat` is there while it runs."""
 
@@ -314,7 +321,7 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
             finally:
                 watching.cancel()
 
-    app = FastAPI(title="tiercache", lifespan=running)
+    app = FastAPI(title="tiercache", lifespan=running, exception_handlers={RequestValidationError: refuse})
 
     @app.get("/")
     async def page() -> FileResponse:

@@ -116,3 +116,37 @@ async def test_what_is_refused_since_too_many_wait_makes_no_session(example: Mod
     server.chat.waiting = example.WAITING
     refused = await server.client.post("/chat", json={"session": "one", "text": TEXT})
     assert refused.status_code == 503 and not server.chat.sessions
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"session": "\ud800", "text": "w1"}',
+        rb'{"session": "one", "tenant": "\ud800", "text": "w1"}',
+        rb'{"session": "one", "text": "w1 \ud800"}',
+        rb'{"session": "one", "text": "w1", "max_tokens": Infinity}',
+        rb'{"session": "one", "text": "w1", "max_tokens": NaN}',
+        rb'{"session": "one", "text": "w1", "max_tokens": 1e999}',
+        rb'{"session": NaN, "\ud800": 1, "text": ["\ud800"]}',
+        b'{"session": "\xff", "text": "w1"}',
+        b"\xff",
+        rb'"\ud800"',
+        b"[" * 100_000,
+        b"",
+    ],
+    ids=lambda body: ascii(body[:60]),
+)
+@pytest.mark.parametrize("path", ["/chat", "/typing"])
+@pytest.mark.parametrize("type_", ["application/json", "text/plain"])
+async def test_what_cannot_be_read_is_refused(server: Served, path: str, body: bytes, type_: str) -> None:
+    response = await server.client.post(path, content=body, headers={"content-type": type_})
+    if path == "/typing" and b'"session": "one", "text"' in body and type_ == "application/json":
+        assert response.status_code == 200, "it takes no text"
+    else:
+        assert 400 <= response.status_code < 500 and response.json()["detail"]
+    assert not server.chat.sessions
+
+
+async def test_a_refusal_says_what_is_wrong_without_what_was_sent(server: Served) -> None:
+    refused = await server.client.post("/chat", json={"session": "one", "text": "w1", "max_tokens": 513})
+    assert refused.json()["detail"] == "max_tokens: Input should be less than or equal to 512"

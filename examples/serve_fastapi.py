@@ -200,7 +200,7 @@ class Chat:
         session.ids = answer.ids
         if question.cached:
             session.keys = self.generator.prefixes.keys(answer.ids, salt=session.tenant)
-            self.cache.ahead.ended(f"{session.tenant}/{session.name}", session.keys, kind="user")
+            self.cache.ahead.ended(json.dumps([session.tenant, session.name]), session.keys, kind="user")
         for tier, tokens in answer.hit_by_tier.items():
             self.tokens[tier] += tokens
         self.tokens["computed"] += answer.prompt_tokens - answer.hit_tokens

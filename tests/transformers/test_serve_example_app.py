@@ -150,3 +150,9 @@ async def test_what_cannot_be_read_is_refused(server: Served, path: str, body: b
 async def test_a_refusal_says_what_is_wrong_without_what_was_sent(server: Served) -> None:
     refused = await server.client.post("/chat", json={"session": "one", "text": "w1", "max_tokens": 513})
     assert refused.json()["detail"] == "max_tokens: Input should be less than or equal to 512"
+
+
+async def test_sessions_of_two_tenants_are_two_for_the_prediction(server: Served) -> None:
+    await server.ask("b/c", tenant="a")
+    await server.ask("c", tenant="a/b")
+    assert len(server.chat.cache.ahead.sessions) == 2

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import tempfile
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,8 +28,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import typer
 import uvicorn
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging as transformers_logging
@@ -41,7 +43,7 @@ from tiercache.integrations.transformers import Answer, Generator, ModelKv
 
 PAGE = Path(__file__).with_name("serve_fastapi.html")
 SESSIONS = 200
-"""Those that were longest ago are forgotten; what is cached of them stays until it is evicted."""
+"""Those that were longest ago are forgotten, if they are not answering; what is cached of them stays until it is evicted."""
 WAITING = 64
 """Requests at a time. More are refused: a queue without an end answers nobody."""
 BUSY = "the session has a question that is not answered yet"
@@ -119,16 +121,28 @@ class Chat:
         self.count = 0
         self.waiting = 0
         self.loop_lag_s = 0.0
+        self.ending = asyncio.Event()
+        """What pages are told has no end of its own, and the server waits for it."""
         self.tokens = {"computed": 0, **{tier.name: 0 for tier in (cache.cpu, *cache.tiers)}}
         """Of prompts: by where their KV came from."""
         self.caps = {tier.name: tier.cap_bytes for tier in plan_of(cache.config)}
 
     def session(self, message: Message) -> Session:
+        """A new one where there is none."""
+        if (known := self.known(message)) is not None:
+            return known
+        if len(self.sessions) >= SESSIONS:
+            oldest = next((key for key, one in self.sessions.items() if not one.busy), None)
+            if oldest is not None:
+                del self.sessions[oldest]
+        session = self.sessions[message.tenant, message.session] = Session(message.session, message.tenant)
+        return session
+
+    def known(self, message: Message) -> Session | None:
         key = message.tenant, message.session
-        session = self.sessions.setdefault(key, Session(message.session, message.tenant))
-        self.sessions.move_to_end(key)
-        if len(self.sessions) > SESSIONS:
-            self.sessions.popitem(last=False)
+        session = self.sessions.get(key)
+        if session is not None:
+            self.sessions.move_to_end(key)
         return session
 
     def prompt(self, session: Session, text: str) -> list[int]:
@@ -136,11 +150,11 @@ class Chat:
         rendered = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(rendered, add_special_tokens=False).input_ids)
 
-    def typing(self, session: Session) -> int:
+    def typing(self, session: Session | None) -> int:
         """Its user has begun to type. Fetches what he will need in a second or two; returns of how many chunks."""
-        if session.ids and not session.busy:
-            self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0)
-        return len(session.keys)
+        if session is not None and session.ids and not session.busy:
+            return self.generator.prefixes.expect(session.ids, salt=session.tenant, in_s=1.0).progress.asked
+        return 0
 
     async def answer(self, session: Session, question: Question) -> AsyncIterator[dict[str, Any]]:
         """Pieces of the answer, and last how it came about."""
@@ -186,7 +200,7 @@ class Chat:
         session.ids = answer.ids
         if question.cached:
             session.keys = self.generator.prefixes.keys(answer.ids, salt=session.tenant)
-            self.cache.ahead.ended(f"{session.tenant}/{session.name}", session.keys, kind="user")
+            self.cache.ahead.ended(json.dumps([session.tenant, session.name]), session.keys, kind="user")
         for tier, tokens in answer.hit_by_tier.items():
             self.tokens[tier] += tokens
         self.tokens["computed"] += answer.prompt_tokens - answer.hit_tokens
@@ -267,10 +281,24 @@ async def events(found: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
 
 async def live(chat: Chat) -> AsyncIterator[str]:
     seen = 0
-    while True:
+    while not chat.ending.is_set():
         yield event(chat.snapshot(seen))
         seen = chat.count
-        await asyncio.sleep(TICK_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await chat.ending.wait()
+
+
+class Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.chat.ending.set()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
+async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
+    """Without what was sent: not all that can be sent can be sent back."""
+    found = (": ".join([".".join(map(str, one["loc"][1:])), one["msg"]]) for one in error.errors())
+    return JSONResponse({"detail": "; ".join(one.removeprefix(": ") for one in found)}, 422)
 
 
 def make_app(config: Config, model_directory: Path) -> FastAPI:
@@ -293,7 +321,7 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
             finally:
                 watching.cancel()
 
-    app = FastAPI(title="tiercache", lifespan=running)
+    app = FastAPI(title="tiercache", lifespan=running, exception_handlers={RequestValidationError: refuse})
 
     @app.get("/")
     async def page() -> FileResponse:
@@ -302,16 +330,16 @@ def make_app(config: Config, model_directory: Path) -> FastAPI:
     @app.post("/chat")
     async def chat(question: Question) -> StreamingResponse:
         it: Chat = app.state.chat
+        if it.waiting >= WAITING:
+            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
         session = it.session(question)
         if session.busy:
             raise HTTPException(409, BUSY)
-        if it.waiting >= WAITING:
-            raise HTTPException(503, f"{WAITING} requests wait already", headers={"Retry-After": "5"})
         return StreamingResponse(events(it.answer(session, question)), media_type="text/event-stream")
 
     @app.post("/typing")
     async def typing(message: Message) -> dict[str, int]:
-        return {"chunks": app.state.chat.typing(app.state.chat.session(message))}
+        return {"chunks": app.state.chat.typing(app.state.chat.known(message))}
 
     @app.get("/live")
     async def live_events() -> StreamingResponse:
@@ -336,7 +364,14 @@ def main(
         overrides = {**DEFAULTS, "max_local_cpu_size": hot_gb, "local_disk": str(directory or Path(place) / "kv")}
         config = Config.load(overrides={} if os.environ.get("TIERCACHE_CONFIG_FILE") else overrides)
         app = make_app(config, prepare_model())
-        uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5)
+        settings = uvicorn.Config(
+            app, host="127.0.0.1", port=port, loop="uvloop", log_level="warning", timeout_graceful_shutdown=5
+        )
+        server = Server(settings)
+        with suppress(KeyboardInterrupt):  # raised again when all is closed
+            server.run()
+        if not server.started:
+            raise typer.Exit(1)  # it has said why
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import GenerationConfig
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
+from tiercache import Config, TierCache
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers import Generator, ModelKv
 
@@ -105,3 +107,12 @@ async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open
         progress = await generator.prefixes.expect(PROMPT)
         assert progress.promoted == 7
         assert (await generator.prefixes.load(PROMPT)).hit_by_tier["cpu"] == 7 * CHUNK_TOKENS
+
+
+async def test_without_a_hot_cache_expecting_does_nothing(kv: ModelKv, tmp_path: Path) -> None:
+    settings = {"local_cpu": False, "local_disk": str(tmp_path / "kv"), "max_local_disk_size": 0.1}
+    config = Config.load(overrides={"chunk_size": CHUNK_TOKENS, **settings}, environ={})
+    async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as generator:
+        await generator.generate(PROMPT, SHORT)
+        progress = await generator.prefixes.expect(PROMPT)
+        assert progress.done and progress.asked == 0

@@ -41,6 +41,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def server(place: Path) -> Iterator[httpx.Client]:
+    with serving(place) as (client, _):
+        yield client
+
+
+@contextmanager
+def serving(place: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+    """Told to end behind the test, unless it has been."""
     port = _free_port()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     command = sys.executable, str(EXAMPLE), "--port", str(port), "--directory", str(place / "kv"), "--hot-gb", "0.1"
@@ -51,7 +58,7 @@ def server(place: Path) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             try:
                 wait_for(client, process)
-                yield client
+                yield client, process
             finally:
                 process.send_signal(signal.SIGINT)
                 status = process.wait(30)
@@ -103,3 +110,16 @@ def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path
         assert "too long" in refused["error"]
         *_, again = ask(client, "two", TEXT)
         assert again["hit_by_tier"]["disk"] > 0
+
+
+def test_an_open_page_does_not_hold_the_end_up(place: Path) -> None:
+    with serving(place) as (client, process), client.stream("GET", "/live") as page:
+        events = page.iter_lines()
+        assert next(events).startswith("data: ")
+        process.send_signal(signal.SIGINT)
+        told_s = time.monotonic()
+        for _ in events:
+            pass
+        process.wait(30)
+        assert time.monotonic() - told_s < 2
+    assert (place / "server.log").read_text() == ""

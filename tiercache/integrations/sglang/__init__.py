@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ def __getattr__(name: str) -> Any:
     """Pages and hits are of use, and tested, without SGLang."""
     if name != "TierCacheStorage":
         raise AttributeError(f"module 'tiercache.integrations.sglang' has no attribute {name!r}")
+    try:
+        importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+    except ImportError as error:
+        raise ImportError(
+            f"TierCacheStorage needs SGLang, which cannot be imported ({error}): pip install sglang"
+        ) from error
     from tiercache.integrations.sglang.storage import TierCacheStorage
 
     return TierCacheStorage

@@ -101,7 +101,10 @@ class PrefixCache:
         return [names[part][chunk] for chunk, part in needed(self.kv.parts, len(names[0]), self.kv.chunk_tokens)]
 
     def expect(self, ids: Ids, *, salt: str = "", in_s: float = 0.0) -> PrefetchHandle:
-        """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`."""
+        """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`; with
+        `local_cpu: false` there is nothing to promote into, and the handle is one of no chunks."""
+        if not self.cache.ahead.promotes:
+            return PrefetchHandle(self.cache.ahead.prefetcher, "", ())
         return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:

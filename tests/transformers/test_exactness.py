@@ -175,6 +175,30 @@ async def test_weights_that_were_changed_are_noticed(kv: ModelKv, open_cache: Op
             await prefixes.load(PROMPT)
 
 
+async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        past = await prefixes.load(PROMPT)
+        with torch.no_grad():
+            next(kv.model.parameters())[0, 0] += 1
+        compute(kv.model, past, PROMPT)
+        with pytest.raises(LayoutError, match="weights have changed"):
+            await prefixes.store(past, PROMPT)
+        assert not (await cache.lookup_keys(prefixes.keys(PROMPT))).chunks
+
+
+async def test_what_another_model_computed_is_not_stored(open_cache: Open) -> None:
+    model = make_model("llama")
+    old = ModelKv(model, chunk_tokens=CHUNK_TOKENS)
+    async with open_cache(old) as cache:
+        past = await PrefixCache(cache, old).load(PROMPT)
+        compute(model, past, PROMPT)
+    kv = ModelKv(make_model("llama", seed=1), chunk_tokens=CHUNK_TOKENS)
+    async with open_cache(kv) as cache:
+        with pytest.raises(LayoutError, match="another model"):
+            await PrefixCache(cache, kv).store(past, PROMPT)
+
+
 async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, open_cache: Open) -> None:
     async with open_cache(kv) as cache:
         prefixes = PrefixCache(cache, kv)

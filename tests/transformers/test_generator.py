@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import GenerationConfig
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
-from tiercache.errors import CacheClosed
+from tiercache.errors import CacheClosed, LayoutError
 from tiercache.integrations.transformers import Generator, ModelKv
 
 PROMPT = tokens(7 * CHUNK_TOKENS + 5)
@@ -94,6 +94,36 @@ async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_ca
             await generator.generate(PROMPT, GenerationConfig(max_new_tokens=2, num_beams=2))
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
         assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
+    kv: ModelKv, open_cache: Open, cancelled: bool
+) -> None:
+    changed, go_on = threading.Event(), threading.Event()
+    steps = []
+
+    def step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            kv.model.load_state_dict({name: value * 1.5 for name, value in kv.model.state_dict().items()})
+            changed.set()
+            assert go_on.wait(30)
+
+    hook = kv.model.base_model.register_forward_pre_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+        await asyncio.to_thread(changed.wait, 30)
+        if cancelled:
+            asking.cancel()
+        else:
+            go_on.set()
+        with pytest.raises(asyncio.CancelledError if cancelled else LayoutError):
+            await asking
+        go_on.set()
+        await generator.close()
+        hook.remove()
+        assert not (await cache.lookup_keys(generator.prefixes.keys(PROMPT))).chunks
 
 
 async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:

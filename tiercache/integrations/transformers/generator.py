@@ -82,7 +82,9 @@ class Generator:
         `settings` as for the model's own `generate` (one conversation: no beams, no batch; its `prefill_chunk_size` has no
         effect); `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
         as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
-        chunk that it is at, and what was computed is stored. Raises what `generate` raises.
+        chunk that it is at, and what was computed is stored. Raises what `generate` raises, and LayoutError where the
+        weights changed before all was computed: nothing is stored then, and there is no answer, since some of it would be
+        the old model's and some the new one's. `cached=False` does not look at the weights.
         """
         self._check_open()
         if not len(ids):
@@ -99,7 +101,7 @@ class Generator:
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
                 self._check_open()  # this has waited
                 computing = asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._compute, past, ids, settings, streamer, stop
+                    self._thread, self._compute_checked, past, ids, settings, streamer, stop, cached
                 )
                 if cached:
                     computing.add_done_callback(lambda done: self._store(past, first, done))
@@ -148,6 +150,14 @@ class Generator:
             )
 
     # In the model's thread
+
+    def _compute_checked(self, *request: Any) -> list[int]:
+        """As `_compute`; the last argument says whether the weights have to be those of what is stored."""
+        *what, cached = request
+        computed = self._compute(*what)
+        if cached:
+            self.kv.check_unchanged()
+        return computed
 
     def _compute(
         self, past: TieredCache, ids: list[int], settings: GenerationConfig | None, streamer: Any, stop: threading.Event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,51 @@ async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
         await generator.close()
         hook.remove()
         assert not (await cache.lookup_keys(generator.prefixes.keys(PROMPT))).chunks
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, open_cache: Open, from_model: bool) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        expected = await generator.generate(PROMPT, GenerationConfig(max_new_tokens=12, do_sample=False))
+        off = GenerationConfig(max_new_tokens=12, do_sample=False, use_cache=None if from_model else False)
+        kv.model.generation_config.use_cache = False
+        answer = await generator.generate(PROMPT, off)
+        assert answer.ids == expected.ids and answer.hit_tokens == 7 * CHUNK_TOKENS
+        await generator.close()
+        assert off.use_cache is (None if from_model else False), "the caller's are his"
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"use_mtp": True},
+        {"penalty_alpha": 0.6},
+        {"dola_layers": "low"},
+        {"cache_implementation": "static"},
+    ],
+)
+async def test_ways_to_decode_that_do_not_go_on_behind_a_cache_are_refused(
+    kv: ModelKv, open_cache: Open, setting: dict[str, Any], from_model: bool
+) -> None:
+    settings = GenerationConfig(max_new_tokens=2, **({} if from_model else setting))
+    if from_model:
+        kv.model.generation_config.update(**setting)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            await generator.generate(PROMPT, settings)
+
+
+async def test_a_chunked_prefill_is_ignored_and_the_models_own_refused(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        expected = await generator.generate(PROMPT, SHORT)
+        chunked = GenerationConfig(max_new_tokens=2, do_sample=False, prefill_chunk_size=8)
+        assert (await generator.generate(PROMPT, chunked)).ids == expected.ids
+        kv.model.generation_config.prefill_chunk_size = 8
+        with pytest.raises(ValueError, match="prefill_chunk_size"):
+            await generator.generate(PROMPT, SHORT)
 
 
 async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:

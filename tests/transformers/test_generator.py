@@ -89,6 +89,34 @@ async def test_who_still_waits_when_it_closes_is_told(kv: ModelKv, open_cache: O
             await waiting
 
 
+@pytest.mark.parametrize("step_of_close", [3, 9])
+async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
+    kv: ModelKv, open_cache: Open, step_of_close: int
+) -> None:
+    """In its prompt, and in its answer."""
+    reached, go_on = threading.Event(), threading.Event()
+    steps = []
+
+    def step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == step_of_close:
+            reached.set()
+            assert go_on.wait(30)
+
+    hook = kv.model.base_model.register_forward_pre_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        asking = asyncio.create_task(generator.generate(PROMPT, GenerationConfig(max_new_tokens=9, do_sample=False)))
+        await asyncio.to_thread(reached.wait, 30)
+        closing = asyncio.create_task(generator.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(CacheClosed):
+            await asking
+        await closing
+        hook.remove()
+        assert (await generator.prefixes.load(PROMPT)).hit_tokens == min(step_of_close, 7) * CHUNK_TOKENS
+
+
 async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         with pytest.raises(Exception, match="batch of 2"):

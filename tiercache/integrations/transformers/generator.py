@@ -96,7 +96,8 @@ class Generator:
         as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
         chunk that it is at, and what was computed is stored. Raises what `generate` raises, and LayoutError where the
         weights changed before all was computed: nothing is stored then, and there is no answer, since some of it would be
-        the old model's and some the new one's. `cached=False` does not look at the weights.
+        the old model's and some the new one's. `cached=False` does not look at the weights. Raises
+        CacheClosed when the generator is closed before the answer is there; what was computed is stored.
         """
         self._check_open()
         if not len(ids):
@@ -120,6 +121,8 @@ class Generator:
                     computing.add_done_callback(lambda done: self._store(past, first, done))
                 self._computing = computing
                 computed = await asyncio.shield(computing)
+                if stop.is_set():  # by `close`, and the answer is cut off
+                    raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
             self._stops.discard(stop)
@@ -130,7 +133,8 @@ class Generator:
             raise CacheClosed("the generator is closed")
 
     async def close(self) -> None:
-        """Stop what is computed, and wait until what was computed is stored. Idempotent. The cache stays open."""
+        """Stop what is computed, whose requests get CacheClosed, and wait until what was computed is stored. Idempotent. The
+        cache stays open."""
         self._closed = True
         for stop in self._stops:
             stop.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,80 @@ async def test_weights_that_were_changed_are_noticed(kv: ModelKv, open_cache: Op
             next(kv.model.parameters())[0, 0] += 1
         with pytest.raises(LayoutError, match="weights have changed"):
             await prefixes.load(PROMPT)
+
+
+def write_through_data(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+
+
+def write_through_numpy(model: Any) -> None:
+    next(model.parameters()).detach().view(torch.int16).numpy()[:] += 1
+
+
+def write_one_column(model: Any) -> None:
+    next(model.parameters()).data[:, 7] += 1
+
+
+@pytest.mark.parametrize("write", [write_through_data, write_through_numpy, write_one_column])
+def test_writes_that_torch_does_not_count_are_noticed(write: Callable[[Any], None]) -> None:
+    model = make_model("llama")
+    kv = ModelKv(model)
+    kv.check_unchanged()
+    write(model)
+    with pytest.raises(LayoutError, match="weights have changed"):
+        kv.check_unchanged()
+
+
+def test_writes_to_tensors_of_inference_mode_are_noticed() -> None:
+    with torch.inference_mode():
+        model = make_model("llama")
+        kv = ModelKv(model)
+        kv.check_unchanged()
+        next(model.parameters()).mul_(1.5)
+    with pytest.raises(LayoutError, match="weights have changed"):
+        kv.check_unchanged()
+
+
+def test_weights_that_are_not_contiguous_can_be_told_apart() -> None:
+    model = make_model("llama")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    kv = ModelKv(model)
+    kv.check_unchanged()
+    weight.data.mul_(1.5)
+    with pytest.raises(LayoutError, match="weights have changed"):
+        kv.check_unchanged()
+
+
+def test_another_implementation_of_attention_is_noticed(kv: ModelKv) -> None:
+    kv.model.set_attn_implementation("eager")
+    with pytest.raises(LayoutError, match="attention"):
+        kv.check_unchanged()
+
+
+async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        past = await prefixes.load(PROMPT)
+        with torch.no_grad():
+            next(kv.model.parameters())[0, 0] += 1
+        compute(kv.model, past, PROMPT)
+        with pytest.raises(LayoutError, match="weights have changed"):
+            await prefixes.store(past, PROMPT)
+        assert not (await cache.lookup_keys(prefixes.keys(PROMPT))).chunks
+
+
+async def test_what_another_model_computed_is_not_stored(open_cache: Open) -> None:
+    model = make_model("llama")
+    old = ModelKv(model, chunk_tokens=CHUNK_TOKENS)
+    async with open_cache(old) as cache:
+        past = await PrefixCache(cache, old).load(PROMPT)
+        compute(model, past, PROMPT)
+    kv = ModelKv(make_model("llama", seed=1), chunk_tokens=CHUNK_TOKENS)
+    async with open_cache(kv) as cache:
+        with pytest.raises(LayoutError, match="another model"):
+            await PrefixCache(cache, kv).store(past, PROMPT)
 
 
 async def test_the_ids_of_another_conversation_are_refused(kv: ModelKv, open_cache: Open) -> None:

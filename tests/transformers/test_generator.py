@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+<<<<<<< HEAD
 from pathlib import Path
+=======
+from typing import Any
+>>>>>>> mendt
 
 import pytest
 
@@ -13,8 +17,12 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import GenerationConfig
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
+<<<<<<< HEAD
 from tiercache import Config, TierCache
 from tiercache.errors import CacheClosed
+=======
+from tiercache.errors import CacheClosed, LayoutError
+>>>>>>> mendt
 from tiercache.integrations.transformers import Generator, ModelKv
 
 PROMPT = tokens(7 * CHUNK_TOKENS + 5)
@@ -90,12 +98,115 @@ async def test_who_still_waits_when_it_closes_is_told(kv: ModelKv, open_cache: O
             await waiting
 
 
+@pytest.mark.parametrize("step_of_close", [3, 9])
+async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
+    kv: ModelKv, open_cache: Open, step_of_close: int
+) -> None:
+    """In its prompt, and in its answer."""
+    reached, go_on = threading.Event(), threading.Event()
+    steps = []
+
+    def step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == step_of_close:
+            reached.set()
+            assert go_on.wait(30)
+
+    hook = kv.model.base_model.register_forward_pre_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        asking = asyncio.create_task(generator.generate(PROMPT, GenerationConfig(max_new_tokens=9, do_sample=False)))
+        await asyncio.to_thread(reached.wait, 30)
+        closing = asyncio.create_task(generator.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(CacheClosed):
+            await asking
+        await closing
+        hook.remove()
+        assert (await generator.prefixes.load(PROMPT)).hit_tokens == min(step_of_close, 7) * CHUNK_TOKENS
+
+
 async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         with pytest.raises(Exception, match="batch of 2"):
             await generator.generate(PROMPT, GenerationConfig(max_new_tokens=2, num_beams=2))
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
         assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
+    kv: ModelKv, open_cache: Open, cancelled: bool
+) -> None:
+    changed, go_on = threading.Event(), threading.Event()
+    steps = []
+
+    def step(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            kv.model.load_state_dict({name: value * 1.5 for name, value in kv.model.state_dict().items()})
+            changed.set()
+            assert go_on.wait(30)
+
+    hook = kv.model.base_model.register_forward_pre_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
+        await asyncio.to_thread(changed.wait, 30)
+        if cancelled:
+            asking.cancel()
+        else:
+            go_on.set()
+        with pytest.raises(asyncio.CancelledError if cancelled else LayoutError):
+            await asking
+        go_on.set()
+        await generator.close()
+        hook.remove()
+        assert not (await cache.lookup_keys(generator.prefixes.keys(PROMPT))).chunks
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, open_cache: Open, from_model: bool) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        expected = await generator.generate(PROMPT, GenerationConfig(max_new_tokens=12, do_sample=False))
+        off = GenerationConfig(max_new_tokens=12, do_sample=False, use_cache=None if from_model else False)
+        kv.model.generation_config.use_cache = False
+        answer = await generator.generate(PROMPT, off)
+        assert answer.ids == expected.ids and answer.hit_tokens == 7 * CHUNK_TOKENS
+        await generator.close()
+        assert off.use_cache is (None if from_model else False), "the caller's are his"
+
+
+@pytest.mark.parametrize("from_model", [False, True])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"use_mtp": True},
+        {"penalty_alpha": 0.6},
+        {"dola_layers": "low"},
+        {"cache_implementation": "static"},
+    ],
+)
+async def test_ways_to_decode_that_do_not_go_on_behind_a_cache_are_refused(
+    kv: ModelKv, open_cache: Open, setting: dict[str, Any], from_model: bool
+) -> None:
+    settings = GenerationConfig(max_new_tokens=2, **({} if from_model else setting))
+    if from_model:
+        kv.model.generation_config.update(**setting)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            await generator.generate(PROMPT, settings)
+
+
+async def test_a_chunked_prefill_is_ignored_and_the_models_own_refused(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        expected = await generator.generate(PROMPT, SHORT)
+        chunked = GenerationConfig(max_new_tokens=2, do_sample=False, prefill_chunk_size=8)
+        assert (await generator.generate(PROMPT, chunked)).ids == expected.ids
+        kv.model.generation_config.prefill_chunk_size = 8
+        with pytest.raises(ValueError, match="prefill_chunk_size"):
+            await generator.generate(PROMPT, SHORT)
 
 
 async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:

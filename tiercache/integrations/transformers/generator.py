@@ -24,6 +24,17 @@ from tiercache.integrations.transformers.prefix_cache import PrefixCache
 _STORES = 2
 """Conversations that may wait to be stored, each with its KV: before more are computed, one has to be done."""
 
+_COMPUTE_AGAIN = (
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+    "penalty_alpha",
+    "dola_layers",
+    "cache_implementation",
+)
+"""Settings of ways to decode that do not begin behind a cache that is filled: tokens would be computed twice."""
+_WHY = "it does not go on behind a cache that is filled"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -79,15 +90,20 @@ class Generator:
     ) -> Answer:
         """Go on behind `ids`: load what is known of them, compute the rest, and store what is new behind the answer.
 
-        `settings` as for the model's own `generate` (one conversation: no beams, no batch; its `prefill_chunk_size` has no
-        effect); `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
+        `settings` as for the model's own `generate` (one conversation: no beams, no batch, and no assisted or
+        contrastive decoding, for which a ValueError is raised; its `prefill_chunk_size` and `use_cache` have no effect).
+        `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
         as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
-        chunk that it is at, and what was computed is stored. Raises what `generate` raises.
+        chunk that it is at, and what was computed is stored. Raises what `generate` raises, and LayoutError where the
+        weights changed before all was computed: nothing is stored then, and there is no answer, since some of it would be
+        the old model's and some the new one's. `cached=False` does not look at the weights. Raises
+        CacheClosed when the generator is closed before the answer is there; what was computed is stored.
         """
         self._check_open()
         if not len(ids):
             raise ValueError("ids: expected at least one token, found none")
         ids = [int(one) for one in ids]
+        settings = _settings(self.kv.model, settings)
         if cached:
             self.prefixes.cache.warm_soon(self.prefixes.stored_as(ids, salt=salt))
         stop = threading.Event()
@@ -99,12 +115,14 @@ class Generator:
                 past = await self.prefixes.load(ids, salt=salt) if cached else TieredCache(self.kv, salt)
                 self._check_open()  # this has waited
                 computing = asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._compute, past, ids, settings, streamer, stop
+                    self._thread, self._compute_checked, past, ids, settings, streamer, stop, cached
                 )
                 if cached:
                     computing.add_done_callback(lambda done: self._store(past, first, done))
                 self._computing = computing
                 computed = await asyncio.shield(computing)
+                if stop.is_set():  # by `close`, and the answer is cut off
+                    raise CacheClosed("the generator was closed while it answered")
         finally:
             stop.set()
             self._stops.discard(stop)
@@ -115,7 +133,8 @@ class Generator:
             raise CacheClosed("the generator is closed")
 
     async def close(self) -> None:
-        """Stop what is computed, and wait until what was computed is stored. Idempotent. The cache stays open."""
+        """Stop what is computed, whose requests get CacheClosed, and wait until what was computed is stored. Idempotent. The
+        cache stays open."""
         self._closed = True
         for stop in self._stops:
             stop.set()
@@ -149,8 +168,16 @@ class Generator:
 
     # In the model's thread
 
+    def _compute_checked(self, *request: Any) -> list[int]:
+        """As `_compute`; the last argument says whether the weights have to be those of what is stored."""
+        *what, cached = request
+        computed = self._compute(*what)
+        if cached:
+            self.kv.check_unchanged()
+        return computed
+
     def _compute(
-        self, past: TieredCache, ids: list[int], settings: GenerationConfig | None, streamer: Any, stop: threading.Event
+        self, past: TieredCache, ids: list[int], settings: GenerationConfig, streamer: Any, stop: threading.Event
     ) -> list[int]:
         """All ids; of a request that was stopped in its prompt, those that were computed."""
         model = self.kv.model
@@ -162,9 +189,6 @@ class Generator:
             with torch.no_grad():
                 chunk = prompt[:, begin : begin + self.kv.chunk_tokens]
                 model.base_model(input_ids=chunk, past_key_values=past, use_cache=True)
-        settings = copy.copy(settings or model.generation_config)
-        settings.prefill_chunk_size = None  # it would compute the prefix again, behind itself
-        settings.return_dict_in_generate = False
         answered = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
@@ -175,6 +199,30 @@ class Generator:
         )
         found: list[int] = answered[0].tolist()
         return found
+
+
+def _settings(model: Any, settings: GenerationConfig | None) -> GenerationConfig:
+    """A copy of `settings` that goes on behind a filled cache. Raises ValueError where there is none.
+
+    What `settings` leave open, `generate` takes from the model's own.
+    """
+    own = model.generation_config
+    settings = copy.copy(settings or own)
+    settings.use_cache = True
+    settings.return_dict_in_generate = False
+    settings.prefill_chunk_size = None  # it would compute the prefix again, behind itself
+    found = {name: _first(getattr(settings, name, None), getattr(own, name, None)) for name in _COMPUTE_AGAIN}
+    found["prefill_chunk_size"] = getattr(own, "prefill_chunk_size", None)  # which None does not override
+    if found["cache_implementation"] == "hybrid":
+        found["cache_implementation"] = None  # `generate` ignores it, and old models still have it
+    for name, value in found.items():
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected None, here and in model.generation_config, found {value!r}: {_WHY}")
+    return settings
+
+
+def _first(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
 
 
 class _Stopped(StoppingCriteria):  # type: ignore[misc]

@@ -27,6 +27,8 @@ _NOT_OF_THE_KV = ("_name_or_path", "transformers_version", "architectures", "dty
 _CHANGING_ROPE = ("dynamic", "longrope")
 """Rotary embeddings of which the same token gets another key when the text has become longer."""
 _HASHING_THREADS = 4
+_SAMPLE = 256
+"""Numbers of each weight, about, that are looked at to see that it is what it was."""
 
 
 class ModelKv:
@@ -65,9 +67,17 @@ class ModelKv:
         return self.layout.chunk_tokens
 
     def check_unchanged(self) -> None:
-        """Raises LayoutError where weights were written to, exchanged or put into training since. Microseconds a weight."""
+        """Raises LayoutError where weights were written to, exchanged or put into training since, or attention is computed
+        in another way. About 10 microseconds a weight.
+
+        Writes that torch does not count (through `.data` or numpy, or to tensors of inference mode) are seen in a sample of
+        about 256 numbers a weight. Not seen are such writes to other numbers, such as a few rows of an embedding,
+        and those that are taken back before anybody looks: make another ModelKv after them.
+        """
         if self.model.training or _state(self.model) != self._state:
-            raise LayoutError("the model's weights have changed: what is stored is not their KV; make another ModelKv")
+            raise LayoutError(
+                "the model's weights have changed, or its attention: what is stored is not their KV; make another ModelKv"
+            )
 
 
 def _check(model: Any) -> None:
@@ -118,10 +128,27 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _state(model: Any) -> int:
-    """Another number when a weight was written to, or lies elsewhere."""
-    return hash(
-        tuple((weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in _weights(model))
-    )
+    """Another number when a weight was written to, or lies elsewhere, or attention is computed in another way.
+
+    Writes through `.data` or numpy, and to tensors of inference mode, count no version: hence the samples.
+    """
+    written = []
+    samples: dict[tuple[Any, Any], list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for _, weight in _weights(model):
+            written.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
+            if not weight.is_meta:
+                samples.setdefault((weight.dtype, weight.device), []).append(_sample(weight))
+        numbers = [torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes() for alike in samples.values()]
+    return hash((*written, *numbers, str(model.config._attn_implementation)))
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Every n-th number. An odd n, so that they are not all of one column where rows are a power of two long."""
+    step = weight.numel() // _SAMPLE | 1
+    if weight.is_contiguous():
+        return weight.view(-1)[::step]
+    return weight.take(torch.arange(0, weight.numel(), step, device=weight.device))
 
 
 def _digest_of_weights(model: Any) -> str:

@@ -67,8 +67,12 @@ class PrefixCache:
 
         `ids` are all tokens that `past` holds, and the one behind them where a model has answered it and not been given it
         (so `generate` leaves it). `past` is read until this returns, and nobody may let a model go on with it before. Raises
-        ValueError where its length or its beginning is not that of `ids`.
+        ValueError where its length or its beginning is not that of `ids`; LayoutError, and stores nothing, where `past` is
+        another model's, or the weights are not those any more that `kv` has seen: it may have been computed with either.
         """
+        if past.kv.layout != self.kv.layout:
+            raise LayoutError("what was computed is of another model than what is stored here")
+        await asyncio.to_thread(past.kv.check_unchanged)
         tokens = past.get_seq_length()
         if tokens not in (len(ids), len(ids) - 1):
             raise ValueError(f"expected the ids of the {tokens} tokens that were computed, found {len(ids)}")

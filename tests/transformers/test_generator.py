@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-<<<<<<< HEAD
 from pathlib import Path
-=======
 from typing import Any
->>>>>>> mendt
 
 import pytest
 
@@ -17,12 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import GenerationConfig
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
-<<<<<<< HEAD
 from tiercache import Config, TierCache
-from tiercache.errors import CacheClosed
-=======
 from tiercache.errors import CacheClosed, LayoutError
->>>>>>> mendt
 from tiercache.integrations.transformers import Generator, ModelKv
 
 PROMPT = tokens(7 * CHUNK_TOKENS + 5)

@@ -43,7 +43,7 @@ async def goes_on(call: Coroutine[Any, Any, object], steps: int) -> bool:
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -83,7 +83,7 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
     now_s = asyncio.get_running_loop().time()
     # A breaker that nobody has asked since its pause is over is as good as closed.
     left = {
-        name: breaker.state.value
+        f"breaker of {name}": breaker.state.value
         for name, breaker in breakers_of(cache).items()
         if breaker.state.value != "closed" and not breaker.would_allow(now_s)
     }

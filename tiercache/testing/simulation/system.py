@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import importlib
 import os
 import queue
 import random
@@ -71,6 +72,9 @@ class System:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put it in the place of the real one, in this process; not in two runs at a time."""
+        with contextlib.suppress(ImportError):
+            # It makes a lock between processes when it is first asked: of this process, not of a simulated one.
+            importlib.import_module("numcodecs.blosc").get_mutex()
         with contextlib.ExitStack() as stack:
             for module, name, value in _replaceable(len(sys.modules), tuple(self.also)):
                 stack.enter_context(changed(module, name, self._instead_of(value)))

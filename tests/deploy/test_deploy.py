@@ -108,6 +108,16 @@ def test_engine_and_control_meet_at_the_socket() -> None:
     assert set(users) - {"0"} == {str(pod()["securityContext"]["runAsUser"])}
 
 
+def test_an_engine_that_is_stopped_has_time_to_write_what_is_queued() -> None:
+    """The cache ends before a worker is killed, that one before the engine, and the engine before the container."""
+    worker_s = int(re.search(r"VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS=(\d+)", CONTAINERFILE)[1])  # type: ignore[index]
+    entry = last_json("ENTRYPOINT")[-1]
+    engine_s = int(entry[entry.index("--shutdown-timeout") + 1])
+    closes_s = max(Config.load(at / "tiercache.yaml", environ={}).close_timeout_s for at in (COMPOSE, BASE))
+    compose_s = int(services()["engine"]["stop_grace_period"].removesuffix("s"))
+    assert closes_s < worker_s < engine_s < min(compose_s, pod()["terminationGracePeriodSeconds"])
+
+
 def test_files_of_tiers_lie_on_volumes() -> None:
     for path, mounts in (
         (COMPOSE / "tiercache.yaml", [volume.split(":")[1] for volume in services()["engine"]["volumes"]]),

@@ -86,6 +86,19 @@ async def test_what_is_remembered_of_a_queue_has_a_bound_and_room_comes_back(cac
     await until_hot(cache, REQUESTS[-1])
 
 
+async def test_who_was_served_before_anything_was_fetched_ahead_is_waited_for_no_longer(tmp_path: Path) -> None:
+    async with TierCache.open(configured(tmp_path, prefetch_bytes_per_s=CHUNK_BYTES / 100), LAYOUT) as cache:
+        for keys in REQUESTS[:2]:
+            assert await cache.put_many(keys, [payload(number) for number in range(6)]) == 6
+        await cache.flush()
+        cache.clear_hot()
+        for keys in REQUESTS[:2]:
+            cache.warm_soon(keys)  # one chunk of the first, then nothing for 100 s
+        await read(cache, REQUESTS[0])
+        assert not any(cache.ahead.plan.expects(key) for key in REQUESTS[0])
+        assert all(cache.ahead.plan.expects(key) for key in REQUESTS[1])
+
+
 async def test_without_a_hot_cache_nothing_is_fetched_ahead(tmp_path: Path) -> None:
     async with TierCache.open(configured(tmp_path, local_cpu=False), LAYOUT) as cache:
         assert await cache.put(key(1), payload(1))

@@ -116,6 +116,16 @@ class Ahead:
         self._queue.append(prediction)
         self.prefetcher.offer(prediction)
 
+    def served(self, keys: Sequence[ChunkKey]) -> None:
+        """A request for `keys` had its turn. Nobody waits for what the first of these in the queue needs, fetched or not."""
+        if self._queue:
+            came = set(keys)
+            for prediction in self._queue:
+                if prediction.keys[-1] in came:
+                    self._queue.remove(prediction)
+                    self.plan.withdraw(_QUEUE, prediction.subject)
+                    break
+
     def began(self, session: str, keys: Sequence[ChunkKey], step: str = "") -> None:
         """A request of `session` (and, in a workflow, of that step) has come, for `keys`."""
         check_loop(self._loop)

@@ -265,7 +265,7 @@ class TierCache:
         if parts.on_device is not None and (there := parts.on_device.all_of(buffers)):
             with parts.closing.operations, parts.on_device.event(after) as event:
                 delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s), held)
-            parts.used(keys[:delivered])
+            parts.served(keys, delivered)
             return delivered
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s, held=held)
 
@@ -278,7 +278,7 @@ class TierCache:
         check_one_each(keys, sinks, "buffer")
         with parts.closing.reads:
             delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
-        parts.used(keys[:delivered])
+        parts.served(keys, delivered)
         return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:

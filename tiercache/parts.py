@@ -153,6 +153,11 @@ class Parts:
         """A request was served with `keys`."""
         self.fan_out.used(keys, self.cpu)
 
+    def served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
+        """A request came for `keys`, and got so many of them."""
+        self.used(keys[:delivered])
+        self.ahead.served(keys)
+
     async def forget(self, keys: Sequence[ChunkKey], timeout_s: float) -> None:
         only_read = [tier for tier in self.tiers if tier.reads and not tier.writes]
 

@@ -245,7 +245,10 @@ def torture(
 
 
 def main() -> None:
+    from tiercache.signals import ended_by_signals
+
     try:
-        app()
+        with ended_by_signals():
+            app()
     except KeyboardInterrupt:
         sys.exit(130)

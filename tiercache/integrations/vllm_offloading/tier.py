@@ -45,7 +45,7 @@ from tiercache.integrations.vllm.side_by_side import beside_others
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, said_by, wishes_of
 from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.events import ChunkWatch
-from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout
+from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.questions import Questions
 from tiercache.integrations.vllm_offloading.requests import TieredRequests
@@ -106,6 +106,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         parallel = offloading.parallel
         config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
+        say_whose_quotas(config)
         self._config = config
         wanted = Locality(locality) if locality is not None else None
         self.thread = CacheThread(config, layout)

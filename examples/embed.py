@@ -11,6 +11,7 @@ import tempfile
 import numpy as np
 
 import tiercache
+from tiercache.signals import ended_by_signals
 
 
 async def main() -> None:
@@ -40,4 +41,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with ended_by_signals():
+        asyncio.run(main())

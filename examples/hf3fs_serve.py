@@ -21,6 +21,7 @@ from rich.table import Table
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
 from tiercache.demo.server import Server, serving
+from tiercache.signals import ended_by_signals
 from tiercache.testing.hf3fs import Hf3fsEmulator
 
 CONFIG = """\
@@ -87,4 +88,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

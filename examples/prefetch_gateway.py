@@ -32,6 +32,7 @@ from rich.table import Table
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
 from tiercache.demo.server import MODEL_NAME, Server, open_url, quickest_dtype, serving
+from tiercache.signals import ended_by_signals
 
 CONFIG = """\
 chunk_size: 256
@@ -181,4 +182,5 @@ def post(url: str, body: dict[str, Any], headers: dict[str, str] | None = None) 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

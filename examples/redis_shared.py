@@ -26,6 +26,7 @@ from rich.table import Table
 from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
 from tiercache.demo.server import serving
+from tiercache.signals import ended_by_signals
 
 CONFIG = """\
 chunk_size: 256
@@ -136,4 +137,5 @@ def forget(url: str, prefix: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

@@ -40,6 +40,7 @@ from tiercache.config.plan import plan_of
 from tiercache.demo.model import prepare_model
 from tiercache.demo.server import quickest_dtype
 from tiercache.integrations.transformers import Answer, Generator, ModelKv
+from tiercache.signals import ended_by_signals
 
 PAGE = Path(__file__).with_name("serve_fastapi.html")
 SESSIONS = 200
@@ -375,4 +376,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

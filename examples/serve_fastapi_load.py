@@ -32,6 +32,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tiercache.signals import ended_by_signals
+
 SERVER = Path(__file__).with_name("serve_fastapi.py")
 QUESTIONS = (
     "What is this about?",
@@ -178,4 +180,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

@@ -30,6 +30,7 @@ from tiercache import Config, TierCache
 from tiercache.demo.model import prepare_model
 from tiercache.demo.server import quickest_dtype
 from tiercache.integrations.transformers import Answer, Generator, ModelKv
+from tiercache.signals import ended_by_signals
 
 QUESTIONS = (
     "What is this text about?",
@@ -127,4 +128,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with ended_by_signals():
+        typer.run(main)

@@ -1,5 +1,6 @@
 """What reaches the disk when not everything does, and what the hot cache knows of prefixes."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,22 @@ async def test_a_chunk_that_somebody_held_when_its_turn_had_come_still_follows_i
         assert cache.cpu.next_victim() == keys[-2]
         lease.release()
         assert cache.cpu.next_victim() == keys[-1]
+
+
+async def test_second_touch_counts_a_chunk_that_is_put_again_before_it_was_written(tmp_path: Path) -> None:
+    async with opened(tmp_path, flash_admission="second_touch") as cache:
+        await cache.put(key(1), payload(1))
+        await cache.put(key(1), payload(1))
+        await cache.flush()
+        assert cache.tiers[0].contains(key(1))
+
+
+async def test_second_touch_writes_a_chunk_that_is_read_at_any_moment_of_its_first_write(tmp_path: Path) -> None:
+    async with opened(tmp_path, flash_admission="second_touch") as cache:
+        for turns in range(12):  # of the loop, in which the tier declines and the writer hears of it
+            await cache.put(key(turns), payload(turns))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            cache.parts.used([key(turns)])
+            await cache.flush()
+        assert [turns for turns in range(12) if not cache.tiers[0].contains(key(turns))] == []

@@ -226,8 +226,9 @@ def torture(
         raise typer.Exit(campaign_command(real, 1.0 if minutes is None else minutes, seed))
     try:
         import greenlet  # noqa: F401
-    except ImportError:
-        print("torture needs greenlet; install it with: pip install 'tiercache[torture]'", file=sys.stderr)
+    except ImportError as error:
+        missing = f"torture needs greenlet, which cannot be imported ({error})"
+        print(f"{missing}: pip install 'tiercache[torture]'", file=sys.stderr)
         raise typer.Exit(2) from None
     from tiercache.testing.simulation.command import Torture, torture_command
     from tiercache.testing.simulation.seeds import Own
@@ -244,7 +245,10 @@ def torture(
 
 
 def main() -> None:
+    from tiercache.signals import ended_by_signals
+
     try:
-        app()
+        with ended_by_signals():
+            app()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,5 +1,6 @@
 """Compressed chunks on disk: how they are counted, listed and checked, and that nothing in between is served."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -54,6 +55,17 @@ async def test_the_cap_counts_what_is_really_occupied(tmp_path: Path) -> None:
     files = [path.stat().st_blocks * 512 for path in (tmp_path / "kv").glob("??/*")]
     assert 20 <= len(files) == counted.resident
     assert sum(files) <= counted.occupied_bytes <= cap_bytes
+    await tier.close()
+
+
+async def test_no_more_buffers_are_taken_than_chunks_are_written_at_a_time(tmp_path: Path) -> None:
+    """They lie beside the arena, in no budget of it: this is their bound."""
+    tier = disk(tmp_path, "zstd")
+    await tier.open()
+    chunks = [kv(number, CHUNK_BYTES) for number in range(100)]
+    assert all(await asyncio.gather(*(tier.write(key, payload, CHUNK_BYTES) for key, payload in chunks)))
+    threads = 2 * tier.settings.threads
+    assert 0 < sum(buffer.nbytes for buffer in tier.shelves.compression._buffers) <= threads * CHUNK_BYTES
     await tier.close()
 
 

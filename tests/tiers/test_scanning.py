@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.tiers.test_disk import opened
 from tiercache.core.header import file_bytes
-from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.contract import CHUNK_BYTES, chunk
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.scanning import _STEP
 
@@ -69,3 +70,36 @@ async def test_loop_is_idle_between_steps(tmp_path: Path) -> None:
         assert len(times_s) == FEW
         for step in range(_STEP, FEW, _STEP):
             assert times_s[step] >= times_s[step - 1] + 0.001
+
+
+async def test_a_write_to_a_full_directory_waits_for_the_first_chunk_that_is_found_and_not_for_all(tmp_path: Path) -> None:
+    """As after a restart: what is new is stored, and not what lies there as a whole looked at first."""
+    payload = chunk(1)[1]
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        for key in keys(range(20)):
+            assert await tier.write(key, payload, CHUNK_BYTES)
+        full_bytes = tier.statistics().occupied_bytes
+    async with opened(tmp_path, cap_chunks=8) as tier:
+        found, gates = asyncio.Event(), [threading.Event(), threading.Event()]
+
+        def first_is_found(_: bytes) -> None:
+            if not found.is_set():
+                tier.shelves.metadata.submit(gates[1].wait)  # the only thread that looks
+                found.set()
+
+        tier.tell(first_is_found)
+        tier.shelves.metadata.submit(gates[0].wait)
+        try:
+            writing = asyncio.create_task(tier.write(chunk(1)[0], payload, CHUNK_BYTES))
+            await asyncio.wait([writing], timeout=0.1)
+            assert not writing.done() and not found.is_set()
+            gates[0].set()
+            await found.wait()
+            async with asyncio.timeout(1.0):
+                assert await writing
+            assert tier.statistics().resident < 4, "the scan has not gone on"
+        finally:
+            for gate in gates:
+                gate.set()
+        await tier.scanned()
+        assert tier.statistics().occupied_bytes <= full_bytes

@@ -40,27 +40,40 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def server(place: Path) -> Iterator[httpx.Client]:
-    with serving(place) as (client, _):
+def server(place: Path, ends_by: signal.Signals) -> Iterator[httpx.Client]:
+    """What it has made for itself is gone behind it."""
+    with serving(place, ends_by) as (client, _):
         yield client
+        assert made(place)
+    assert not made(place)
+
+
+def made(place: Path) -> list[Path]:
+    return list(place.glob("tiercache-serve-*"))
 
 
 @contextmanager
-def serving(place: Path) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
+def serving(
+    place: Path, ends_by: signal.Signals = signal.SIGINT
+) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     """Told to end behind the test, unless it has been."""
     port = _free_port()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCACHE_", "LMCACHE_"))}
     command = sys.executable, str(EXAMPLE), "--port", str(port), "--directory", str(place / "kv"), "--hot-gb", "0.1"
     with (place / "server.log").open("w") as log:
         process = subprocess.Popen(
-            command, cwd=place, env=kept | {"PYTHONPATH": str(REPOSITORY)}, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=place,
+            env=kept | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(place)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             try:
                 wait_for(client, process)
                 yield client, process
             finally:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(ends_by)
                 status = process.wait(30)
     assert status == 0, (place / "server.log").read_text()
 
@@ -86,7 +99,7 @@ def ask(client: httpx.Client, session: str, text: str, **more: Any) -> list[dict
 
 
 def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path) -> None:
-    with server(place) as client:
+    with server(place, signal.SIGTERM) as client:
         *pieces, first = ask(client, "one", TEXT)
         assert pieces[0] == {"text": ""}, "as soon as there is a token"
         assert first["done"] and not any(first["hit_by_tier"].values()) and first["ttft_s"] > 0
@@ -105,7 +118,7 @@ def test_a_session_goes_on_from_memory_and_after_a_restart_from_disk(place: Path
         with client.stream("GET", "/live") as response:
             assert json.loads(next(response.iter_lines()).removeprefix("data: "))["count"] == 4
         assert "<svg" in client.get("/").text
-    with server(place) as client:
+    with server(place, signal.SIGINT) as client:
         (refused,) = ask(client, "long", TEXT * 30)
         assert "too long" in refused["error"]
         *_, again = ask(client, "two", TEXT)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tiercache import Config
 from tiercache.integrations.vllm.turns import Wishes
+from tiercache.integrations.vllm_offloading.identity import say_whose_quotas
 from tiercache.integrations.vllm_offloading.requests import TieredRequests
 
 FULL, WINDOW = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
@@ -99,3 +103,10 @@ def test_of_requests_that_say_nothing_nothing_is_kept() -> None:
     requests.stores("a", {TWO: 64})
     ended = requests.end("a")
     assert ended is not None and not ended.ends and not ended.stored and not ended.answers
+
+
+def test_quotas_that_hold_for_all_tenants_together_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    say_whose_quotas(Config(max_local_cpu_size=0.1))
+    assert not caplog.records
+    say_whose_quotas(Config(max_local_cpu_size=0.1, tenant_max_local_cpu_size=0.05))
+    assert "together" in caplog.text

@@ -28,7 +28,8 @@ def serve_control_command(
         from tiercache.control.fleet import Fleet
         from tiercache.control.http import make_app
     except ImportError as error:
-        return _complain(f"{error.name} is not installed: pip install 'tiercache[control]'")
+        missing = f"serve-control needs a library that cannot be imported ({error})"
+        return _complain(f"{missing}: pip install 'tiercache[control]'")
     try:
         token = read_token(host, token_file, no_token)
     except ValueError as error:

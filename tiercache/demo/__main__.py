@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -19,6 +17,7 @@ from tiercache.demo.progress import working
 from tiercache.demo.question import PROMPT_TOKENS, ask, long_message
 from tiercache.demo.report import LABELS, Run, draw, problems, same_text, show, write_json
 from tiercache.demo.server import Server, ServerFailed, serving
+from tiercache.signals import ended_by_signals
 
 CONFIG = """\
 # Written by the demo. Keys are LMCache's; `tiercache config explain` says what each of them does.
@@ -45,10 +44,9 @@ def main() -> int:
     console = Console(highlight=False)
     place = Path("demo").resolve()
     place.mkdir(exist_ok=True)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGHUP, _interrupt)
     try:
-        runs = measure(place, tokens, console)
+        with ended_by_signals():
+            runs = measure(place, tokens, console)
     except (ModelFailed, ServerFailed) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
@@ -118,11 +116,6 @@ def _warm_server(what: str, model: Path, log: Path, config: Path, console: Conso
             ask(server, WARM_UP, 4)
         yield server
         stack.enter_context(working(f"stopping {what}", console))
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """End like Ctrl-C, so that the servers are stopped."""
-    raise KeyboardInterrupt
 
 
 def _short(path: Path) -> str:

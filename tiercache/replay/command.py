@@ -103,8 +103,8 @@ def replay_command(options: Options) -> int:
             from tiercache.replay.plot import plot
 
             plot(sections, options.plot_file)
-    except ImportError:
-        return complain("--plot needs matplotlib: pip install 'tiercache[replay]'")
+    except ImportError as error:
+        return complain(f"--plot needs matplotlib, which cannot be imported ({error}): pip install 'tiercache[replay]'")
     except OSError as error:
         return complain(f"{error.filename}: {error.strerror or error}")
     return 1 if skipped or unequal else 0

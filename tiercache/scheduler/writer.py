@@ -67,6 +67,8 @@ class TierWriter:
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: dict[ChunkKey, int] = {}
+        self._wanted: set[ChunkKey] = set()
+        """Of those, what the tier has come to want since it was offered."""
         self._removals = Removals(tier, settings.deadline_s, self._removed, self._give_up_on)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
@@ -96,7 +98,11 @@ class TierWriter:
             lease.release()
             return True
         key = lease.key
-        if not lease.findable or self.holds(key):  # forgotten while it waited for room, or here already
+        if not lease.findable:  # forgotten while it waited for room
+            lease.release()
+            return True
+        if self.holds(key):
+            self._needed_again(key)
             lease.release()
             return True
         if self._removals.stalled(key):
@@ -221,7 +227,14 @@ class TierWriter:
                 self.counters.dropped += 1
             finally:
                 del self._writing[key]
+                self._wanted.discard(key)
                 self._settle()
+
+    def _needed_again(self, key: ChunkKey) -> None:
+        """Another request has a chunk that is here already. That counts as a use, and the tier may want by now what it is
+        about to decline."""
+        if self.tier.used([key]) and key in self._writing:
+            self._wanted.add(key)
 
     def _removed(self, key: ChunkKey) -> None:
         """What was put since it was forgotten may be written."""
@@ -286,6 +299,9 @@ class TierWriter:
                 if stored:
                     self.counters.written += 1
                     self.counters.seconds.add(loop.time() - began_s)
+                elif key in self._wanted and attempt + 1 < self.settings.attempts:
+                    self._wanted.discard(key)
+                    continue
                 else:
                     self.counters.declined += 1
                 return

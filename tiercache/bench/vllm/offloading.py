@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from tiercache.bench.vllm.measure import text_of
 from tiercache.bench.vllm.offloading_engines import BLOCK_TOKENS, Answer, Engine, engine, import_vllm, tier_settings
 from tiercache.demo.model import prepare_model
 from tiercache.errors import TierCacheError
+from tiercache.signals import ended_by_signals
 
 SIDES = ("fs", "tiercache")
 _PROMPT_TOKENS = 12 * BLOCK_TOKENS + 9
@@ -226,11 +226,9 @@ def main() -> int:
     except TierCacheError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    place = Path(tempfile.mkdtemp(prefix="tiercache-offloading-", dir=arguments.directory))
-    try:
-        print(table(compare(prepare_model(), place, arguments.pairs)))
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    where = {"prefix": "tiercache-offloading-", "dir": arguments.directory}
+    with ended_by_signals(), tempfile.TemporaryDirectory(**where, ignore_cleanup_errors=True) as place:
+        print(table(compare(prepare_model(), Path(place), arguments.pairs)))
     return 0
 
 

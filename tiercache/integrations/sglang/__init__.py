@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from tiercache.integrations.needed import needed
 
 if TYPE_CHECKING:
     from tiercache.integrations.sglang.storage import TierCacheStorage
@@ -22,12 +23,8 @@ def __getattr__(name: str) -> Any:
     """Pages and hits are of use, and tested, without SGLang."""
     if name != "TierCacheStorage":
         raise AttributeError(f"module 'tiercache.integrations.sglang' has no attribute {name!r}")
-    try:
-        importlib.import_module("sglang.srt.mem_cache.hicache_storage")
-    except ImportError as error:
-        raise ImportError(
-            f"TierCacheStorage needs SGLang, which cannot be imported ({error}): pip install sglang"
-        ) from error
-    from tiercache.integrations.sglang.storage import TierCacheStorage
+    from tiercache.integrations.sglang.identity import TESTED
 
+    with needed(name, f"SGLang {' or '.join(TESTED)}", f"sglang=={TESTED[-1]}"):
+        from tiercache.integrations.sglang.storage import TierCacheStorage
     return TierCacheStorage

@@ -10,9 +10,12 @@ async with TierCache.open(config, kv.layout) as cache, Generator(cache, kv) as g
 `PrefixCache` alone is for those who call the model themselves: `load` gives a `transformers.Cache`, `store` takes it back.
 """
 
-from tiercache.integrations.transformers.generator import Answer, Generator
-from tiercache.integrations.transformers.kv_cache import TieredCache
-from tiercache.integrations.transformers.model_kv import ModelKv
-from tiercache.integrations.transformers.prefix_cache import PrefixCache
+from tiercache.integrations.needed import needed
+
+with needed("tiercache.integrations.transformers", "torch and transformers 5.19 or newer", "'tiercache[transformers]'"):
+    from tiercache.integrations.transformers.generator import Answer, Generator
+    from tiercache.integrations.transformers.kv_cache import TieredCache
+    from tiercache.integrations.transformers.model_kv import ModelKv
+    from tiercache.integrations.transformers.prefix_cache import PrefixCache
 
 __all__ = ["Answer", "Generator", "ModelKv", "PrefixCache", "TieredCache"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tiercache.integrations.vllm.versions import TESTED, needed_vllm
+
 if TYPE_CHECKING:
     from tiercache.integrations.vllm.connector import TierCacheConnector
 
@@ -19,6 +21,6 @@ def __getattr__(name: str) -> Any:
     """Importing vLLM takes many seconds; planning and block copies are of use, and tested, without it."""
     if name != "TierCacheConnector":
         raise AttributeError(f"module 'tiercache.integrations.vllm' has no attribute {name!r}")
-    from tiercache.integrations.vllm.connector import TierCacheConnector
-
+    with needed_vllm(name, TESTED):
+        from tiercache.integrations.vllm.connector import TierCacheConnector
     return TierCacheConnector

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, needed_vllm
+
 if TYPE_CHECKING:
     from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec
     from tiercache.integrations.vllm_offloading.tier import TierCacheTier
@@ -24,11 +26,11 @@ __all__ = ["CpuTieringSpec", "TierCacheTier"]
 def __getattr__(name: str) -> Any:
     """Importing vLLM takes many seconds; what decides here is of use, and tested, without it."""
     if name == "TierCacheTier":
-        from tiercache.integrations.vllm_offloading.tier import TierCacheTier
-
+        with needed_vllm(name, TESTED_OFFLOADING):
+            from tiercache.integrations.vllm_offloading.tier import TierCacheTier
         return TierCacheTier
     if name == "CpuTieringSpec":
-        from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec
-
+        with needed_vllm(name, TESTED_OFFLOADING):
+            from tiercache.integrations.vllm_offloading.cpu_spec import CpuTieringSpec
         return CpuTieringSpec
     raise AttributeError(f"module 'tiercache.integrations.vllm_offloading' has no attribute {name!r}")

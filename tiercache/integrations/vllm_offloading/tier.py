@@ -43,9 +43,9 @@ from tiercache.integrations.vllm.kv_events import MEDIA
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.side_by_side import beside_others
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, said_by, wishes_of
-from tiercache.integrations.vllm.versions import check_version
+from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.events import ChunkWatch
-from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout
+from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
 from tiercache.integrations.vllm_offloading.metrics import as_offloading_stats, definitions
 from tiercache.integrations.vllm_offloading.questions import Questions
 from tiercache.integrations.vllm_offloading.requests import TieredRequests
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tiercache.vllm")
 
-_TESTED = ("0.32",)
 _MARGIN_S = 30.0
 """What a transfer takes beyond its deadline at the longest, unless the machine hangs."""
 
@@ -99,7 +98,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         show_our_log()
-        check_version(vllm.__version__, _TESTED)
+        check_version(vllm.__version__, TESTED_OFFLOADING)
         offloading = offloading_spec.config
         engine = engine_config(offloading.engine_id)
         check_hashes(engine)
@@ -107,6 +106,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         parallel = offloading.parallel
         config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
+        say_whose_quotas(config)
         self._config = config
         wanted = Locality(locality) if locality is not None else None
         self.thread = CacheThread(config, layout)

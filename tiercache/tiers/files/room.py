@@ -20,6 +20,8 @@ _OVER_THE_CAP = 8
 """So many chunks more than the cap: it was lowered. Writes then make room for themselves, and the rest goes in the
 background."""
 _DELETING_THREADS = 8
+_FIRST_FOUND_S = 2.0
+"""How long a write to a full directory waits for the first scan to find what can go for it."""
 
 
 def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
@@ -40,7 +42,10 @@ class OwnRoom(Room):
 
     async def make(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
         volume, index, shelves = shelf.volume, shelf.index, self._shelves
-        if deficit_bytes > 0 and shelf.is_doubtful:
+        if not shelf.scanned:
+            # What is known is not all that lies there yet, which says nothing against the count.
+            await shelf.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
+        elif deficit_bytes > 0 and shelf.is_doubtful:
             if 2 * index.used_bytes > volume.cap_bytes:
                 shelves.scan_soon(shelf)
             elif await shelves.scanned_soon(shelf):

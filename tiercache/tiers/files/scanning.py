@@ -40,6 +40,8 @@ class Shelf:
         self.volume = volume
         self.index = index
         self.scanned = False
+        """Whether all that lies there is known."""
+        self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.catching_up: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
@@ -116,6 +118,21 @@ class Shelf:
 
     def begin_scan(self) -> None:
         self.noted_while_scanning = self._all_leaving()
+
+    def scan_found(self, *, all_of_it: bool = False) -> None:
+        """More of what lies there is known, or all of it: let those who wait for it look again."""
+        if all_of_it:
+            self.scanned, self.scanning = True, None
+            self.noted_while_scanning.clear()
+        self._found_more.set()
+        self._found_more = asyncio.Event()
+
+    async def knows(self, known_bytes: int, timeout_s: float) -> None:
+        """Wait until the first scan has found so much, or has ended, but not for longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self.scanned and self.index.used_bytes < known_bytes:
+                    await self._found_more.wait()
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
@@ -195,6 +212,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
             for part in parts:
                 if first:
                     await _add(shelf, index, part, np.arange(len(part.keys)), ignored)
+                    shelf.scan_found()
                 found.add(part)
         began_s = loop.time()
         found.counted_bytes += await workers.submit(volume.quarantined.occupied_bytes)

@@ -222,8 +222,7 @@ class Shelves:
             logger.warning("%s could not be scanned: %s", volume.root, error)
         finally:
             if shelf.volume is volume:
-                shelf.scanned, shelf.scanning = True, None
-                shelf.noted_while_scanning.clear()
+                shelf.scan_found(all_of_it=True)
                 self.catch_up_soon(shelf)
         if is_missing:
             await self._replace(shelf, volume)

@@ -13,7 +13,8 @@ def load_library() -> ModuleType:
         import hf3fs_fuse.io
     except ImportError as error:
         raise ConfigError(
-            f"the 3FS tier needs the packages hf3fs_py_usrbio and hf3fs_fuse, which are built from the 3FS sources: {error}"
+            f"the 3FS tier needs hf3fs_py_usrbio and hf3fs_fuse, which cannot be imported ({error}): build them from "
+            "the 3FS sources"
         ) from error
     module: ModuleType = hf3fs_fuse.io
     return module

@@ -91,8 +91,8 @@ class InfiniStoreTier(RemoteTier):
             self._api = await self._blocking.submit(_import_infinistore)
         except ImportError as error:
             raise ConfigError(
-                f"{self.name}: InfiniStore cannot be imported ({error}): pip install 'tiercache[infinistore]', and the "
-                "system's libibverbs1"
+                f"{self.name} needs InfiniStore, which cannot be imported ({error}): pip install "
+                "'tiercache[infinistore]', and the system's libibverbs1"
             ) from error
         self._connecting = asyncio.create_task(self._keep_trying())
         await asyncio.wait([self._connecting], timeout=self.settings.timeout_s)

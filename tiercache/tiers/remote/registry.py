@@ -62,9 +62,12 @@ def _load(where: str, place: str) -> Factory:
     try:
         found: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
-        ours = next((name for name, built_in in BUILT_IN.items() if built_in == place), None)
-        hint = f"; pip install 'tiercache[{ours}]'" if ours and isinstance(error, ModuleNotFoundError) else ""
-        raise ConfigError(f"{where}: {place} cannot be imported: {error}{hint}") from error
+        extra = next((name for name, built_in in BUILT_IN.items() if built_in == place), None)
+        if extra:
+            raise ConfigError(
+                f"{where} needs a library that cannot be imported ({error}): pip install 'tiercache[{extra}]'"
+            ) from error
+        raise ConfigError(f"{where}: {place} cannot be imported: {error}") from error
     if not callable(found):
         raise ConfigError(f"{where}: {place} is nothing that makes a tier")
     return found  # type: ignore[no-any-return]

@@ -62,8 +62,8 @@ class MooncakeTier(RemoteTier):
             await self._control.submit(import_mooncake)
         except ImportError as error:
             raise ConfigError(
-                f"{self.name}: Mooncake cannot be imported ({error}): pip install 'tiercache[mooncake]', and the system's "
-                "libibverbs1, also without RDMA"
+                f"{self.name} needs Mooncake, which cannot be imported ({error}): pip install "
+                "'tiercache[mooncake]', and the system's libibverbs1, also without RDMA"
             ) from error
         self._memory = WiredMemory(
             None if self._arena is None else self._arena.memory,

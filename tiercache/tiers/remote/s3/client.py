@@ -48,7 +48,9 @@ class S3Client:
             from obstore.exceptions import AlreadyExistsError
             from obstore.store import S3Store
         except ImportError as error:
-            raise settings.error("url", f"the s3 tier needs obstore: pip install 'tiercache[s3]' ({error})") from None
+            raise settings.error(
+                "url", f"the s3 tier needs obstore, which cannot be imported ({error}): pip install 'tiercache[s3]'"
+            ) from None
         self.name = settings.name
         self.settings = settings
         self.address = address

@@ -1,0 +1,33 @@
+"""Commands and examples end by SIGTERM and SIGHUP as by Ctrl-C: no directory, shared memory or process outlives them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """For the main thread of a program. Within, both do what SIGINT does at that moment: a KeyboardInterrupt, or what
+    asyncio and uvicorn have put in its place. What is ignored (`nohup`) stays so."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            handler(signal.SIGINT, frame)
+        else:  # Ctrl-C is ignored, as in the background of a shell
+            raise KeyboardInterrupt
+
+    before = {signum: signal.getsignal(signum) for signum in _ENDING}
+    before = {signum: handler for signum, handler in before.items() if handler is not signal.SIG_IGN}
+    try:
+        for signum in before:
+            signal.signal(signum, interrupt)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

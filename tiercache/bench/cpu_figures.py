@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from statistics import median
 
 import numpy as np
@@ -10,8 +11,9 @@ import numpy as np
 from tiercache.bench.ceilings import memcpy
 from tiercache.bench.figures import Figures
 from tiercache.bench.peer import Peer
-from tiercache.bench.workload import MIB, Plan, config_of, in_turn, items_of, layout_of, new_keys, nothing, payloads
+from tiercache.bench.workload import MIB, Plan, config_of, items_of, layout_of, new_keys, nothing, payloads
 from tiercache.cache import TierCache
+from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 
 _CHUNK_BYTES = 2 * MIB
@@ -21,53 +23,81 @@ _BATCHES = (32, 256)
 
 
 async def measure_cpu(figures: Figures, plan: Plan) -> None:
-    """GB/s of batches that are larger than the last-level cache.
+    """GB/s of batches that are larger than the last-level cache: `source_bytes` at a time, as a prompt of 32 k tokens has
+    where a chunk of 256 has 2 MiB. Ours and the ceiling's in turn, batch by batch; a sample is what all of a pair took.
 
     `cpu.put_gbps`: `put_from` into a full hot cache, which evicts as it goes. `ceiling.memcpy_gbps`: numpy.copyto of the
     same payloads into as much pre-faulted memory, in as many threads; `ceiling.memcpy_1_thread_gbps`: in one.
     `cpu.get_gbps`: `get_into` of hot chunks. `ceiling.memcpy_out_gbps`: numpy.copyto that way.
     """
-    count = plan.count(_CHUNK_BYTES)
     sources = payloads(plan.sizes.source_bytes, _CHUNK_BYTES)
     targets = np.ones_like(sources)
+    size = len(sources)
+    batches = plan.count(_CHUNK_BYTES) // size
+    count = batches * size
     ceiling = Arena(ArenaSettings(size_bytes=count * _CHUNK_BYTES))
-    rows = ceiling.memory.reshape(count, _CHUNK_BYTES)
+    rows = ceiling.memory.reshape(batches, size, _CHUNK_BYTES)
     config = config_of(count * _CHUNK_BYTES * 5 // 4)
     with Peer.start(plan, "cpu", _CHUNK_BYTES, count) as peer:
         async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache:
             threads = cache.cpu.copiers.threads
             await cache.put_from(items_of(new_keys(cache.cpu.pool.count), sources))
-            keys: list[bytes] = []
-            places = [targets[number % len(targets)] for number in range(count)]
+            keys: list[list[ChunkKey]] = []
 
-            async def copy_in() -> None:
-                figures.add("ceiling.memcpy_1_thread_gbps", memcpy(rows, sources, count, 1))
-                figures.add("ceiling.memcpy_gbps", memcpy(rows, sources, count, threads))
+            async def copy_in_1_thread(batch: int) -> float:
+                return memcpy(rows[batch], sources, 1)
 
-            async def put() -> None:
-                items = items_of(keys, sources)
+            async def copy_in(batch: int) -> float:
+                return memcpy(rows[batch], sources, threads)
+
+            async def put(batch: int) -> float:
+                items = items_of(keys[batch], sources)
                 began = time.perf_counter()
-                assert await cache.put_from(items) == count
-                figures.add("cpu.put_gbps", count * _CHUNK_BYTES / (time.perf_counter() - began) / 1e9)
+                assert await cache.put_from(items) == size
+                return time.perf_counter() - began
 
-            async def copy_out() -> None:
-                figures.add("ceiling.memcpy_out_gbps", memcpy(targets, rows, count, threads))
+            async def copy_out(batch: int) -> float:
+                return memcpy(targets, rows[batch], threads)
 
-            async def get() -> None:
+            async def get(batch: int) -> float:
                 began = time.perf_counter()
-                assert await cache.get_into(keys, places) == count
-                figures.add("cpu.get_gbps", count * _CHUNK_BYTES / (time.perf_counter() - began) / 1e9)
+                assert await cache.get_into(keys[batch], list(targets)) == size
+                return time.perf_counter() - began
 
+            ways_in = {
+                "ceiling.memcpy_1_thread_gbps": copy_in_1_thread,
+                "ceiling.memcpy_gbps": copy_in,
+                "cpu.put_gbps": put,
+            }
+            ways_out = {"ceiling.memcpy_out_gbps": copy_out, "cpu.get_gbps": get}
             for pair in range(plan.pairs):
                 plan.progress(f"CPU tier, pair {pair + 1} of {plan.pairs}")
-                keys[:] = new_keys(count)
-                await in_turn(pair, copy_in, put)
+                keys[:] = [new_keys(size) for _ in range(batches)]
+                await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_in)
                 peer.add(figures, "put", put=("cpu.put_gbps", "cpu.put_gbps"))
-                await in_turn(pair, copy_out, get)
+                await _batch_by_batch(figures, pair, batches, sources.nbytes, ways_out)
                 peer.add(figures, "get", get=("cpu.get_gbps", "cpu.get_gbps"))
     ceiling.close()
     figures.compare("cpu.put_gbps", "ceiling.memcpy_gbps")
     figures.compare("cpu.get_gbps", "ceiling.memcpy_out_gbps")
+    await _measure_overheads(figures, plan)
+
+
+async def _batch_by_batch(
+    figures: Figures, pair: int, batches: int, batch_bytes: int, ways: Mapping[str, Callable[[int], Awaitable[float]]]
+) -> None:
+    """Each way takes a batch by its number and returns its seconds; all take one before any takes the next, and the last
+    one begins with every other. Enters one sample of each."""
+    took_s = dict.fromkeys(ways, 0.0)
+    for batch in range(batches):
+        for name in list(ways) if (pair + batch) % 2 == 0 else list(ways)[::-1]:
+            took_s[name] += await ways[name](batch)
+    for name, seconds in took_s.items():
+        figures.add(name, batches * batch_bytes / seconds / 1e9)
+
+
+async def _measure_overheads(figures: Figures, plan: Plan) -> None:
+    """Of chunks so small that the copy is nothing."""
     async with TierCache.open(config_of(4 * max(_BATCHES) * 2 * _SMALL_BYTES), layout_of(_SMALL_BYTES)) as cache:
         for pair in range(plan.pairs):
             plan.progress(f"single operations, {pair + 1} of {plan.pairs}")
@@ -82,7 +112,8 @@ async def _singles(cache: TierCache, figures: Figures, count: int) -> None:
 
     `cpu.put_latency_us`: all of a single `put` of 4 KiB, which the loop copies itself. `cpu.put_overhead_us`: what we
     add on the loop to one that a thread copies - a put whose source does nothing, less `cpu.hand_over_us`, which is a call
-    that does nothing in the same thread and back.
+    that does nothing in the same thread and back. That is awaited as any future is, which takes a round of the loop (3 to 5
+    us) that a put does not need.
     `cpu.get_overhead_us`: entering and leaving `async with cache.get(key)` of a hot chunk and looking at its bytes.
     """
     now = time.perf_counter

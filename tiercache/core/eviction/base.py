@@ -359,15 +359,15 @@ class EvictionOrder(ABC, Generic[V]):
 
         The way there is kept: it is walked once, not once for each victim.
         """
-        ends, spared = self._recent.ends, self._spared
+        ends, spared, children = self._recent.ends, self._spared, self._family.children
         path = self._path
         if path and (path[0] != key or path[-1] not in self.entries):
             path.clear()
         if not path:
-            if key not in self._family.children and key not in ends:
+            if key not in children and key not in ends:
                 return key
             path.append(key)
-        while (child := self._family.child(path[-1])) is not None:
+        while (child := self._family.child(path[-1]) if path[-1] in children else None) is not None:
             if child in spared.standings:
                 spared.add(path, spared.standings[child][0])
                 path.clear()
@@ -384,10 +384,11 @@ class EvictionOrder(ABC, Generic[V]):
         if key in self._spared.standings:
             self._spared.judge(key)
         family = self._family
-        has_children = key in family.children
-        parent = family.remove(key) if family.parents else None
-        if has_children:
+        if key in family.children:
+            parent = family.remove(key)
             self._spared.judge_before(parent, family)
+        else:
+            parent = family.leave(key) if family.parents else None
         if self._strays:
             self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0

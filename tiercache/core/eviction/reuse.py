@@ -25,7 +25,8 @@ def bucket_of(age: int) -> int:
     shift = age.bit_length() - 3
     if shift <= 0:
         return age
-    return min(BUCKETS - 1, 4 * shift + (age >> shift))
+    bucket = 4 * shift + (age >> shift)
+    return bucket if bucket < BUCKETS else BUCKETS - 1
 
 
 def _buckets_of(ages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -120,7 +120,8 @@ def arguments_in_effect() -> Mapping[str, Any] | None:
     except (ImportError, ValueError):
         return None
     # The record itself has what the operator wrote; what SGLang has made of it, and changed since, is beside it.
-    found: Mapping[str, Any] = context.resolved_server_args_dict() if hasattr(server, "resolved_dict") else vars(server)
+    is_beside = hasattr(context, "resolved_server_args_dict")
+    found: Mapping[str, Any] = context.resolved_server_args_dict() if is_beside else vars(server)
     return found
 
 

@@ -16,6 +16,7 @@ TIERS: dict[str, dict[str, str]] = {
     "azure": {"azure": MISSING},
     "bigtable": {"bigtable": MISSING},
     "bigtable_behind_redis": {"redis": ON, "bigtable": MISSING},
+    "blackhole": {"blackhole": MISSING},
     "blending": {},
     "controller": {},
     "dax": {},
@@ -26,6 +27,7 @@ TIERS: dict[str, dict[str, str]] = {
     "fs": {"fs": ON},
     "fs_two": {"fs.near": ON, "fs.far": ON},
     "fs_url": {"fs": ON},
+    "gcs": {"gcs.us": MISSING, "gcs.eu": MISSING},
     "hf3fs": {"hf3fs.primary": ON},
     "hfbucket": {"hfbucket": MISSING},
     "infinistore": {"infinistore": ON},
@@ -36,6 +38,7 @@ TIERS: dict[str, dict[str, str]] = {
     "nixl_object": {},
     "nixl_posix": {},
     "peers": {},
+    "phoenix": {},
     "redis": {"redis": ON},
     "redis_sentinel": {"redis-sentinel": ON},
     "resp": {"redis": ON},
@@ -94,3 +97,8 @@ def test_the_prefix_of_objects_is_lmcaches(load_text) -> None:
     config = load_text("remote_url: s3://bucket\ns3_file_prefix: here\n")
     assert config.warnings == ()
     assert config.remote_settings == {"s3_file_prefix": "here"}
+
+
+def test_a_bucket_of_google_cloud_storage_is_told_what_to_use_instead() -> None:
+    (warning,) = Config.load(path_of("gcs"), environ={}).warnings
+    assert "https://storage.googleapis.com" in warning

@@ -1,4 +1,4 @@
-"""The back end alone, with SGLang's pools and factory: opening, clearing, refusing, and letting go of SGLang's memory."""
+"""The back end alone, with SGLang's pools and factory: opening, refusing, and letting go of SGLang's memory."""
 
 from __future__ import annotations
 
@@ -7,41 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.process import in_sglang
-
-
-@in_sglang
-def test_clear_removes_this_models_pages_and_no_others(tmp_path: Path) -> None:
-    """Also what an earlier run stored, on disk; another model's pages in the same directory stay."""
-    import torch
-
-    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
-
-    before, now = tokens_of(1, pages=3), tokens_of(2, pages=2)
-    with engine(tmp_path, model="another") as other:
-        pages = random_pages(other.host, 3)
-        other.store(before, pages)
-    with engine(tmp_path) as earlier:
-        earlier.store(before, random_pages(earlier.host, 3, seed=1))
-    with engine(tmp_path) as one:
-        one.store(now, random_pages(one.host, 2))
-        assert one.storage.batch_exists(page_hashes(before)) == 3
-        assert one.storage.clear() is True
-        assert [one.storage.batch_exists(page_hashes(tokens)) for tokens in (before, now)] == [0, 0]
-        one.store(now, random_pages(one.host, 2))
-        assert len(one.load(now)) == 2, "and goes on"
-    with engine(tmp_path, model="another") as other:
-        assert torch.equal(other.load(before), pages)
-
-
-@in_sglang
-def test_clear_says_what_it_cannot_clear(tmp_path: Path) -> None:
-    """A server cannot say which chunks it holds. Nothing listens there: its tier is as good as any for that."""
-    from tests.sglang.stack import engine
-    from tiercache.errors import TierUnavailable
-
-    remote = {"remote_storage_plugins": ["redis"], "remote_storage_plugin.redis.url": "redis://127.0.0.1:1"}
-    with engine(tmp_path, **remote) as one, pytest.raises(TierUnavailable, match="redis"):
-        one.storage.clear()
 
 
 @in_sglang
@@ -114,60 +79,6 @@ def test_each_process_of_a_server_has_a_control_socket_of_its_own(tmp_path: Path
 
 
 @in_sglang
-def test_the_model_is_known_by_its_weights(tmp_path: Path) -> None:
-    """Where SGLang's arguments say where they are: the same under another name, others under the same."""
-    from types import SimpleNamespace
-
-    from tests.sglang.stack import storage_config
-    from tiercache.integrations.sglang.identity import model_of
-
-    def server(name: str, weights: bytes) -> SimpleNamespace:
-        place = tmp_path / name
-        place.mkdir()
-        (place / "model.safetensors").write_bytes(weights)
-        (place / "config.json").write_text("{}")
-        return SimpleNamespace(
-            model_path=str(place), revision=None, load_format="auto", download_dir=None, trust_remote_code=False
-        )
-
-    one, same, other = server("one", b"w"), server("same", b"w"), server("other", b"v")
-    named = [model_of(storage_config(), args, "0") for args in (one, same, other)]
-    assert named[0] == named[1] != named[2]
-    assert model_of(storage_config(model_name="m"), None, "0") == "name m"
-
-
-@in_sglang
-def test_what_the_server_was_told_keeps_pages_apart(tmp_path: Path) -> None:
-    """What of SGLang's arguments changes KV; that it has these arguments is part of it."""
-    from types import SimpleNamespace
-
-    import torch
-    from sglang.srt.runtime_context import get_context
-    from sglang.srt.server_args import ServerArgs
-
-    from tests.sglang.stack import engine, random_pages, tokens_of
-    from tiercache.integrations.sglang.identity import _CHANGES_KV
-
-    assert set(_CHANGES_KV) <= set(ServerArgs.__struct_fields__)
-    (tmp_path / "model.safetensors").write_bytes(b"w")
-    told = dict.fromkeys(ServerArgs.__struct_fields__) | {"model_path": str(tmp_path), "load_format": "auto"}
-    tokens = tokens_of(5, pages=2)
-
-    def found(**more: str) -> torch.Tensor:
-        get_context()._server_args = SimpleNamespace(**told | more)
-        with engine(tmp_path / "kv") as one:
-            return one.load(tokens)
-
-    get_context()._server_args = SimpleNamespace(**told)
-    with engine(tmp_path / "kv") as one:
-        pages = random_pages(one.host, 2)
-        one.store(tokens, pages)
-    assert len(found(kv_cache_dtype="fp8_e5m2")) == 0
-    assert len(found(speculative_draft_model_path="a draft")) == 0
-    assert torch.equal(found(served_model_name="a name"), pages)
-
-
-@in_sglang
 def test_what_the_readme_shows_is_what_sglang_takes(tmp_path: Path) -> None:
     """From the file that its command line names to a back end of its factory."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -185,3 +96,67 @@ def test_what_the_readme_shows_is_what_sglang_takes(tmp_path: Path) -> None:
     storage.on_host_pools_registered()
     assert storage.batch_exists(["00"]) == 0
     storage.close()
+
+
+@in_sglang
+def test_before_all_pools_are_registered_everything_is_a_miss(tmp_path: Path) -> None:
+    import torch
+
+    from tests.sglang.stack import extra_config, mha_pools, storage_config
+    from tiercache.integrations.sglang import TierCacheStorage
+
+    _, host = mha_pools()
+    page = torch.zeros(8)
+    early = TierCacheStorage(storage_config(extra_config=extra_config(tmp_path, interface_v1=0)), {})
+    for _ in range(2):  # without the pool of the KV, and with it
+        assert [early.exists("00"), early.batch_exists(["00"])] == [False, 0]
+        assert early.batch_exists_v2(["00"], []).kv_hit_pages == 0
+        assert [early.get("00", page), early.batch_get(["00"], [page])] == [None, [None]]
+        assert [early.set("00", page), early.batch_set(["00"], [page])] == [False, False]
+        assert early.batch_set_v1(["00"], torch.arange(16)) == [False]
+        early.register_mem_pool_host(host)
+
+
+@in_sglang
+def test_a_key_that_comes_again_in_one_batch_is_stored(tmp_path: Path) -> None:
+    from tests.sglang.stack import engine, page_hashes, random_pages, read_pages, tokens_of, write_pages
+
+    one, other = page_hashes(tokens_of(4, pages=2))
+    with engine(tmp_path) as v1:
+        indices = v1.host.alloc(48)
+        pages = random_pages(v1.host, 2)
+        write_pages(v1.host, indices, pages[[0, 0, 1]])
+        assert v1.storage.batch_set_v1([one, one, other], indices) == [True] * 3
+        assert v1.storage.batch_get_v1([one, one, other], indices) == [True] * 3
+        assert read_pages(v1.host, indices).equal(pages[[0, 0, 1]])
+    with engine(tmp_path / "tensors", interface_v1=0) as tensors:
+        page = tensors.host.get_dummy_flat_data_page()
+        assert tensors.storage.batch_set([one, one], [page, page]) is True
+        assert tensors.storage.batch_exists([one, one, other]) == 2
+
+
+@in_sglang
+def test_pools_are_looked_up_within_one_time_limit(tmp_path: Path) -> None:
+    """Not within one each: of a limit of an hour, what is left for a pool is what others have not taken."""
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    from tests.sglang.stack import hybrid_engine, page_hashes, tokens_of
+    from tiercache.integrations.sglang import storage as module
+
+    clock_s = 0.0
+    limits = []
+
+    def asked(name: str, hashes: list[str], limit_s: float) -> int:
+        nonlocal clock_s
+        limits.append(limit_s)
+        clock_s += 0.75 * limit_s
+        return len(hashes)
+
+    transfers = [PoolTransfer(PoolName.MAMBA, keys=["00"], hit_policy=PoolHitPolicy.ALL_PAGES) for _ in range(3)]
+    with hybrid_engine(tmp_path) as (controller, _, _):
+        storage = controller.storage_backend
+        limit_s = storage._lookup_s
+        module.time.monotonic = lambda: clock_s
+        storage._prefix = asked
+        assert storage.batch_exists_v2(page_hashes(tokens_of(4, pages=2)), transfers).kv_hit_pages == 2
+        assert limits == [limit_s / 4**pool for pool in range(4)]

@@ -12,6 +12,7 @@ from tiercache.config.remotes import (
     ELSEWHERE,
     OWN_NAMES,
     PLUGIN_PREFIX,
+    PLUGINS_ELSEWHERE,
     SCHEMES,
     Problem,
     plugin_type,
@@ -106,7 +107,7 @@ def _remote_url(values: Mapping[str, Any]) -> Iterator[Problem]:
     if not separator or scheme not in (*SCHEMES, *ELSEWHERE):
         expected = ", ".join(f"{known}://" for known in SCHEMES)
         yield ("remote_url",), f"remote_url: expected one of {expected}, found {hidden('remote_url', url)!r}"
-    elif not rest:
+    elif not rest and scheme in SCHEMES:  # LMCache's blackhole:// is all of its URL
         yield ("remote_url",), f"remote_url: expected a host or a path after the scheme, found {url!r}"
 
 
@@ -127,7 +128,7 @@ def _plugins(values: Mapping[str, Any], plugins: Mapping[str, str]) -> Iterator[
                 ("remote_storage_plugins",),
                 f"{PLUGIN_PREFIX}{plugin}: module_path and class_name belong together, found only one",
             )
-        elif kind not in (*(known := plugin_types()), *ELSEWHERE) and not own_class:
+        elif kind not in (*(known := plugin_types()), *ELSEWHERE, *PLUGINS_ELSEWHERE) and not own_class:
             near = difflib.get_close_matches(kind, known, n=1)
             hint = f"; the nearest is {near[0]}" if near else f"; known are {', '.join(known)}"
             yield ("remote_storage_plugins",), f"remote_storage_plugins: there is no type {kind!r} ({plugin}){hint}"

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 
 _BYTES_OF_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"GB": 2**30, "MiB": 2**20, "bytes": 1}
+_PARTS_OF_UNIT = {**_UNITS, "seconds": 10**9, "milliseconds": 10**6}
+_MOST_PARTS = 2**63
+"""A number in bytes, or in nanoseconds, fits into what the system counts those in."""
 _WITH_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)I?B?\s*", re.IGNORECASE)
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -203,6 +206,8 @@ def _number(raw: Any, expected: str, unit: str) -> float:
         except (ValueError, OverflowError):
             value = math.nan
         if math.isfinite(value):
+            if abs(value) >= (most := _MOST_PARTS / _PARTS_OF_UNIT.get(unit, 1)):
+                raise ValueError(f"expected {expected} and below {most:.3g}")
             return value
     raise ValueError(f"expected {expected}{_without_unit(raw, unit)}")
 

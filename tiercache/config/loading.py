@@ -14,7 +14,14 @@ from tiercache.config.checks import combination_problems
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES, IGNORED, PROCESS_PREFIXES, PROCESS_VARIABLES
 from tiercache.config.machine import available_memory_bytes
 from tiercache.config.remote_options import FLAT
-from tiercache.config.remotes import NOT_AVAILABLE, PLUGIN_PREFIX, Remote, flat_settings_in_use, read_remotes
+from tiercache.config.remotes import (
+    NOT_AVAILABLE,
+    PLUGIN_PREFIX,
+    PLUGINS_ELSEWHERE,
+    Remote,
+    flat_settings_in_use,
+    read_remotes,
+)
 from tiercache.config.schema import ALIASES, GB, KEYS, ConfigFields, Key
 from tiercache.config.sources import (
     PREFIXES,
@@ -171,14 +178,19 @@ class _Resolution:
     def _without_effect(self) -> list[str]:
         """One line that names every key that was accepted and does nothing, and why."""
         remotes, _ = read_remotes(self.values, self.plugins, self.flat)
-        absent = [remote.name for remote in remotes if not remote.available]
-        plugins = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] in absent]
+        absent: dict[str, list[str]] = {}
+        for remote in remotes:
+            if not remote.available:
+                instead = PLUGINS_ELSEWHERE.get(remote.type)
+                options = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] == remote.name]
+                reason = f"remote tiers {NOT_AVAILABLE}" + (f": {instead}" if instead else "")
+                absent.setdefault(reason, []).extend((remote.name, *options))
         configured = {remote.name for remote in remotes}
         unused = [PLUGIN_PREFIX + name for name in self.plugins if name.rpartition(".")[0] not in configured]
         unused += self.flat.keys() - flat_settings_in_use(remotes)
         reasons = {
             "LMCache features that tiercache does not have": self.foreign,
-            f"remote tiers {NOT_AVAILABLE}": [*absent, *plugins],
+            **absent,
             "of remote tiers that are not configured": unused,
             "of tiers that are off or not configured": self._of_no_tier(remotes),
             "not in this version": [name for name in self.values if not KEYS[name].honoured],

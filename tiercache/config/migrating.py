@@ -12,7 +12,7 @@ from pathlib import Path
 from tiercache.config.foreign import FOREIGN, FOREIGN_PREFIXES
 from tiercache.config.reference import shown_default
 from tiercache.config.remote_options import ALIASES, COMMON, OPTIONS
-from tiercache.config.remotes import ELSEWHERE
+from tiercache.config.remotes import ELSEWHERE, PLUGINS_ELSEWHERE
 from tiercache.config.schema import KEYS, Key
 
 BEGIN, END = "<!-- made by python -m tiercache.config.migrating: {} -->\n", "<!-- end -->\n"
@@ -68,7 +68,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "stores that tiercache does not have": (
         ("azure_", "bigtable_", "eic_", "maru_", "sagemaker_hyperpod_", "dax.", "rust_raw_block.", "shared_memory_name",
-         "max_lease_size_mb", "storage_root_dir"),
+         "max_lease_size_mb", "storage_root_dir", "phx_"),
         "another store, or a tier of your own (examples/sqlite_tier.py)",
     ),
     "plugins of LMCache": (
@@ -91,7 +91,7 @@ ABSENT: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "memory that grows": (
         ("enable_lazy_memory_allocator", "lazy_memory_", "first_rank_max_local_cpu_size", "local_cpu.pinned_align_bytes",
-         "gpu_to_numa_mapping", "local_device", "max_offload_tokens"),
+         "gpu_to_numa_mapping", "local_device", "max_offload_tokens", "retrieve_buffer_size"),
         "none: the arena is taken at start, and is all that is taken",
     ),
     "settings of clients": (
@@ -153,6 +153,8 @@ def _urls() -> Iterator[str]:
             yield f"| `{scheme}://` | `{type_name}` | as LMCache writes it |"
     for scheme in ELSEWHERE:
         yield f"| `{scheme}://` | none | accepted; a warning says that the tier is missing |"
+    for plugin, instead in PLUGINS_ELSEWHERE.items():
+        yield f"| plug-in `{plugin}` | none | accepted with a warning; {instead} |"
     yield ""
 
 

@@ -37,6 +37,11 @@ ELSEWHERE = (
     "sagemaker_hyperpod",
 )
 """LMCache has them, tiercache does not: accepted, and said to be missing."""
+PLUGINS_ELSEWHERE = {
+    "gcs": "a bucket of Google Cloud Storage has an S3 interface: an s3 tier with endpoint https://storage.googleapis.com "
+    "and an HMAC key",
+}
+"""As `ELSEWHERE`, of plug-ins that are no scheme of a URL, with what to use instead."""
 SCHEMES = tuple(scheme for scheme in ALIASES if scheme not in ("unix", "mooncake"))
 
 Problem = tuple[tuple[str, ...], str]

@@ -15,6 +15,12 @@ from tiercache.tiers.remote.fs import FsTier
 _ASKED_TOGETHER = 32
 
 
+async def prefix(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> int:
+    """How many of `keys` there are from the first on without a gap, as far as it is known after `timeout_s` seconds."""
+    chunks, _ = await cache.parts.reader.lookup(keys, asyncio.get_running_loop().time() + timeout_s)
+    return chunks
+
+
 async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) -> list[bool]:
     """Which of `keys` there are, gaps included. What is not known after `timeout_s` seconds counts as missing."""
     found = [False] * len(keys)
@@ -22,7 +28,7 @@ async def present(cache: TierCache, keys: Sequence[ChunkKey], timeout_s: float) 
     async def ask(start: int) -> None:
         end = min(start + _ASKED_TOGETHER, len(keys))
         while start < end:
-            run = (await cache.lookup_keys(keys[start:end])).chunks
+            run = await prefix(cache, keys[start:end], timeout_s)
             found[start : start + run] = [True] * run
             start += run + 1
 
@@ -60,6 +66,7 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
     if unlisted:
         raise TierUnavailable(
             f"clear: {', '.join(unlisted)} cannot say what it holds; {len(keys)} chunks that are known here are gone from "
-            "it, others may be left: empty it yourself, or choose another model_id"
+            "it, others may be left, which this process does not find any more, and the next start may: empty it yourself, "
+            "or choose another model_id"
         )
     return len(keys)

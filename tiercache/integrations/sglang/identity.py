@@ -1,21 +1,23 @@
 """The layout that names the KV's bytes, from what SGLang says of itself: the storage's configuration, the server's arguments
 and the pools.
 
-What a pool's pages mean is in the names of its chunks (`HostPool.describe`). The rest is here: which weights, by their
-content where they are files on this machine; what of the server's arguments changes what they compute; the version; and
-which part of the KV this rank holds.
+What a pool's pages mean is in the names of its chunks (`HostPool.describe`). The rest is here: which weights and adapters,
+by their content where they are files on this machine; what of the server's arguments may change what they compute
+(`arguments.py`); the version; and which part of the KV this rank holds.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
+from tiercache.integrations.sglang.adapters import began_ns, identity_of_adapters
+from tiercache.integrations.sglang.arguments import arguments_in_effect, digest_of
 from tiercache.integrations.sglang.pools import HostPool
 from tiercache.integrations.vllm.model_identity import NothingToRead, identity_of_model
 
@@ -27,16 +29,6 @@ logger = logging.getLogger("tiercache.sglang")
 TESTED = ("0.5.23",)
 """Versions whose pools, cache controllers and back-end factory the tests drive (tests/sglang)."""
 
-_CHANGES_KV = (
-    "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format", "model_loader_extra_config",
-    "model_impl", "json_model_override_args", "context_length", "is_embedding", "modelopt_quant", "attention_backend",
-    "prefill_attention_backend", "decode_attention_backend", "mm_attention_backend", "mm_process_config",
-    "linear_attn_backend", "mamba_ssm_dtype", "speculative_algorithm", "speculative_draft_kv_cache_dtype",
-    "speculative_draft_model_quantization", "rl_quant_profile", "weight_version", "enable_page_major_kv_layout",
-    "enable_dsa_cache_layer_split", "dllm_algorithm",
-)  # fmt: skip
-"""Of the server's arguments, besides where the weights are."""
-
 
 def make_layout(
     config: HiCacheStorageConfig, pools: Sequence[HostPool], page_tokens: int, model_id: str | None
@@ -47,10 +39,9 @@ def make_layout(
 
     if __version__ not in TESTED:
         logger.warning("SGLang %s was not tested with this back end; tested were %s", __version__, ", ".join(TESTED))
-    server = _server_args()
+    server = arguments_in_effect()
     rank, shards = shard_of(config)
     largest = max(pools, key=lambda pool: pool.page_bytes)
-    extra = [(name, str(getattr(server, name))) for name in _CHANGES_KV if hasattr(server, name)]
     return Layout(
         model=f"id {model_id}" if model_id else model_of(config, server, __version__),
         chunk_tokens=page_tokens,
@@ -61,22 +52,39 @@ def make_layout(
         engine=f"sglang {__version__}",
         rank=rank,
         world_size=shards,
-        extra=(*extra, ("draft", _draft(server))),
+        extra=(("part", repr(_parts(config))), *_told(server, __version__)),
     )
+
+
+def _told(server: Mapping[str, Any] | None, version: str) -> list[tuple[str, str]]:
+    """What the server was told besides its model."""
+    if server is None:
+        return []
+    cache = server.get("download_dir")
+    adapters = identity_of_adapters(server.get("lora_paths"), lambda path: _place_of(path, None, cache), began_ns())
+    try:
+        arguments = digest_of(server)
+    except OSError as error:
+        raise ConfigError(f"what the server's arguments name cannot be read: {error}") from error
+    return [("adapters", adapters), ("arguments", arguments), ("draft", _draft(server, version))]
 
 
 def shard_of(config: HiCacheStorageConfig) -> tuple[int, int]:
     """Which part of the model's KV this process holds, and of how many. Ranks that hold the same (MLA) are one."""
-    parts = [(config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)]
-    if not config.is_mla_model:
-        parts.append((config.tp_rank, config.tp_size))
     rank, shards = 0, 1
-    for number, count in parts:
+    for _, number, count in _parts(config):
         rank, shards = rank * count + number, shards * count
     return rank, shards
 
 
-def model_of(config: HiCacheStorageConfig, server: Any, version: str) -> str:
+def _parts(config: HiCacheStorageConfig) -> list[tuple[str, int, int]]:
+    """Kinds of ranks that the KV is divided among, number and count of each: two of four is another part of the heads than
+    of the layers."""
+    parts = [("pp", config.pp_rank, config.pp_size), ("attn_cp", config.attn_cp_rank, config.attn_cp_size)]
+    return parts if config.is_mla_model else [*parts, ("tp", config.tp_rank, config.tp_size)]
+
+
+def model_of(config: HiCacheStorageConfig, server: Mapping[str, Any] | None, version: str) -> str:
     """What stands for the model's weights in a layout: their content, or what is known of it."""
     if server is None:
         if not config.model_name:
@@ -87,25 +95,27 @@ def model_of(config: HiCacheStorageConfig, server: Any, version: str) -> str:
             "SGLang does not say where its weights are, so %r stands for them; see model_id", config.model_name
         )
         return f"name {config.model_name}"
-    if str(server.load_format) == "dummy":
-        return f"dummy, seed {server.random_seed}, sglang {version}, {server.model_path}"
-    return _content(server.model_path, server.revision, server)
+    return _weights(server["model_path"], server.get("revision"), str(server["load_format"]), server, version)
 
 
-def _draft(server: Any) -> str:
+def _draft(server: Mapping[str, Any], version: str) -> str:
     """A speculative decoder's own model: its layers' KV may lie in the same pages, or in pools of its own."""
-    path = getattr(server, "speculative_draft_model_path", None)
-    return _content(path, getattr(server, "speculative_draft_model_revision", None), server) if path else ""
+    if not (path := server.get("speculative_draft_model_path")):
+        return ""
+    load_format = server.get("speculative_draft_load_format") or server["load_format"]
+    return _weights(path, server.get("speculative_draft_model_revision"), str(load_format), server, version)
 
 
-def _content(model: str, revision: str | None, server: Any) -> str:
+def _weights(model: str, revision: str | None, load_format: str, server: Mapping[str, Any], version: str) -> str:
+    if load_format == "dummy":
+        return f"dummy, seed {server.get('random_seed')}, sglang {version}, {model}"
     name = f"name {model} {revision or ''}"
-    place = _place_of(model, revision, server.download_dir)
+    place = _place_of(model, revision, server.get("download_dir"))
     if place is None:
         logger.warning("the weights of %s are not files here, so its name stands for them; see model_id", model)
         return name
     try:
-        identity = identity_of_model(place, str(server.load_format), with_code=bool(server.trust_remote_code))
+        identity = identity_of_model(place, load_format, with_code=bool(server.get("trust_remote_code")))
         settings = place / "config.json"
         read = hashlib.sha256(settings.read_bytes()).hexdigest() if settings.is_file() else ""
     except NothingToRead:
@@ -127,14 +137,4 @@ def _place_of(model: str, revision: str | None, cache: str | None) -> Path | Non
     try:
         return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
-        return None
-
-
-def _server_args() -> Any:
-    """SGLang's, of this process; None where there are none (in a program that uses its parts)."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        return get_server_args()
-    except (ImportError, ValueError):
         return None

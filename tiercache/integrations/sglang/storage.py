@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import (
@@ -27,15 +25,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
-from tiercache.control.server import socket_path
-from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant
-from tiercache.errors import CacheClosed, ConfigError, LayoutError
-from tiercache.integrations.sglang.asking import forget_all, present
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CacheClosed, ConfigError, LayoutError, TierUnavailable
+from tiercache.integrations.sglang import generation
+from tiercache.integrations.sglang.asking import forget_all, prefix, present
 from tiercache.integrations.sglang.figures import TransferFigures
 from tiercache.integrations.sglang.hits import PoolPages, restorable
 from tiercache.integrations.sglang.identity import make_layout
 from tiercache.integrations.sglang.naming import PageNaming
+from tiercache.integrations.sglang.per_process import for_process
 from tiercache.integrations.sglang.pools import HostPool, make_pool
+from tiercache.integrations.sglang.stored import StoredPool, pages_among, shares_pages, stored_pool
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import source_of
 
@@ -57,24 +57,6 @@ _COPY_S = 10.0
 _CLEAR_S = 60.0
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A pool, and how its pages are called."""
-
-    pool: HostPool
-    namespace: bytes
-    tenant: Tenant
-    writes: bool
-    """False where another rank writes the same pages."""
-
-    def keys(self, hashes: Sequence[str]) -> list[ChunkKey]:
-        """SGLang's hashes are chained SHA-256 over tokens, LoRA and cache salt, in hex."""
-        namespace, tenant = self.namespace, self.tenant
-        return [
-            hashlib.blake2b(value.encode(), digest_size=KEY_BYTES, key=namespace).digest() + tenant for value in hashes
-        ]
-
-
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types that mypy sees
     """Loaded by `module_path` and `class_name` of the extra configuration, whose other keys are those of a tiercache.yaml;
     `TIERCACHE_CONFIG_FILE` and the environment count as well.
@@ -88,7 +70,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._by_pieces = bool(extra.get("interface_v1", 0))
         """Whether pages of the KV come and go by their indices; else as tensors, which are ordered in another way."""
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
-        self._config = _for_process(Config.load(overrides=overrides, quiet=storage_config.tp_rank > 0), storage_config)
+        self._config = for_process(Config.load(overrides=overrides, quiet=storage_config.tp_rank > 0), storage_config)
         self._storage = storage_config
         if storage_config.dcp_size > 1:
             raise ConfigError(
@@ -96,7 +78,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             )
         self._hosts: dict[str, Any] = {}
         """The pools as SGLang registered them, by name."""
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, StoredPool] = {}
+        self._under_way = generation.UnderWay()
         self._thread: CacheThread | None = None
         self._largest_bytes = 0
         self.figures = TransferFigures(storage_config.enable_storage_metrics)
@@ -145,18 +128,22 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         logger.info("pages of %s; %s", ", ".join(pool.name for pool in pools), thread.cache.describe())
 
     def _add(self, pool: HostPool, thread: CacheThread) -> None:
-        """Pools that tensor-parallel ranks have their own parts of are told apart by rank, all others by the layout."""
-        cache, storage = thread.cache, self._storage
-        namespace, tenant = cache.layout.named_by(self._config.tenant_salt)
-        apart = pool.by_heads and storage.is_mla_model
-        meaning = pool.describe() + (f" tp {storage.tp_rank} of {storage.tp_size}" if apart else "")
-        own = hashlib.blake2b(meaning.encode(), digest_size=KEY_BYTES, key=namespace).digest()
-        writes = storage.is_storage_writer or apart
-        self._stored[pool.name] = _Stored(pool, own, tenant, writes)
+        self._stored[pool.name] = self._named(pool, thread, generation.current())
+
+    def _named(self, pool: HostPool, thread: CacheThread, own: bytes) -> StoredPool:
+        layout, tenant = thread.cache.layout.named_by(self._config.tenant_salt)
+        return stored_pool(pool, self._storage, layout, tenant, own)
+
+    def _pool(self, name: str) -> StoredPool:
+        """Raises CacheClosed before there is a cache, LayoutError where the pool is not stored."""
+        _ = self._open
+        if name not in self._stored:
+            raise LayoutError(f"pool {name} is not stored; stored are {', '.join(self._stored)}")
+        return self._stored[name]
 
     def _is_logical(self, name: str) -> bool:
         """An anchor that has indices and no memory: other pools hold what it stands for."""
-        return name == _KV and getattr(self._hosts[name], "kv_buffer", self) is None
+        return bool(name == _KV and getattr(self._hosts.get(name), "kv_buffer", self) is None)
 
     # Asking
 
@@ -167,7 +154,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """How many of `keys` there are from the first on without a gap, by `lookup_timeout_ms` at the latest."""
         if self._is_logical(_KV):
             return len(keys)
-        return self._or_else(0, "a look-up", lambda: self._prefix(keys))
+        return self._or_else(0, "a look-up", lambda: self._prefix(_KV, keys, self._lookup_s))
 
     def batch_exists_v2(
         self,
@@ -175,13 +162,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Which prefixes of `keys` all pools have what it takes for. Pools of block groups, which never shorten a hit, are
-        not looked at."""
+        """Which prefixes of `keys` all pools have what it takes for, by `lookup_timeout_ms` at the latest. Pools of block
+        groups, which never shorten a hit, are not looked at."""
+        until_s = time.monotonic() + self._lookup_s
 
         def ask() -> PoolTransferResult:
             kv_pages = self.batch_exists(keys, extra_info)
             pools = [
-                self._pages_of(transfer, keys[:kv_pages])
+                self._pages_of(transfer, keys[:kv_pages], until_s)
                 for transfer in pool_transfers or ()
                 if transfer.hit_policy in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
             ]
@@ -191,22 +179,25 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
         return self._or_else(PoolTransferResult.empty(), "a look-up", ask)
 
-    def _prefix(self, hashes: Sequence[str]) -> int:
-        keys = self._stored[_KV].keys(hashes)
-        return self._wait(self._open.cache.lookup_keys(keys), self._config.lookup_timeout_ms / 1000).chunks
+    def _prefix(self, name: str, hashes: Sequence[str], limit_s: float) -> int:
+        return self._wait(prefix(self._open.cache, self._pool(name).keys(hashes), limit_s), limit_s)
 
-    def _pages_of(self, transfer: PoolTransfer, hashes: Sequence[str]) -> PoolPages:
-        name = str(transfer.name)
-        stored, window = self._stored.get(name), None
+    def _pages_of(self, transfer: PoolTransfer, hashes: Sequence[str], until_s: float) -> PoolPages:
+        name, limit_s = str(transfer.name), max(0.0, until_s - time.monotonic())
+        window = None
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             window = max(1, len(transfer.keys or ()))
-        if stored is None:
+        if name not in self._stored:
             return PoolPages(name, [False] * len(hashes), window)
-        keys, timeout_s = stored.keys(hashes), self._config.lookup_timeout_ms / 1000
         if window is None:
-            pages = self._wait(self._open.cache.lookup_keys(keys), timeout_s).chunks
-            return PoolPages(name, [True] * pages + [False] * (len(keys) - pages))
-        return PoolPages(name, self._wait(present(self._open.cache, keys, timeout_s), timeout_s), window)
+            pages = self._prefix(name, hashes, limit_s)
+            return PoolPages(name, [True] * pages + [False] * (len(hashes) - pages))
+        keys = self._pool(name).keys(hashes)
+        return PoolPages(name, self._wait(present(self._open.cache, keys, limit_s), limit_s), window)
+
+    @property
+    def _lookup_s(self) -> float:
+        return self._config.lookup_timeout_ms / 1000
 
     # Pages by their indices in a pool
 
@@ -239,14 +230,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool_name: Any,
         hashes: Sequence[str],
         indices: torch.Tensor | None,
-        move: Callable[[_Stored, list[ChunkKey], torch.Tensor], int],
+        move: Callable[[StoredPool, list[ChunkKey], torch.Tensor], int],
     ) -> list[bool]:
         name = str(pool_name)
         if name in self._hosts and self._is_logical(name):
             return [True] * len(hashes)
 
         def run() -> int:
-            stored = self._stored[name]
+            stored = self._pool(name)
             found = 0 if indices is None else len(indices)
             if found != len(hashes) * stored.pool.page_tokens:
                 raise LayoutError(
@@ -254,10 +245,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 )
             return move(stored, stored.keys(hashes), indices) if hashes else 0
 
-        done = self._or_else(0, f"pages of pool {name}", run)
+        with self._under_way.call():
+            done = self._or_else(0, f"pages of pool {name}", run)
         return [True] * done + [False] * (len(hashes) - done)
 
-    def _load(self, stored: _Stored, keys: list[ChunkKey], indices: torch.Tensor) -> int:
+    def _load(self, stored: StoredPool, keys: list[ChunkKey], indices: torch.Tensor) -> int:
         lending, limit_s = Lending(), float(self._config.blocking_timeout_secs)
         sinks = stored.pool.sinks(indices, lending)
         began_s = time.monotonic()
@@ -265,7 +257,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self.figures.loaded(pages, pages * stored.pool.page_bytes, time.monotonic() - began_s)
         return pages
 
-    def _store(self, stored: _Stored, keys: list[ChunkKey], indices: torch.Tensor) -> int:
+    def _store(self, stored: StoredPool, keys: list[ChunkKey], indices: torch.Tensor) -> int:
         if not stored.writes:
             return len(keys)
         lending, limit_s = Lending(), float(self._config.blocking_timeout_secs)
@@ -274,7 +266,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         began_s = time.monotonic()
         pages = self._lend(self._open.cache.put_from(items, deadline_s=limit_s, prefix=True), lending, limit_s)
         self.figures.stored(pages, pages * length, time.monotonic() - began_s)
-        return pages
+        return pages_among(keys, pages)
 
     def _lend(self, moving: Coroutine[Any, Any, int], lending: Lending, limit_s: float) -> int:
         """Run `moving` while it has SGLang's pages, and take them back."""
@@ -294,13 +286,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     ) -> list[torch.Tensor | None]:
         """Fill tensors of a page each; None from the first on that did not arrive."""
         self._require_tensors(target_locations, "target_locations")
-        stored = self._stored[_KV]
         limit_s = float(self._config.blocking_timeout_secs)
 
         def load() -> int:
-            return self._wait(
-                self._open.cache.get_into(stored.keys(keys), target_locations, deadline_s=limit_s), limit_s
-            )
+            wanted = self._pool(_KV).keys(keys)
+            return self._wait(self._open.cache.get_into(wanted, target_locations, deadline_s=limit_s), limit_s)
 
         arrived = self._or_else(0, "pages", load)
         return [*target_locations[:arrived], *[None] * (len(keys) - arrived)]
@@ -313,20 +303,23 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     ) -> bool:
         """Store a tensor for each key; whether all are in the cache now."""
         self._require_tensors(values, "values")
-        stored = self._stored[_KV]
         limit_s = float(self._config.blocking_timeout_secs)
 
         def store() -> int:
+            stored = self._pool(_KV)
+            if not stored.writes:
+                return len(keys)
             # Some pools give pages as views of their own memory.
-            lending = Lending()
+            lending, names = Lending(), stored.keys(keys)
             payloads = [source_of(value) for value in values]
             items = [
-                (key, length, lending.reading(source))
-                for key, (length, source) in zip(stored.keys(keys), payloads, strict=True)
+                (key, length, lending.reading(source)) for key, (length, source) in zip(names, payloads, strict=True)
             ]
-            return self._lend(self._open.cache.put_from(items, deadline_s=limit_s, prefix=True), lending, limit_s)
+            put = self._open.cache.put_from(items, deadline_s=limit_s, prefix=True)
+            return pages_among(names, self._lend(put, lending, limit_s))
 
-        return not stored.writes or self._or_else(0, "pages", store) == len(keys)
+        with self._under_way.call():
+            return self._or_else(0, "pages", store) == len(keys)
 
     def _require_tensors(self, tensors: Any, name: str) -> None:
         if self._by_pieces:
@@ -339,10 +332,23 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     # Upkeep
 
     def clear(self) -> bool:
-        """Remove the pages of this model and rank from every tier, also those of earlier runs. Raises TierUnavailable where
-        some are left: what was computed with other weights must not be taken for cleared."""
-        pages = self._wait(forget_all(self._open.cache, _CLEAR_S), _CLEAR_S)
-        logger.info("cleared; there were %d pages", pages)
+        """Remove the pages of this model and rank from every tier, also those of earlier runs.
+
+        SGLang does not say whether weights were replaced, so from here on this process stores and finds pages under names of
+        its own, until it ends; also where this raises. Raises TierUnavailable where some pages are left, which another
+        process may find.
+        """
+        thread, until_s = self._open, time.monotonic() + _CLEAR_S
+        own = generation.begin()
+        self._stored = {name: self._named(one.pool, thread, own) for name, one in self._stored.items()}
+        if shares_pages(self._storage):
+            logger.warning("cleared; ranks share pages (MLA), so nothing is stored or found until SGLang starts anew")
+        # What still has the names from before would be stored behind the removal.
+        if not self._under_way.wait(_CLEAR_S):
+            raise TierUnavailable(f"clear: pages were still being stored after {_CLEAR_S:.0f} s")
+        left_s = max(0.0, until_s - time.monotonic())
+        pages = self._wait(forget_all(thread.cache, left_s), left_s)
+        logger.info("cleared; there were %d pages. What is stored from now on is this process's own", pages)
         return True
 
     def get_stats(self) -> Any:
@@ -379,18 +385,3 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         except Exception as error:
             logger.warning("%s failed, which is a miss: %r", what, error)
             return otherwise
-
-
-def _for_process(config: Config, storage: HiCacheStorageConfig) -> Config:
-    """With a socket and shared memory of its own for each process of a server. Pages come from and go to host memory: no
-    device is used, unless a tier needs one."""
-    ranks = [(storage.dp_rank, storage.dp_rank + 1)]
-    if storage.is_mla_model:  # of others the layout tells ranks apart
-        ranks.append((storage.tp_rank, storage.tp_size))
-    if config.control_socket is not None:
-        config = replace(config, control_socket=str(socket_path(config.control_socket, *ranks)))
-    if config.shm_name is not None:
-        config = replace(config, shm_name=str(socket_path(config.shm_name, *ranks)))
-    if config.device == "auto" and not config.gds_path and not config.weka_path:
-        config = replace(config, device="none")
-    return config

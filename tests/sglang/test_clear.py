@@ -1,0 +1,117 @@
+"""What is found after SGLang has cleared its storage: nothing from before by itself, nothing from after by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.process import in_sglang
+
+
+@in_sglang
+def test_clear_removes_this_models_pages_and_no_others(tmp_path: Path) -> None:
+    """Also what an earlier run stored, on disk; another model's pages in the same directory stay."""
+    import torch
+
+    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
+
+    before, now = tokens_of(1, pages=3), tokens_of(2, pages=2)
+    with engine(tmp_path, model="another") as other:
+        pages = random_pages(other.host, 3)
+        other.store(before, pages)
+    with engine(tmp_path) as earlier:
+        earlier.store(before, random_pages(earlier.host, 3, seed=1))
+    with engine(tmp_path, model="another") as other, engine(tmp_path) as one:
+        one.store(now, random_pages(one.host, 2))
+        assert one.storage.batch_exists(page_hashes(before)) == 3
+        assert one.storage.clear() is True
+        assert [one.storage.batch_exists(page_hashes(tokens)) for tokens in (before, now)] == [0, 0]
+        one.store(now, random_pages(one.host, 2))
+        assert len(one.load(now)) == 2, "and goes on"
+        assert torch.equal(other.load(before), pages)
+
+
+@in_sglang
+def test_what_is_stored_after_a_clear_is_found_by_this_process_only(tmp_path: Path) -> None:
+    """Weights may have been replaced in memory: their KV must not be taken for that of the files. The process keeps it when
+    the storage is attached anew; a process that begins finds nothing."""
+    import torch
+
+    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
+    from tiercache.integrations.sglang import generation
+
+    tokens = tokens_of(1, pages=2)
+    with engine(tmp_path) as one:
+        one.storage.clear()
+        pages = random_pages(one.host, 2)
+        one.store(tokens, pages)
+    with engine(tmp_path) as attached_anew:
+        assert torch.equal(attached_anew.load(tokens), pages)
+    generation._current = b""  # as in a process that begins
+    with engine(tmp_path) as another:
+        assert another.storage.batch_exists(page_hashes(tokens)) == 0
+        another.store(tokens, random_pages(another.host, 2, seed=1))
+        another.storage.clear()
+        assert not list(tmp_path.glob("??/??/*")), "clear removes what other processes stored after theirs"
+
+
+@in_sglang
+def test_ranks_with_the_same_pages_share_nothing_after_a_clear(tmp_path: Path) -> None:
+    """MLA: one rank writes and all read, and nobody can tell them a name that no other engine has."""
+    from tests.sglang.stack import engine, mla_pools, page_hashes, random_pages, tokens_of
+
+    tokens = tokens_of(1, pages=2)
+    with (
+        engine(tmp_path, mla_pools(), tp_rank=0, tp_size=2) as writer,
+        engine(tmp_path, mla_pools(), tp_rank=1, tp_size=2) as reader,
+    ):
+        writer.storage.clear()
+        reader.storage.clear()
+        assert writer.store(tokens, random_pages(writer.host, 2)) == len(tokens), "as ranks do that leave it to another"
+        assert [rank.storage.batch_exists(page_hashes(tokens)) for rank in (writer, reader)] == [0, 0]
+        writer.storage._wait(writer.storage._thread.cache.flush(), 10)
+        assert not list(tmp_path.glob("??/??/*")), "what nobody can find is not written"
+
+
+@in_sglang
+def test_clear_waits_for_pages_that_are_being_stored(tmp_path: Path) -> None:
+    """They have the names from before, and would be stored behind the removal."""
+    import threading
+
+    from tests.sglang.stack import engine, page_hashes, tokens_of
+    from tiercache.integrations.sglang import generation
+
+    with engine(tmp_path) as one:
+        loop, held, go_on = one.storage._thread.loop, threading.Event(), threading.Event()
+        loop.call_soon_threadsafe(lambda: (held.set(), go_on.wait()))
+        assert held.wait(10)
+        hashes, indices = page_hashes(tokens_of(1, pages=2)), one.host.alloc(32)
+        storing = threading.Thread(target=one.storage.batch_set_v1, args=(hashes, indices))
+        storing.start()
+        while not one.storage._under_way._calls:
+            pass
+        clearing = threading.Thread(target=one.storage.clear)
+        clearing.start()
+        while not generation.current():
+            pass
+        go_on.set()
+        storing.join(10)
+        clearing.join(10)
+        one.storage._wait(one.storage._thread.cache.flush(), 10)
+        assert not list(tmp_path.glob("??/??/*"))
+
+
+@in_sglang
+def test_clear_says_what_it_cannot_clear(tmp_path: Path) -> None:
+    """A server cannot say which chunks it holds. Nothing listens there: its tier is as good as any for that."""
+    from tests.sglang.stack import engine, page_hashes, random_pages, tokens_of
+    from tiercache.errors import TierUnavailable
+
+    tokens = tokens_of(1, pages=2)
+    remote = {"remote_storage_plugins": ["redis"], "remote_storage_plugin.redis.url": "redis://127.0.0.1:1"}
+    with engine(tmp_path, **remote) as one:
+        one.store(tokens, random_pages(one.host, 2))
+        with pytest.raises(TierUnavailable, match="redis"):
+            one.storage.clear()
+        assert one.storage.batch_exists(page_hashes(tokens)) == 0

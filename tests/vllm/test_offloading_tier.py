@@ -99,6 +99,24 @@ def test_another_engine_that_computes_otherwise_finds_nothing(make: Make, engine
     assert other.find(NAMES, other.request("second")) == 0
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"kv_cache_dtype_skip_layers": ["0"]}, {"kv_cache_dtype_skip_layers": ["1"]}),
+        ({"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16"}),
+        ({"model_impl": "vllm"}, {"model_impl": "transformers"}),
+    ],
+    ids=str,
+)
+def test_settings_that_decide_on_the_bytes_of_a_row_count(
+    make: Make, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """vLLM tells its offloading nothing of them."""
+    stored(make(one))
+    reader = make(other)
+    assert reader.find(NAMES, reader.request("second")) == 0
+
+
 def test_another_size_of_the_cpu_tier_finds_it(make: Make) -> None:
     stored(make())
     other = make(rows=2 * ROWS)

@@ -70,7 +70,7 @@ def make_layout(
             ("kv_scales", digest(scales)),
             ("layers", digest(list(tensors))),
             ("parallel", f"pp {parallel.pipeline_parallel_size}"),
-            *settings_of(config).items(),
+            *settings_of(config, states_are_known=True).items(),
             *_groups(kvs, geometry),
         ),
         replicas=replicas_of(config, [group.spec for group in groups]) if parts is None else 1,

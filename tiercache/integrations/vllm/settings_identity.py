@@ -2,6 +2,7 @@
 
 Of each part of the configuration every field counts but those that are known to change nothing, so that what a new version
 of vLLM brings counts by itself. A field at its default does not count: a version that has one more shares with those before.
+Nor does what vLLM derives from the others and from the model, and may not have derived yet.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 
 _OF_CACHE = frozenset({
     # How much there is of it, and how much of the machine it takes.
-    "cache_hit_alignment_tokens", "cpu_kvcache_space_bytes", "cpu_offload_gb", "effective_attention_block_size",
-    "gpu_memory_utilization", "kv_cache_max_concurrency", "kv_cache_memory_bytes", "kv_cache_size_tokens",
-    "kv_offloading_backend", "kv_offloading_size", "num_cpu_blocks", "num_gpu_blocks", "num_gpu_blocks_override",
-    "swap_space", "swap_space_bytes",
-    # What is found and how long it stays. Which states there are is in the mode of the Mamba cache.
+    "cpu_kvcache_space_bytes", "cpu_offload_gb", "gpu_memory_utilization", "kv_cache_memory_bytes",
+    "kv_offloading_backend", "kv_offloading_size", "num_gpu_blocks_override", "swap_space", "swap_space_bytes",
+    # What is found and how long it stays.
     "enable_prefix_caching", "prefix_cache_retention_interval",
     # In the layout by themselves, or in the names of blocks.
-    "block_size", "cache_dtype", "hash_block_size", "kv_cache_layout", "prefix_caching_hash_algo",
-    "_block_size_resolved", "user_specified_block_size",
+    "block_size", "cache_dtype", "prefix_caching_hash_algo",
 })  # fmt: skip
+_OF_STATES = frozenset(
+    {"mamba_block_size", "mamba_cache_dtype", "mamba_cache_mode", "mamba_page_size_padded", "mamba_ssm_cache_dtype"}
+)
+"""vLLM changes them for models without any, one version in another way than the next."""
 _OF_MODEL = frozenset({
     # In the layout by themselves: weights, configuration, type, quantization, images.
-    "config_format", "dtype", "hf_config", "hf_config_path", "hf_overrides", "hf_text_config", "model", "model_weights",
-    "multimodal_config", "quantization", "quantization_config", "revision", "seed", "trust_remote_code",
-    "word_embeddings_untied_by_checkpoint",
+    "config_format", "dtype", "hf_config_path", "hf_overrides", "model", "model_weights", "multimodal_config",
+    "quantization", "quantization_config", "revision", "seed", "trust_remote_code",
     # Before the tokens or behind the KV.
     "allowed_local_media_path", "allowed_media_domains", "enable_prompt_embeds", "generation_config",
     "io_processor_plugin", "logits_processors", "logprobs_mode", "max_logprobs", "override_generation_config",
@@ -72,14 +73,15 @@ _OF_DRAFTS = frozenset({
 })  # fmt: skip
 
 
-def settings_of(config: VllmConfig) -> dict[str, str]:
-    """By name, what belongs in the layout of any engine with this configuration."""
+def settings_of(config: VllmConfig, *, states_are_known: bool) -> dict[str, str]:
+    """By name, what belongs in the layout of any engine with this configuration. `states_are_known`: shapes and dtypes of
+    recurrent states are in it as they are."""
     model, cache = config.model_config, config.cache_config
     return {
         "additional": digest(_plain(config.additional_config)) if config.additional_config else "",
         "attention_settings": _changed(config.attention_config, _OF_ATTENTION),
         "cache_dtype": str(cache.cache_dtype),
-        "cache_settings": _changed(cache, _OF_CACHE),
+        "cache_settings": _changed(cache, _OF_CACHE | _OF_STATES if states_are_known else _OF_CACHE),
         "compute_dtype": str(model.dtype),
         "draft": _draft_of(config),
         "hash": str(cache.prefix_caching_hash_algo),
@@ -111,9 +113,12 @@ def _changed(part: Any, harmless: Collection[str]) -> str:
     """A digest of the fields that are not at their defaults and not `harmless`; empty where there are none."""
     if part is None:
         return ""
-    values = {field.name: getattr(part, field.name) for field in fields(part) if field.name not in harmless}
-    defaults = {field.name: _default_of(field) for field in fields(part) if field.name in values}
-    changed = {name: _plain(value) for name, value in sorted(values.items()) if value != defaults[name]}
+    given = {field.name: field for field in fields(part) if field.init and field.name not in harmless}
+    changed = [
+        (name, _plain(getattr(part, name)))
+        for name, field in sorted(given.items())
+        if getattr(part, name) != _default_of(field)
+    ]
     return digest(changed) if changed else ""
 
 

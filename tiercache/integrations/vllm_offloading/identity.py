@@ -108,7 +108,7 @@ def _of_engine(engine: VllmConfig) -> dict[str, str]:
         for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
     ]
     # What is computed, and by which back ends, nobody can be asked here: all that may choose them counts.
-    return settings_of(engine) | {
+    return settings_of(engine, states_are_known=False) | {
         "attention": digest(engine.attention_config),
         "interleaved": digest(interleaved),
         "longest": str(engine.model_config.max_model_len),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.vllm.offloaded import ROW_BYTES, ROWS, Offloaded, content_of, engine_of, name_of
+from tests.vllm.slow_server import QUESTIONS
 from tests.vllm.tiny_llama import save_tiny
 from tiercache.core.breaker import BreakerState
 from tiercache.errors import ConfigError
@@ -244,6 +245,31 @@ def test_a_tier_that_is_not_well_is_not_promised(make: Make) -> None:
     engine.tier.thread.submit(fails()).result(10)
     assert engine.manager.lookup(NAMES[0], engine.request("second")) is LookupResult.RETRY
     assert engine.find(NAMES, engine.request("third")) == 0
+
+
+def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Make) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine = make(
+        lookup_timeout_ms=50,
+        remote_storage_plugins=["slow.a"],
+        **{
+            "remote_storage_plugin.slow.a.module_path": "tests.vllm.slow_server",
+            "remote_storage_plugin.slow.a.class_name": "SlowServer",
+        },
+    )
+    context, names = engine.request("first"), [name_of(number) for number in range(100)]
+    engine.place(names, context)
+    QUESTIONS.clear()
+    assert {engine.manager.lookup(name, context) for name in reversed(names)} == {LookupResult.RETRY}
+    engine.step()
+    assert {engine.manager.lookup(name, context) for name in reversed(names)} == {LookupResult.MISS}
+    assert QUESTIONS == [100]
+    # The request has waited as long as it may.
+    engine.manager.lookup(name_of(200), context)
+    engine.step()
+    assert engine.manager.lookup(name_of(200), context) is LookupResult.MISS
+    assert QUESTIONS == [100]
 
 
 def test_figures_have_definitions(make: Make) -> None:

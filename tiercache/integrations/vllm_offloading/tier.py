@@ -165,8 +165,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     @survives(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        for request_id, found in self._questions.answers():
-            self._requests.answer(request_id, found)
+        for answer in self._questions.answers():
+            self._requests.answer(answer)
         self._questions.ask(
             [(question, [self._keys(run) for run in question.runs]) for question in self._requests.questions()]
         )

@@ -108,4 +108,4 @@ def test_of_requests_that_say_nothing_nothing_is_kept() -> None:
     requests.look_up("a", ONE, 32)
     requests.stores("a", {TWO: 64})
     ended = requests.end("a")
-    assert ended is not None and not ended.ends and not ended.stored and not ended.answers
+    assert ended is not None and not ended.ends and not ended.answers

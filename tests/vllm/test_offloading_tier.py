@@ -340,6 +340,30 @@ def test_a_request_can_have_forgotten_what_it_stored(make: Make) -> None:
     assert engine.find(NAMES, engine.request("second")) == 0
 
 
+def test_what_others_had_stored_stays(make: Make) -> None:
+    engine = make()
+    stored(engine)
+    # vLLM's own memory has it, or it is computed anew: it is stored once more.
+    engine.store([*NAMES[:3], name_of(9)], engine.request("second", forget=True))
+    engine.step()
+    engine.finish("second")
+    engine.forget_memory()
+    context = engine.request("third")
+    assert engine.find([*NAMES, name_of(9)], context) == len(NAMES)
+
+
+def test_what_is_to_be_forgotten_is_also_after_a_reset(make: Make) -> None:
+    """Its names are others by the time the request ends. A restart would find them again."""
+    engine = make()
+    engine.store(NAMES, engine.request("first", forget=True))
+    engine.step()
+    engine.manager.reset_cache()
+    engine.finish("first")
+    engine.close()
+    again = make()
+    assert again.find(NAMES, again.request("second")) == 0
+
+
 def hot_when(engine: Offloaded, chunks: int) -> int:
     """How many are hot, once that many are."""
     cache, keys = engine.tier.thread.cache, engine.tier._keys(NAMES)

@@ -28,8 +28,6 @@ class TieredRequest:
     that cannot be loaded is not tried again and again."""
     ends: dict[Name, int] = field(default_factory=dict)
     """Of a request with wishes: where its chunks end in its prompt."""
-    stored: dict[Name, None] = field(default_factory=dict)
-    """Those that it has stored."""
     waited_s: float = 0.0
     """For answers so far, in seconds: there is one limit for all that it asks."""
     stale: bool = False
@@ -125,12 +123,13 @@ class TieredRequests:
     def stores(self, request_id: str, ends: Mapping[Name, int]) -> None:
         """Its chunks, and where they end in its prompt."""
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        if request.wishes.at_the_end:
+        if request is not None and request.wishes.at_the_end:
             request.ends.update(ends)
-        if request.wishes.forget:
-            request.stored.update(dict.fromkeys(ends))
+
+    def forgets(self, request_id: str) -> bool:
+        """Whether it wishes to have forgotten what it stores."""
+        request = self._requests.get(request_id)
+        return request is not None and request.wishes.forget
 
     def begun(self) -> list[TieredRequest]:
         """Requests of sessions whose chunks are known, which they were not at the last call."""

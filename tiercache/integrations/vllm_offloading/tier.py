@@ -160,8 +160,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.end(req_context.req_id)
         if request is not None and request.wishes.at_the_end:
-            ended = RequestEnded(req_context.req_id, request.wishes, request.names, list(request.stored))
-            self._turns.follow([ended], self._storing)
+            # What it was told before a reset has no names any more.
+            names = [] if request.stale else request.names
+            self._turns.follow([RequestEnded(req_context.req_id, request.wishes, names)], self._storing)
 
     @survives(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -182,6 +183,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._end(job_metadata.job_id, job)
             return
         self._requests.stores(job.request_id, job.ends)
+        if self._requests.forgets(job.request_id):
+            self._turns.stores(job.request_id, self._keys(job.names))
         future = self._begin(job_metadata, job, store)
         if future is not None:
             self._storing[future] = job.request_id

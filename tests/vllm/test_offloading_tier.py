@@ -394,3 +394,20 @@ def test_vllms_memory_is_given_back(make: Make) -> None:
     engine.close()
     with pytest.raises(ValueError, match="released"):
         view.nbytes  # noqa: B018
+
+
+def test_after_its_end_there_are_misses_and_no_errors(make: Make) -> None:
+    from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+    engine = make(events=True)
+    stored(engine)
+    context, tier = engine.request("second"), engine.tier
+    engine.close()
+    assert tier.lookup(NAMES[0], context) is LookupResult.MISS
+    tier.touch(NAMES, context)
+    tier.on_schedule_end(ScheduleEndContext((), ()))
+    tier.on_request_finished(context)
+    tier.get_stats()
+    tier.drain_jobs()
+    tier.shutdown()
+    assert list(tier.get_finished_jobs()) == []

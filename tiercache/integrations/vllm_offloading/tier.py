@@ -128,6 +128,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._warned: set[str] = set()
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._closed = False
         self._watch = ChunkWatch(self.thread) if tells else None
         # An engine that just exits would leave its last chunks unwritten.
         atexit.register(self.shutdown)
@@ -147,6 +148,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if there else LookupResult.MISS
 
     @survives(lambda: None)
+        if self._closed:
+            return LookupResult.MISS
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """A request uses these: they stay longest, and come from the tiers below into the hot cache."""
         self.thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
@@ -260,6 +263,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def _wait(self) -> None:
         limit_s = max(self._config.blocking_timeout_secs, self._config.queue_wait_s) + _MARGIN_S
         if not self._ended.wait(limit_s):
+        if self._closed:
+            return
             raise TierCacheError(f"a copy between vLLM's CPU tier and the cache has not ended within {limit_s:.0f} s")
 
     # What vLLM asks of it besides
@@ -304,6 +309,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._wait()
         # A view of ours would keep vLLM from giving its memory back.
         self._rows = None
+        self._closed = True
 
     def _keys(self, names: list[bytes]) -> list[ChunkKey]:
         return keys_from_hashes(self._namespace, names, self._tag)

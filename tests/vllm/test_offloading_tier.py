@@ -411,3 +411,13 @@ def test_after_its_end_there_are_misses_and_no_errors(make: Make) -> None:
     tier.drain_jobs()
     tier.shutdown()
     assert list(tier.get_finished_jobs()) == []
+
+
+def test_settings_of_the_connector_that_nobody_reads_here_are_named_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(priority_limit=3, min_retrieve_tokens=64)
+    for number in range(2):
+        engine.request(str(number), expect_tokens=64)
+    assert "accepted but not honoured: min_retrieve_tokens, priority_limit (up to vLLM's offloading)" in caplog.text
+    assert caplog.text.count("tiercache.expect_tokens is not honoured") == 1

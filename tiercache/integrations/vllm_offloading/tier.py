@@ -37,12 +37,13 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import TierCacheError
+from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
 from tiercache.integrations.vllm.kv_events import MEDIA
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.side_by_side import beside_others
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, said_by, wishes_of
+from tiercache.integrations.vllm.turns import EXPECT_TOKENS, RequestBegan, RequestEnded, said_by, wishes_of
 from tiercache.integrations.vllm.versions import check_version
 from tiercache.integrations.vllm_offloading.events import ChunkWatch
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout
@@ -106,6 +107,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         config = Config.load(config_file, overrides=settings)
         parallel = offloading.parallel
         config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
+        warn_of_unread(config, logger, "vLLM's offloading")
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         self._config = config
         wanted = Locality(locality) if locality is not None else None
@@ -126,9 +128,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._storing: dict[concurrent.futures.Future[Any], str] = {}
         self._turns = SessionTurns(self.thread, self._keys)
         self._warned: set[str] = set()
+        self._closed = False
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._closed = False
         self._watch = ChunkWatch(self.thread) if tells else None
         # An engine that just exits would leave its last chunks unwritten.
         atexit.register(self.shutdown)
@@ -137,19 +139,23 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests.begin(req_context.req_id, wishes_of(said_by(req_context), self._warned))
+        wishes = wishes_of(said_by(req_context), self._warned)
+        if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
+            self._warned.add(EXPECT_TOKENS)
+            logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)
+        self._requests.begin(req_context.req_id, wishes)
         return RequestOffloadingContext()
 
     @survives(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._closed:
+            return LookupResult.MISS
         there = self._requests.look_up(req_context.req_id, key, req_context.get_offload_key_position(key))
         if there is None:
             return LookupResult.RETRY
         return LookupResult.HIT if there else LookupResult.MISS
 
     @survives(lambda: None)
-        if self._closed:
-            return LookupResult.MISS
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """A request uses these: they stay longest, and come from the tiers below into the hot cache."""
         self.thread.loop.call_soon_threadsafe(self._use, self._keys(list(keys)))
@@ -257,14 +263,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests.forget_everything()
         if self._watch is not None:
             self._watch.forget_everything()
+        if self._closed:
+            return
         self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         logger.info("vLLM reset its caches: what was stored before is not found any more by this engine")
 
     def _wait(self) -> None:
         limit_s = max(self._config.blocking_timeout_secs, self._config.queue_wait_s) + _MARGIN_S
         if not self._ended.wait(limit_s):
-        if self._closed:
-            return
             raise TierCacheError(f"a copy between vLLM's CPU tier and the cache has not ended within {limit_s:.0f} s")
 
     # What vLLM asks of it besides
@@ -303,13 +309,13 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         Raises TierCacheError where the machine hangs in a copy: vLLM keeps its memory mapped then.
         """
         atexit.unregister(self.shutdown)
+        self._closed = True
         report = self.thread.close(self._config.close_timeout_s)
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
         self._wait()
         # A view of ours would keep vLLM from giving its memory back.
         self._rows = None
-        self._closed = True
 
     def _keys(self, names: list[bytes]) -> list[ChunkKey]:
         return keys_from_hashes(self._namespace, names, self._tag)

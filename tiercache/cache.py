@@ -164,14 +164,9 @@ class TierCache:
         return bool(await self.put_from([(key, length, source)], deadline_s=deadline_s))
 
     async def put_many(
-        self,
-        keys: Sequence[ChunkKey],
-        payloads: Sequence[Any],
-        *,
-        after: Event | None = None,
-        deadline_s: float | None = None,
-        prefix: bool = False,
-    ) -> int:
+        self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
+        deadline_s: float | None = None, prefix: bool = False,
+    ) -> int:  # fmt: skip
         """`put` for many chunks at once; returns how many are in the cache now. A key that comes again counts once.
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
@@ -334,12 +329,18 @@ class TierCache:
         hit = await self.lookup_keys(self.keys(tokens))
         return Hit(hit.chunks, min(hit.chunks * self.layout.chunk_tokens, len(tokens)), hit.by_tier)
 
-    async def lookup_keys(self, keys: Sequence[ChunkKey]) -> Hit:
-        """As `lookup`, for keys; `tokens` counts full chunks."""
+    async def lookup_keys(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> Hit:
+        """As `lookup`, for keys; `tokens` counts full chunks. `deadline_s` in seconds (`lookup_timeout_ms` by default)."""
         parts = self._in_use()
         check_keys(keys)
-        chunks, by_tier = await parts.reader.lookup(keys)
+        chunks, by_tier = await parts.reader.lookup(keys, parts.asked_until_s(deadline_s))
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
+
+    async def lookup_each(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> list[bool]:
+        """Which of `keys` there are, each by itself, in one question to each tier; never longer than `lookup_keys`."""
+        parts = self._in_use()
+        check_keys(keys)
+        return await parts.reader.lookup_each(keys, parts.asked_until_s(deadline_s))
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on without a gap, are hot or mapped. Does not wait, and is no use."""

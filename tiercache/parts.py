@@ -129,6 +129,10 @@ class Parts:
         """As a time of the loop."""
         return self.loop.time() + self.wait_s(deadline_s)
 
+    def asked_until_s(self, deadline_s: float | None) -> float:
+        """As `until_s`, of a look-up."""
+        return self.until_s(self.reader.settings.probe_deadline_s if deadline_s is None else deadline_s)
+
     def check_length(self, length_bytes: int) -> None:
         if not 0 < length_bytes <= self.chunk_bytes:
             raise ValueError(

@@ -50,6 +50,14 @@ class Server(MemoryTier):
         return await super().read(key, into)
 
 
+class EachServer(Server):
+    """One that can be asked about many chunks at once."""
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self.probe(keys)
+        return [self.contains(key) for key in keys]
+
+
 def keys_of(*numbers: int) -> list[ChunkKey]:
     return [chunk(number)[0] for number in numbers]
 
@@ -84,6 +92,32 @@ async def test_tier_that_stopped_at_a_gap_is_asked_again_when_another_has_filled
     disk, server = Server("disk", [1, 2, 5, 6], asks_all=False), Server("server", [3, 4])
     chunks, by_tier = await Reader(bench.cpu, [disk, server], SETTINGS).lookup(keys_of(1, 2, 3, 4, 5, 6, 7))
     assert (chunks, by_tier) == (6, {"cpu": 0, "disk": 4, "server": 2})
+
+
+async def test_many_single_chunks_are_one_question_to_each_tier(bench: Bench) -> None:
+    one, other = Server("a", [1, 5]), EachServer("b", [3])
+    found = await Reader(bench.cpu, [one, other], SETTINGS).lookup_each(keys_of(*range(1, 7)))
+    assert found == [True, False, True, False, True, False]
+    assert other.asked == 1
+
+
+async def test_single_chunks_are_looked_for_until_the_deadline_and_no_longer(bench: Bench) -> None:
+    quick, hung = EachServer("a", [2]), FaultyTier(Server("b", [1]))
+    hung.gate.clear()
+    began = now()
+    assert await Reader(bench.cpu, [hung, quick], SETTINGS).lookup_each(keys_of(*range(1, 100))) == [
+        number == 2 for number in range(1, 100)
+    ]
+    assert now() - began == pytest.approx(1.0, abs=0.4)
+    hung.gate.set()
+
+
+async def test_single_chunks_that_are_all_known_are_not_asked_for(bench: Bench) -> None:
+    server = EachServer("a", [1, 3])
+    reader = Reader(bench.cpu, [server], SETTINGS)
+    await reader.lookup_each(keys_of(1, 3))
+    assert await reader.lookup_each(keys_of(3, 1)) == [True, True]
+    assert server.asked == 1
 
 
 async def test_hung_tier_is_left_alone_probed_by_one_and_taken_back(bench: Bench) -> None:

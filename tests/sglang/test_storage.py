@@ -35,6 +35,22 @@ def test_a_page_is_not_written_to_after_the_call_has_returned(tmp_path: Path) ->
         assert torch.equal(read_pages(one.host, indices), others)
 
 
+@in_sglang
+def test_settings_that_only_vllms_connector_reads_are_named_once(tmp_path: Path) -> None:
+    import logging
+
+    from tests.sglang.stack import engine
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tiercache.sglang").addHandler(handler)
+    with engine(tmp_path, priority_limit=3, save_decode_cache=True):
+        pass
+    unread = "accepted but not honoured: priority_limit, save_decode_cache (up to SGLang)"
+    assert [line for line in lines if "not honoured" in line] == [unread]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

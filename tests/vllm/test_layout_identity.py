@@ -8,6 +8,8 @@ import os
 import platform
 import shutil
 import sys
+from copy import copy
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.engine_identity import _modules_of, code_of_model
 from tiercache.integrations.vllm.model_in_vllm import effective_config, place_of
+from tiercache.integrations.vllm.settings_identity import settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,8 @@ def test_a_version_of_vllm_alone_is_no_other_layout(model: Path, monkeypatch: py
         {"prefix_caching_hash_algo": "sha256_cbor"},
         {"load_format": "dummy"},
         {"load_format": "dummy", "seed": 3},
+        {"kv_cache_dtype_skip_layers": ["0"]},
+        {"kv_cache_dtype_skip_layers": ["1"]},
     ],
     ids=str,
 )
@@ -105,8 +110,54 @@ def test_settings_that_change_the_kv_are_another_layout(model: Path, engine: dic
 
 def test_settings_that_do_not_change_the_kv_are_the_same_layout(model: Path) -> None:
     one = TinyEngine(str(model))
-    other = TinyEngine(str(model), max_model_len=256, seed=7, max_num_seqs=3, served_model_name="other")
+    other = TinyEngine(
+        str(model), max_model_len=256, seed=7, max_num_seqs=3, served_model_name="other", num_gpu_blocks_override=9,
+        gpu_memory_utilization=0.5, disable_cascade_attn=True, max_logprobs=3,
+    )  # fmt: skip
     assert one.layout() == other.layout()
+
+
+def test_which_layers_are_not_quantized_counts(model: Path) -> None:
+    one, other = ({"kv_cache_dtype_skip_layers": [layer]} for layer in "01")
+    assert TinyEngine(str(model), **one).layout() != TinyEngine(str(model), **other).layout()
+
+
+@pytest.mark.parametrize("part", ["cache_config", "model_config", "attention_config"])
+def test_a_setting_that_a_new_version_of_vllm_brings_counts_unless_it_is_at_its_default(
+    model: Path, part: str
+) -> None:
+    engine = TinyEngine(str(model))
+    before = settings_of(engine.config, states_are_known=True)
+
+    def with_new(value: bool) -> dict[str, str]:
+        grown = copy(engine.config)
+        of_now = getattr(engine.config, part)
+        values = {field.name: getattr(of_now, field.name) for field in fields(of_now)}
+        of_then = make_dataclass(type(of_now).__name__, [("rotates_keys", bool, False)], bases=(type(of_now),))
+        changed = object.__new__(of_then)
+        vars(changed).update(vars(of_now) | values | {"rotates_keys": value})
+        object.__setattr__(grown, part, changed)
+        return settings_of(grown, states_are_known=True)
+
+    assert with_new(False) == before
+    assert with_new(True) != before
+
+
+def test_a_draft_model_is_known_by_its_configuration_too(model: Path, tmp_path: Path) -> None:
+    """Its weights are the same, and it makes other KV of them."""
+    found = []
+    for name, settings in (("one", {}), ("other", {"rms_norm_eps": 1e-6}), ("one again", {})):
+        draft = save_tiny(tmp_path / name, **settings)
+        speculative = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
+        config = TinyEngine(str(model), speculative_config=speculative).config
+        found.append(settings_of(config, states_are_known=True)["draft"])
+    assert found[0] != found[1]
+    assert found[0] == found[2]
+
+
+def test_guessing_tokens_from_the_prompt_is_no_other_layout(model: Path) -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    assert TinyEngine(str(model), speculative_config=speculative).layout() == TinyEngine(str(model)).layout()
 
 
 # What an engine writes

@@ -7,7 +7,7 @@ import pytest
 from tiercache import Config
 from tiercache.integrations.vllm.turns import Wishes
 from tiercache.integrations.vllm_offloading.identity import say_whose_quotas
-from tiercache.integrations.vllm_offloading.requests import TieredRequests
+from tiercache.integrations.vllm_offloading.requests import Answer, TieredRequests
 
 FULL, WINDOW = (0).to_bytes(4, "big"), (1).to_bytes(4, "big")
 ONE, TWO, THREE = (bytes([number]) * 32 + FULL for number in range(3))
@@ -32,7 +32,7 @@ def test_an_answer_stays_until_the_request_ends() -> None:
     requests = TieredRequests(set[bytes]().__contains__)
     requests.look_up("a", ONE)
     requests.look_up("a", TWO)
-    requests.answer("a", {ONE: True, TWO: False})
+    requests.answer(Answer("a", {ONE: True, TWO: False}, 0.1))
     assert [requests.look_up("a", ONE), requests.look_up("a", TWO)] == [True, False]
     requests.end("a")
     assert requests.look_up("a", TWO) is None
@@ -42,7 +42,7 @@ def test_an_answer_to_a_request_that_has_ended_is_dropped() -> None:
     requests = TieredRequests(set[bytes]().__contains__)
     requests.look_up("a", ONE)
     requests.end("a")
-    requests.answer("a", {ONE: True})
+    requests.answer(Answer("a", {ONE: True}, 0.1))
     assert len(requests) == 0
 
 
@@ -66,6 +66,16 @@ def test_chunks_of_windows_are_asked_for_one_by_one() -> None:
     assert question.runs == [[ONE, TWO], [window[1]], [window[0]]]
 
 
+def test_what_a_request_has_waited_counts_for_its_next_questions() -> None:
+    requests = TieredRequests(set[bytes]().__contains__)
+    requests.look_up("a", ONE)
+    requests.questions()
+    requests.answer(Answer("a", {ONE: True}, 0.3))
+    requests.look_up("a", TWO)
+    requests.look_up("b", TWO)
+    assert [question.waited_s for question in requests.questions()] == [0.3, 0.0]
+
+
 def test_a_load_that_failed_is_a_miss_though_memory_knows_the_chunk() -> None:
     requests = TieredRequests({ONE}.__contains__)
     requests.look_up("a", ONE)
@@ -77,7 +87,7 @@ def test_a_load_that_failed_is_a_miss_though_memory_knows_the_chunk() -> None:
 def test_a_reset_makes_answers_void_and_requests_stale() -> None:
     requests = TieredRequests(set[bytes]().__contains__)
     requests.look_up("a", ONE)
-    requests.answer("a", {ONE: True})
+    requests.answer(Answer("a", {ONE: True}, 0.1))
     requests.forget_everything()
     assert requests.look_up("a", ONE) is None
     assert requests.is_stale("a") and not requests.is_stale("b")
@@ -102,7 +112,7 @@ def test_of_requests_that_say_nothing_nothing_is_kept() -> None:
     requests.look_up("a", ONE, 32)
     requests.stores("a", {TWO: 64})
     ended = requests.end("a")
-    assert ended is not None and not ended.ends and not ended.stored and not ended.answers
+    assert ended is not None and not ended.ends and not ended.answers
 
 
 def test_quotas_that_hold_for_all_tenants_together_are_named(caplog: pytest.LogCaptureFixture) -> None:

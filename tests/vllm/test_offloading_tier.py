@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.vllm.offloaded import ROW_BYTES, ROWS, Offloaded, content_of, engine_of, name_of
+from tests.vllm.slow_server import QUESTIONS
 from tests.vllm.tiny_llama import save_tiny
 from tiercache.core.breaker import BreakerState
 from tiercache.errors import ConfigError
@@ -97,6 +98,24 @@ def test_another_engine_that_computes_otherwise_finds_nothing(make: Make, engine
     stored(make())
     other = make(engine)
     assert other.find(NAMES, other.request("second")) == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"kv_cache_dtype_skip_layers": ["0"]}, {"kv_cache_dtype_skip_layers": ["1"]}),
+        ({"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16"}),
+        ({"model_impl": "vllm"}, {"model_impl": "transformers"}),
+    ],
+    ids=str,
+)
+def test_settings_that_decide_on_the_bytes_of_a_row_count(
+    make: Make, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    """vLLM tells its offloading nothing of them."""
+    stored(make(one))
+    reader = make(other)
+    assert reader.find(NAMES, reader.request("second")) == 0
 
 
 def test_another_size_of_the_cpu_tier_finds_it(make: Make) -> None:
@@ -228,6 +247,31 @@ def test_a_tier_that_is_not_well_is_not_promised(make: Make) -> None:
     assert engine.find(NAMES, engine.request("third")) == 0
 
 
+def test_a_hundred_chunks_of_windows_are_one_question_with_one_deadline(make: Make) -> None:
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine = make(
+        lookup_timeout_ms=50,
+        remote_storage_plugins=["slow.a"],
+        **{
+            "remote_storage_plugin.slow.a.module_path": "tests.vllm.slow_server",
+            "remote_storage_plugin.slow.a.class_name": "SlowServer",
+        },
+    )
+    context, names = engine.request("first"), [name_of(number) for number in range(100)]
+    engine.place(names, context)
+    QUESTIONS.clear()
+    assert {engine.manager.lookup(name, context) for name in reversed(names)} == {LookupResult.RETRY}
+    engine.step()
+    assert {engine.manager.lookup(name, context) for name in reversed(names)} == {LookupResult.MISS}
+    assert QUESTIONS == [100]
+    # The request has waited as long as it may.
+    engine.manager.lookup(name_of(200), context)
+    engine.step()
+    assert engine.manager.lookup(name_of(200), context) is LookupResult.MISS
+    assert QUESTIONS == [100]
+
+
 def test_figures_have_definitions(make: Make) -> None:
     engine = make()
     stored(engine)
@@ -296,6 +340,30 @@ def test_a_request_can_have_forgotten_what_it_stored(make: Make) -> None:
     assert engine.find(NAMES, engine.request("second")) == 0
 
 
+def test_what_others_had_stored_stays(make: Make) -> None:
+    engine = make()
+    stored(engine)
+    # vLLM's own memory has it, or it is computed anew: it is stored once more.
+    engine.store([*NAMES[:3], name_of(9)], engine.request("second", forget=True))
+    engine.step()
+    engine.finish("second")
+    engine.forget_memory()
+    context = engine.request("third")
+    assert engine.find([*NAMES, name_of(9)], context) == len(NAMES)
+
+
+def test_what_is_to_be_forgotten_is_also_after_a_reset(make: Make) -> None:
+    """Its names are others by the time the request ends. A restart would find them again."""
+    engine = make()
+    engine.store(NAMES, engine.request("first", forget=True))
+    engine.step()
+    engine.manager.reset_cache()
+    engine.finish("first")
+    engine.close()
+    again = make()
+    assert again.find(NAMES, again.request("second")) == 0
+
+
 def hot_when(engine: Offloaded, chunks: int) -> int:
     """How many are hot, once that many are."""
     cache, keys = engine.tier.thread.cache, engine.tier._keys(NAMES)
@@ -326,3 +394,30 @@ def test_vllms_memory_is_given_back(make: Make) -> None:
     engine.close()
     with pytest.raises(ValueError, match="released"):
         view.nbytes  # noqa: B018
+
+
+def test_after_its_end_there_are_misses_and_no_errors(make: Make) -> None:
+    from vllm.v1.kv_offload.base import LookupResult, ScheduleEndContext
+
+    engine = make(events=True)
+    stored(engine)
+    context, tier = engine.request("second"), engine.tier
+    engine.close()
+    assert tier.lookup(NAMES[0], context) is LookupResult.MISS
+    tier.touch(NAMES, context)
+    tier.on_schedule_end(ScheduleEndContext((), ()))
+    tier.on_request_finished(context)
+    tier.get_stats()
+    tier.drain_jobs()
+    tier.shutdown()
+    assert list(tier.get_finished_jobs()) == []
+
+
+def test_settings_of_the_connector_that_nobody_reads_here_are_named_once(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(priority_limit=3, min_retrieve_tokens=64)
+    for number in range(2):
+        engine.request(str(number), expect_tokens=64)
+    assert "accepted but not honoured: min_retrieve_tokens, priority_limit (up to vLLM's offloading)" in caplog.text
+    assert caplog.text.count("tiercache.expect_tokens is not honoured") == 1

@@ -448,18 +448,24 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     engine.side.finished(request, (BLOCKS[:7],))
     assert engine.side.has_news
     wishes = Wishes("s", "plan", "tool")
-    assert engine.steps().turns == [RequestEnded("r", wishes, [NAMES[1], NAMES[3], NAMES[5]], [])]
+    assert engine.steps().turns == [RequestEnded("r", wishes, [NAMES[1], NAMES[3], NAMES[5]])]
 
 
 def test_only_what_a_request_stored_itself_is_to_be_forgotten(engine: Engine) -> None:
     engine.holds(4)
     request = engine.arrives(132, kv_transfer_params={"tiercache.forget": True})
     assert engine.admits(request) == (64, False)
-    engine.reports(engine.steps((request, 68)))
-    engine.reports(engine.steps((request, 1)))
+    first = engine.steps((request, 68))
+    engine.reports(first)
+    second = engine.steps((request, 1))
+    engine.reports(second)
     engine.side.finished(request, (BLOCKS[:9],))
-    (ended,) = engine.steps().turns
-    assert isinstance(ended, RequestEnded) and ended.stored == [NAMES[5], NAMES[7]]
+    work = engine.steps()
+    saves = [*first.saves, *second.saves, *work.saves]
+    assert [transfer.name for save in saves for transfer in save.transfers] == [NAMES[5], NAMES[7]]
+    assert all(save.to_be_forgotten for save in saves)
+    (ended,) = work.turns
+    assert isinstance(ended, RequestEnded)
     assert ended.names == [NAMES[1], NAMES[3], NAMES[5], NAMES[7]]
 
 

@@ -240,14 +240,25 @@ def test_what_a_request_wants_forgotten_or_pinned_waits_until_it_is_stored(worke
     cache = worker.side.thread.cache
     go_on = worker.stops_its_loop()
     ends = [
-        RequestEnded("r", Wishes(forget=True), [NAMES[1]], [NAMES[1]]),
-        RequestEnded("q", Wishes(pin_s=60.0), [NAMES[3]], []),
+        RequestEnded("r", Wishes(forget=True), [NAMES[1]]),
+        RequestEnded("q", Wishes(pin_s=60.0), [NAMES[3]]),
     ]
-    worker.side.save(StepWork(saves=[Save("r", [FIRST], 64), Save("q", [SECOND], 64)], turns=ends))
+    saves = [Save("r", [FIRST], 64, to_be_forgotten=True), Save("q", [SECOND], 64)]
+    worker.side.save(StepWork(saves=saves, turns=ends))
     go_on.set()
     assert worker.finishes(lambda: cache.ahead.pinned == 1)
     assert worker.finishes(lambda: not worker.has(NAMES[1]))
     assert cache.cpu.statistics().writes == 2 and worker.has(NAMES[3])
+
+
+def test_what_others_had_stored_is_not_forgotten_with_what_a_request_stored(worker: Worker) -> None:
+    """It came out of the engine's own prefix cache, so the request saves all of its prompt."""
+    worker.stores(FIRST)
+    saves = [Save("q", [FIRST, SECOND], 64, to_be_forgotten=True)]
+    worker.side.save(StepWork(saves=saves, turns=[RequestEnded("q", Wishes(forget=True), [NAMES[1], NAMES[3]])]))
+    counters = worker.side.thread.cache.cpu.statistics
+    assert worker.finishes(lambda: counters().writes == 2 and not worker.has(NAMES[3]))
+    assert worker.has(NAMES[1])
 
 
 def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> None:
@@ -255,7 +266,7 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     sessions = worker.side.thread.cache.ahead.sessions
     go_on = worker.stops_its_loop()
     worker.side.save(StepWork(turns=[RequestBegan("s", "", [NAMES[1]])]))
-    ended = RequestEnded("r", Wishes("s", ended="tool"), [NAMES[1]], [])
+    ended = RequestEnded("r", Wishes("s", ended="tool"), [NAMES[1]])
     worker.side.save(StepWork(saves=[Save("r", [FIRST], 64)], turns=[ended]))
     worker.side.save(StepWork(turns=[RequestBegan("s", "", [NAMES[1]])]))
     go_on.set()
@@ -269,7 +280,7 @@ def test_words_about_what_cannot_be_done_harm_nobody(made: Callable[..., Worker]
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
     for _ in range(3):
-        worker.side.save(StepWork(turns=[RequestEnded("r", Wishes(next_in_s=1.0), [NAMES[1]], [])]))
+        worker.side.save(StepWork(turns=[RequestEnded("r", Wishes(next_in_s=1.0), [NAMES[1]])]))
     assert worker.finishes(lambda: "local_cpu is false" in caplog.text)
     assert caplog.text.count("has no effect") == 1
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class Reader:
         self.undelivered = Undelivered(self.counters)
         self.tiers = [TierReader(tier, cpu, self.settings, self.counters, maps=maps) for tier in tiers]
         self.flights = Flights(cpu, self.tiers, self.counters)
-        self._questions: set[asyncio.Task[int | None]] = set()
+        self._questions: set[asyncio.Task[Any]] = set()
         """Cancelled, and not over yet."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
 
@@ -184,7 +185,7 @@ class Reader:
         if position == len(keys):
             return position, by_tier
         deadline_s = deadline_s or asyncio.get_running_loop().time() + self.settings.probe_deadline_s
-        due = [tier for tier in self.tiers if tier.tier.traits.shared]
+        due = [tier for tier in self.tiers if tier.tier.traits.shared and deadline_s > asyncio.get_running_loop().time()]
         asked: dict[asyncio.Task[int | None], tuple[TierReader, int]] = {}
         try:
             while position < len(keys):
@@ -205,11 +206,40 @@ class Reader:
                 ends = [(tier, start + found) for tier, start, found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
-            for task in call_off(asked):
-                # Nobody waits for it: a tier that does not let go of a question would hold the look-up.
-                self._questions.add(task)
-                task.add_done_callback(self._questions.discard)
+            self._let_go(asked)
         return position, by_tier
+
+    async def lookup_each(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> list[bool]:
+        """Which of `keys` there are, each by itself. Asks each shared tier once about all that memory does not know."""
+        loop = asyncio.get_running_loop()
+        deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
+        unknown = self._unknown(keys)
+        due = [tier for tier in self.tiers if tier.tier.traits.shared] if unknown and deadline_s > loop.time() else []
+        serving = [tier for tier in due if tier.serves(len(unknown), question=True)]
+        asked = {asyncio.create_task(tier.ask_each(unknown, deadline_s), name="tiercache-ask") for tier in serving}
+        try:
+            while asked and unknown:
+                left_s = deadline_s + _LET_GO_S - loop.time()
+                done, asked = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
+                unknown = self._unknown(unknown)
+                if not done:
+                    break
+        finally:
+            self._let_go(asked)
+        lacking = set(unknown)
+        return [key not in lacking for key in keys]
+
+    def _unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """Those that memory does not know to be in a tier that is well."""
+        well = [tier.tier for tier in self.tiers if tier.would_serve(len(keys))]
+        places = [known for tier in (self.cpu, *well) for known in tier.offered()]
+        return [key for key in keys if not any(key in known for known in places)]
+
+    def _let_go(self, asked: Iterable[asyncio.Task[Any]]) -> None:
+        """Nobody waits for these: a tier that does not let go of a question would hold the look-up."""
+        for task in call_off(asked):
+            self._questions.add(task)
+            task.add_done_callback(self._questions.discard)
 
     async def close(self) -> None:
         """End all flights; whoever waits gets a miss. Does not wait for hung reads."""

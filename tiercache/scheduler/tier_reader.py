@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import PREFETCH, READ, Purpose
@@ -25,6 +26,7 @@ from tiercache.tiers.leases import Lease
 logger = logging.getLogger("tiercache.reader")
 
 _LEAST_S = 1.0
+_Answer = TypeVar("_Answer")
 
 
 _Outcome = int | Lease | None
@@ -147,13 +149,20 @@ class TierReader:
 
         Cancelled, it leaves it to the next one to find out whether the tier is well.
         """
+        return await self._ask(partial(self.tier.probe, keys), deadline_s)
+
+    async def ask_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool] | None:
+        """As `ask`, of each key by itself (`Tier.probe_each`)."""
+        return await self._ask(partial(self.tier.probe_each, keys), deadline_s)
+
+    async def _ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> _Answer | None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         asking = asyncio.current_task()
         self.tier.traffic.asks(asking)
         try:
             async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
-                found = await self.tier.probe(keys)
+                found = await question()
         except TimeoutError:
             # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
             self._timed_out(began_s, self.settings.probe_deadline_s, question=True)

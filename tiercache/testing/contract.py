@@ -101,6 +101,13 @@ class TierContract:
         assert tier.prefix([]) == 0
         assert await tier.probe(keys) == 2
 
+    async def test_each_key_is_asked_for_by_itself(self, tier: Tier) -> None:
+        keys = [chunk(number)[0] for number in range(1, 6)]
+        for number in (1, 2, 4):
+            key, payload = chunk(number)
+            await tier.write(key, payload, self.chunk_bytes)
+        assert await tier.probe_each(keys) == [True, True, False, True, False]
+
     async def test_offers_many_as_it_offers_one(self, tier: Tier) -> None:
         there, removing, missing = (chunk(number)[0] for number in (1, 2, 3))
         for number in (1, 2):

@@ -149,6 +149,10 @@ class Tier(ABC):
         """As `prefix`, but asks the storage itself about what memory does not know. Only on shared tiers."""
         return self.prefix(keys)
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """As `probe`, of each key by itself: gaps end nothing. To be overridden where one question can be about many."""
+        return [bool(await self.probe([key])) for key in keys]
+
     @abstractmethod
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Read and verify the chunk into `into` (uint8, at least the padded payload). Returns the payload's length.

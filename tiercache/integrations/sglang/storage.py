@@ -36,6 +36,7 @@ from tiercache.integrations.sglang.naming import PageNaming
 from tiercache.integrations.sglang.per_process import for_process
 from tiercache.integrations.sglang.pools import HostPool, make_pool
 from tiercache.integrations.sglang.stored import StoredPool, pages_among, shares_pages, stored_pool
+from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.payloads import source_of
 
@@ -70,7 +71,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._by_pieces = bool(extra.get("interface_v1", 0))
         """Whether pages of the KV come and go by their indices; else as tensors, which are ordered in another way."""
         overrides = {key: value for key, value in extra.items() if key not in _SGLANGS_OWN}
-        self._config = for_process(Config.load(overrides=overrides, quiet=storage_config.tp_rank > 0), storage_config)
+        is_first = storage_config.tp_rank == 0
+        self._config = for_process(Config.load(overrides=overrides, quiet=not is_first), storage_config)
+        if is_first:
+            warn_of_unread(self._config, logger, "SGLang")
         self._storage = storage_config
         if storage_config.dcp_size > 1:
             raise ConfigError(

@@ -26,7 +26,19 @@ class SessionTurns:
         """`keys_of` the names of chunks."""
         self._thread = thread
         self._keys_of = keys_of
+        self._new: dict[str, set[ChunkKey]] = {}
+        """The loop's. What requests store and nobody had stored before."""
         self._warned = False
+
+    def stores(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
+        """Of a request that wishes to have it forgotten, before it begins to store these. Called by the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._thread.loop.call_soon_threadsafe(self._note, request_id, keys)
+
+    def _note(self, request_id: str, keys: Sequence[ChunkKey]) -> None:
+        tiers = (self._thread.cache.cpu, *self._thread.cache.tiers)
+        new = {key for key in keys if not any(tier.contains(key) for tier in tiers)}
+        self._new.setdefault(request_id, set()).update(new)
 
     def follow(self, turns: Sequence[Turn], storing: Mapping[concurrent.futures.Future[int], str]) -> None:
         """`storing` are the saves under way, with the requests that they are for."""
@@ -66,7 +78,7 @@ class SessionTurns:
     async def _learn(self, turn: RequestEnded, keys: list[ChunkKey]) -> None:
         cache, wishes = self._thread.cache, turn.wishes
         if wishes.forget:
-            forgotten = self._keys_of(turn.stored)
+            forgotten = list(self._new.pop(turn.request_id, ()))
             cache.ahead.unpin(forgotten)
             await cache.forget(forgotten)
         if wishes.pin_s is not None:

@@ -11,17 +11,13 @@ from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.engine_identity import byte_format, code_of_model, digest
 from tiercache.integrations.vllm.grouped import part_blocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
-from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
+from tiercache.integrations.vllm.model_in_vllm import model_of
 from tiercache.integrations.vllm.planning import BlockGeometry, KvGroup
 from tiercache.integrations.vllm.replicas import replicas_of
+from tiercache.integrations.vllm.settings_identity import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-_IMAGE_OPTIONS = (
-    "language_model_only", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype",
-    "mm_encoder_fp8_scale_path", "mm_device_do_normalize",
-)  # fmt: skip
 
 
 def make_layout(
@@ -45,7 +41,7 @@ def make_layout(
     parts = geometry.parts
     spec = next((group.spec for group in groups if not group.recurrent), None)
     kv = max(kvs, key=lambda one: one.bytes_per_token)
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    model, parallel = config.model_config, config.parallel_config
     layers = {name: config.compilation_config.static_forward_context.get(name) for name in tensors}
     # How the CPU kernels order a block depends on the instruction set that vLLM chose (AMX tiles, AVX-512, NEON, ...).
     backends = sorted({f"{_backend(layer)} {getattr(layer, 'isa', '')}" for layer in layers.values()})
@@ -70,17 +66,11 @@ def make_layout(
         world_size=parallel.world_size,
         extra=(
             ("attention", ", ".join(backends)),
-            ("cache_dtype", str(cache.cache_dtype)),
             ("code", code or _version()),
-            ("compute_dtype", str(model.dtype)),
-            ("draft", draft_of(config)),
-            ("hash", str(cache.prefix_caching_hash_algo)),
-            ("images", images_of(model)),
             ("kv_scales", digest(scales)),
             ("layers", digest(list(tensors))),
-            ("model_config", effective_config(model)),
             ("parallel", f"pp {parallel.pipeline_parallel_size}"),
-            ("quantization", f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}"),
+            *settings_of(config, states_are_known=True).items(),
             *_groups(kvs, geometry),
         ),
         replicas=replicas_of(config, [group.spec for group in groups]) if parts is None else 1,
@@ -112,17 +102,3 @@ def _backend(layer: Any) -> str:
     backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
     return str(backend.get_name()) if backend is not None else "unknown"
 
-
-def draft_of(config: VllmConfig) -> str:
-    """A speculative decoder's own model: its layers' KV lies in the same blocks."""
-    speculative = config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    if draft is None or draft.model == config.model_config.model:
-        return ""
-    return model_of(config, draft, speculative.draft_load_config or config.load_config)
-
-
-def images_of(model: Any) -> str:
-    """What the engine makes of images besides what is in the names of blocks."""
-    multimodal = model.multimodal_config
-    return digest([getattr(multimodal, option, None) for option in _IMAGE_OPTIONS]) if multimodal is not None else ""

@@ -29,6 +29,8 @@ class Save:
     transfers: list[BlockTransfer]
     request_tokens: int
     trace: Trace | None = None
+    to_be_forgotten: bool = False
+    """When the request has finished."""
 
 
 @dataclass

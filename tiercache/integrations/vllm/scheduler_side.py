@@ -309,9 +309,8 @@ class SchedulerSide:
                 if self.kv_events is not None:
                     self.kv_events.moves(request, tracked.names, first, transfers)
                 tracked.saves_begun += 1
-                work.saves.append(Save(request.request_id, transfers, request.num_tokens, trace_of(request)))
-                if tracked.wishes.forget:
-                    tracked.stored += [transfer.name for transfer in transfers]
+                forget = tracked.wishes.forget
+                work.saves.append(Save(request.request_id, transfers, request.num_tokens, trace_of(request), forget))
         tracked.tail_saved |= last
 
     def _is_saved(self, tracked: TrackedRequest) -> bool:
@@ -335,7 +334,7 @@ class SchedulerSide:
         try:
             names = self._asking.names_of(tracked)
             held = [] if tracked.stale else held_names(names, min(tracked.saved_blocks, len(names)), self.geometry)
-            self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held, tracked.stored))
+            self._work.turns.append(RequestEnded(tracked.request.request_id, tracked.wishes, held))
         except Exception:
             logger.exception("what request %s says about its end has no effect", tracked.request.request_id)
 

@@ -46,8 +46,6 @@ class TrackedRequest:
     saves_begun: int = 0
     saves_ended: int = 0
     wishes: Wishes = field(default_factory=Wishes)
-    stored: list[bytes] = field(default_factory=list)
-    """Names of the chunks that it stored, where it wishes to have them forgotten."""
     arrived_s: float = field(default_factory=time.monotonic)
     adapter: concurrent.futures.Future[bytes] | None = None
     adapter_key: bytes = b""

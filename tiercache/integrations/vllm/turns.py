@@ -35,7 +35,8 @@ class Wishes:
     pin_s: float | None = None
     """Keep it hot for so long."""
     forget: bool = False
-    """Remove what the request stored when it has finished. What others had stored before stays."""
+    """Remove what the request stored when it has finished. What others had stored before stays, as far as memory and this
+    host's tiers know, and as the request's look-up found it: of a chunk on a server that was not asked nobody knows."""
     session_over: bool = False
     """No turn of the session follows this one."""
     expect_tokens: int = 0
@@ -59,12 +60,11 @@ class RequestBegan:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """A request has finished. `names` are those of the chunks that hold its prefix now, `stored` of those it has stored."""
+    """A request has finished. `names` are those of the chunks that hold its prefix now."""
 
     request_id: str
     wishes: Wishes
     names: list[bytes]
-    stored: list[bytes]
 
 
 Turn = RequestBegan | RequestEnded

@@ -288,6 +288,8 @@ class WorkerSide:
         began_s = time.monotonic()
         until_s = began_s + self.config.blocking_timeout_secs + _MARGIN_S
         keys = keys_of(self._namespace, [transfer.name for transfer in save.transfers], self.geometry)
+        if save.to_be_forgotten:
+            self._turns.stores(save.request_id, keys)
         move = self.mover.put(self.thread, keys, save.transfers, wait_s)
         blocks = frozenset(block for transfer in save.transfers for block in transfer.blocks)
         self._saving.append(_Saving(save, until_s, move, blocks))

@@ -19,8 +19,8 @@ from tiercache.core.layout import Layout
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm.block_names import CRYPTOGRAPHIC
 from tiercache.integrations.vllm.engine_identity import digest
-from tiercache.integrations.vllm.kv_layout import draft_of, images_of
-from tiercache.integrations.vllm.model_in_vllm import effective_config, model_of
+from tiercache.integrations.vllm.model_in_vllm import model_of
+from tiercache.integrations.vllm.settings_identity import settings_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,6 @@ def make_layout(
     parallel, cache = offloading.parallel, offloading.cache
     chunk_tokens = max(group.tokens_per_block for group in offloading.groups) * cache.blocks_per_chunk
     extra = {
-        "cache_dtype": offloading.model.dtype,
         "canonical": str(offloading.canonical_layout),
         "groups": digest([(group.group_id, group.tokens_per_block, group.layer_names) for group in offloading.groups]),
         "machine": _machine(),
@@ -115,16 +114,15 @@ def _why_unknown(engine: VllmConfig | None) -> str | None:
 
 
 def _of_engine(engine: VllmConfig) -> dict[str, str]:
-    model = engine.model_config
-    return {
+    interleaved = [
+        getattr(engine.parallel_config, name, None)
+        for name in ("cp_kv_cache_interleave_size", "dcp_kv_cache_interleave_size")
+    ]
+    # What is computed, and by which back ends, nobody can be asked here: all that may choose them counts.
+    return settings_of(engine, states_are_known=False) | {
         "attention": digest(engine.attention_config),
-        "compute_dtype": str(model.dtype),
-        "draft": draft_of(engine),
-        "hash": str(engine.cache_config.prefix_caching_hash_algo),
-        "images": images_of(model),
-        "longest": str(model.max_model_len),
-        "model_config": effective_config(model),
-        "quantization": f"{model.quantization} {digest(getattr(model, 'quantization_config', None))}",
+        "interleaved": digest(interleaved),
+        "longest": str(engine.model_config.max_model_len),
     }
 
 

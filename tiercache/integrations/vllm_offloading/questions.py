@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Sequence
 
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey
-from tiercache.integrations.vllm_offloading.requests import Name, Question
+from tiercache.integrations.vllm_offloading.requests import Answer, Name, Question
 
 logger = logging.getLogger("tiercache.vllm")
 
-_AT_ONCE = 16
-"""Runs of one question that are looked for side by side: of windows there are many, of one chunk each."""
 _Asked = tuple[Question, list[list[ChunkKey]]]
 
 
@@ -24,17 +21,22 @@ class Questions:
 
     def __init__(self, thread: CacheThread) -> None:
         self._thread = thread
-        self._answers: deque[tuple[str, dict[Name, bool]]] = deque()
+        self._answers: deque[Answer] = deque()
         self._asking: set[asyncio.Task[None]] = set()
 
     def ask(self, asked: Sequence[_Asked]) -> None:
-        """Each question with the keys of its names. What nobody can be asked about any more gets no answer."""
-        if asked:
-            with contextlib.suppress(RuntimeError):  # the cache is closed
-                self._thread.loop.call_soon_threadsafe(self._begin, asked)
+        """Each question with the keys of its names. What nobody can be asked about any more is missing."""
+        if not asked:
+            return
+        try:
+            self._thread.loop.call_soon_threadsafe(self._begin, asked)
+        except RuntimeError:  # the cache is closed
+            for question, _ in asked:
+                missing = dict.fromkeys((name for run in question.runs for name in run), False)
+                self._answers.append(Answer(question.request_id, missing, 0.0))
 
-    def answers(self) -> list[tuple[str, dict[Name, bool]]]:
-        """By request, what has come since the last call."""
+    def answers(self) -> list[Answer]:
+        """What has come since the last call."""
         found = []
         while self._answers:
             found.append(self._answers.popleft())
@@ -47,17 +49,27 @@ class Questions:
             task.add_done_callback(self._asking.discard)
 
     async def _answer(self, question: Question, keys: list[list[ChunkKey]]) -> None:
+        """All at once, and by one deadline: what the request has not yet waited of `lookup_timeout_ms`."""
+        cache, loop = self._thread.cache, self._thread.loop
+        began_s = loop.time()
+        left_s = max(0.0, cache.config.lookup_timeout_ms / 1000 - question.waited_s)
         found = {name: False for run in question.runs for name in run}
-        side_by_side = asyncio.Semaphore(_AT_ONCE)
+        asked = list(zip(question.runs, keys, strict=True))
 
         async def look_up(names: list[Name], run: list[ChunkKey]) -> None:
-            async with side_by_side:
-                hit = await self._thread.cache.lookup_keys(run)
+            hit = await cache.lookup_keys(run, deadline_s=left_s)
             found.update(dict.fromkeys(names[: hit.chunks], True))
 
+        async def look_up_each(names: list[Name], each: list[ChunkKey]) -> None:
+            found.update(zip(names, await cache.lookup_each(each, deadline_s=left_s), strict=True))
+
+        single = [(names[0], run[0]) for names, run in asked if len(run) == 1]
+        questions = [look_up(names, run) for names, run in asked if len(run) > 1]
+        if single:
+            questions.append(look_up_each([name for name, _ in single], [key for _, key in single]))
         try:
-            await asyncio.gather(*map(look_up, question.runs, keys))
+            await asyncio.gather(*questions)
         except Exception as error:
             logger.warning("a look-up failed: %r", error)
         finally:
-            self._answers.append((question.request_id, found))
+            self._answers.append(Answer(question.request_id, found, loop.time() - began_s))

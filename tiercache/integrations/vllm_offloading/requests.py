@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from tiercache.integrations.vllm.turns import Wishes
 
@@ -27,8 +28,8 @@ class TieredRequest:
     that cannot be loaded is not tried again and again."""
     ends: dict[Name, int] = field(default_factory=dict)
     """Of a request with wishes: where its chunks end in its prompt."""
-    stored: dict[Name, None] = field(default_factory=dict)
-    """Those that it has stored."""
+    waited_s: float = 0.0
+    """For answers so far, in seconds: there is one limit for all that it asks."""
     stale: bool = False
     """Its KV was computed before the cache was reset, perhaps with other weights."""
 
@@ -45,6 +46,14 @@ class Question:
     request_id: str
     runs: list[list[Name]]
     """What lies behind a gap in one of these is of no use. Of windows each chunk is one by itself."""
+    waited_s: float = 0.0
+    """What the request has waited for answers before."""
+
+
+class Answer(NamedTuple):
+    request_id: str
+    found: Mapping[Name, bool]
+    took_s: float
 
 
 class TieredRequests:
@@ -91,13 +100,17 @@ class TieredRequests:
     def questions(self) -> list[Question]:
         """What is to be asked now: what was looked up since the last call and is not known."""
         unasked, self._unasked = self._unasked, {}
-        return [Question(request_id, _runs(asked)) for request_id, asked in unasked.items()]
+        return [
+            Question(request_id, _runs(asked), self._requests[request_id].waited_s)
+            for request_id, asked in unasked.items()
+        ]
 
-    def answer(self, request_id: str, found: Mapping[Name, bool]) -> None:
+    def answer(self, answer: Answer) -> None:
         """What a question brought. Of a request that has ended nobody wants to know."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(answer.request_id)
         if request is not None:
-            for name, there in found.items():
+            request.waited_s += answer.took_s
+            for name, there in answer.found.items():
                 if request.answers.get(name, False) is None:
                     request.answers[name] = there
 
@@ -110,12 +123,13 @@ class TieredRequests:
     def stores(self, request_id: str, ends: Mapping[Name, int]) -> None:
         """Its chunks, and where they end in its prompt."""
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        if request.wishes.at_the_end:
+        if request is not None and request.wishes.at_the_end:
             request.ends.update(ends)
-        if request.wishes.forget:
-            request.stored.update(dict.fromkeys(ends))
+
+    def forgets(self, request_id: str) -> bool:
+        """Whether it wishes to have forgotten what it stores."""
+        request = self._requests.get(request_id)
+        return request is not None and request.wishes.forget
 
     def begun(self) -> list[TieredRequest]:
         """Requests of sessions whose chunks are known, which they were not at the last call."""

@@ -37,12 +37,13 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.keys import ChunkKey, keys_from_hashes, tenant_tag
 from tiercache.errors import TierCacheError
+from tiercache.integrations.unread import warn_of_unread
 from tiercache.integrations.vllm.figures import WorkerFigures
 from tiercache.integrations.vllm.following import SessionTurns
 from tiercache.integrations.vllm.kv_events import MEDIA
 from tiercache.integrations.vllm.logs import show_our_log, survives
 from tiercache.integrations.vllm.side_by_side import beside_others
-from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, said_by, wishes_of
+from tiercache.integrations.vllm.turns import EXPECT_TOKENS, RequestBegan, RequestEnded, said_by, wishes_of
 from tiercache.integrations.vllm.versions import TESTED_OFFLOADING, check_version
 from tiercache.integrations.vllm_offloading.events import ChunkWatch
 from tiercache.integrations.vllm_offloading.identity import check_hashes, engine_config, make_layout, say_whose_quotas
@@ -105,6 +106,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         config = Config.load(config_file, overrides=settings)
         parallel = offloading.parallel
         config = beside_others(config, parallel.data_parallel_index, parallel.data_parallel_size)
+        warn_of_unread(config, logger, "vLLM's offloading")
         layout = make_layout(offloading, self.block_size_bytes, engine, config.model_id)
         say_whose_quotas(config)
         self._config = config
@@ -126,6 +128,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._storing: dict[concurrent.futures.Future[Any], str] = {}
         self._turns = SessionTurns(self.thread, self._keys)
         self._warned: set[str] = set()
+        self._closed = False
         self._figures = WorkerFigures(self.thread, f"{offloading.engine_id}/offloading")
         tells = offloading_spec.kv_events_config.enable_kv_cache_events
         self._watch = ChunkWatch(self.thread) if tells else None
@@ -136,11 +139,17 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._requests.begin(req_context.req_id, wishes_of(said_by(req_context), self._warned))
+        wishes = wishes_of(said_by(req_context), self._warned)
+        if wishes.expect_tokens and EXPECT_TOKENS not in self._warned:
+            self._warned.add(EXPECT_TOKENS)
+            logger.warning("what a request says: %s is not honoured below vLLM's offloading", EXPECT_TOKENS)
+        self._requests.begin(req_context.req_id, wishes)
         return RequestOffloadingContext()
 
     @survives(lambda: LookupResult.MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._closed:
+            return LookupResult.MISS
         there = self._requests.look_up(req_context.req_id, key, req_context.get_offload_key_position(key))
         if there is None:
             return LookupResult.RETRY
@@ -160,13 +169,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = self._requests.end(req_context.req_id)
         if request is not None and request.wishes.at_the_end:
-            ended = RequestEnded(req_context.req_id, request.wishes, request.names, list(request.stored))
-            self._turns.follow([ended], self._storing)
+            # What it was told before a reset has no names any more.
+            names = [] if request.stale else request.names
+            self._turns.follow([RequestEnded(req_context.req_id, request.wishes, names)], self._storing)
 
     @survives(lambda: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        for request_id, found in self._questions.answers():
-            self._requests.answer(request_id, found)
+        for answer in self._questions.answers():
+            self._requests.answer(answer)
         self._questions.ask(
             [(question, [self._keys(run) for run in question.runs]) for question in self._requests.questions()]
         )
@@ -182,6 +192,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             self._end(job_metadata.job_id, job)
             return
         self._requests.stores(job.request_id, job.ends)
+        if self._requests.forgets(job.request_id):
+            self._turns.stores(job.request_id, self._keys(job.names))
         future = self._begin(job_metadata, job, store)
         if future is not None:
             self._storing[future] = job.request_id
@@ -251,6 +263,8 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests.forget_everything()
         if self._watch is not None:
             self._watch.forget_everything()
+        if self._closed:
+            return
         self.thread.loop.call_soon_threadsafe(self.thread.cache.clear_hot)
         logger.info("vLLM reset its caches: what was stored before is not found any more by this engine")
 
@@ -295,6 +309,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
         Raises TierCacheError where the machine hangs in a copy: vLLM keeps its memory mapped then.
         """
         atexit.unregister(self.shutdown)
+        self._closed = True
         report = self.thread.close(self._config.close_timeout_s)
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")

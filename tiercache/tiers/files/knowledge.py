@@ -40,18 +40,29 @@ class OwnIndex(Knowledge):
         position = shelves.prefix(keys)
         while position < len(keys):
             part = keys[position : position + _PROBED]
-            unknown = [(shelves.places(key), key) for key in part if key not in shelves.refused]
-            with contextlib.ExitStack() as looking:
-                gone = {shelf: looking.enter_context(shelf.looking_around()) for shelf in shelves.all}
-                found = await shelves.metadata.submit(_existing, unknown)
-            for (_, key), (shelf, occupied_bytes) in zip(unknown, found, strict=False):
-                if key not in shelf.index and key not in gone[shelf]:
-                    shelf.add(key, occupied_bytes)
+            await self._look_for(part, gaps=False)
             there = shelves.prefix(part)
             position += there
             if there < len(part):
                 break
         return position
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        unknown = [key for key in keys if not self._shelves.contains(key)]
+        for start in range(0, len(unknown), _PROBED):
+            await self._look_for(unknown[start : start + _PROBED], gaps=True)
+        return [self._shelves.contains(key) for key in keys]
+
+    async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
+        """Put into the index what there is of `keys`; without `gaps`, up to the first that is nowhere."""
+        shelves = self._shelves
+        unknown = [(shelves.places(key), key) for key in keys if key not in shelves.refused]
+        with contextlib.ExitStack() as looking:
+            gone = {shelf: looking.enter_context(shelf.looking_around()) for shelf in shelves.all}
+            found = await shelves.metadata.submit(_existing, unknown, gaps)
+        for key, shelf, occupied_bytes in found:
+            if key not in shelf.index and key not in gone[shelf]:
+                shelf.add(key, occupied_bytes)
 
 
 class FollowedIndex(OwnIndex):
@@ -93,6 +104,15 @@ class FollowedIndex(OwnIndex):
             self.missed(shelf)
         return position
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        shelves = self._shelves
+        first = {shelves.places(key)[0] for key in keys if not shelves.contains(key)}
+        if not all(shelf.scanned for shelf in first):
+            return await super().probe_each(keys)
+        for shelf in first:
+            self.missed(shelf)
+        return [shelves.contains(key) for key in keys]
+
     def missed(self, shelf: Shelf) -> None:
         self.refreshers[shelf].hint()
 
@@ -107,14 +127,15 @@ class FollowedIndex(OwnIndex):
         await refresher.run()
 
 
-def _existing(unknown: list[tuple[list[Shelf], ChunkKey]]) -> list[tuple[Shelf, int]]:
-    """Where chunks are and the bytes they occupy, up to the first that is nowhere. For a worker thread."""
-    found: list[tuple[Shelf, int]] = []
+def _existing(unknown: list[tuple[list[Shelf], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Shelf, int]]:
+    """Where chunks are and the bytes they occupy; without `gaps`, up to the first that is nowhere. For a worker thread."""
+    found: list[tuple[ChunkKey, Shelf, int]] = []
     for shelves, key in unknown:
         for shelf in shelves:
             if occupied_bytes := shelf.volume.occupied_by(key):
-                found.append((shelf, occupied_bytes))
+                found.append((key, shelf, occupied_bytes))
                 break
         else:
-            break
+            if not gaps:
+                break
     return found

@@ -117,6 +117,10 @@ class Knowledge(ABC):
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         """As `Tier.probe`."""
 
+    @abstractmethod
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """As `Tier.probe_each`."""
+
     def missed(self, shelf: Shelf) -> None:  # noqa: B027
         """Somebody read a chunk that is in no index."""
 

@@ -112,6 +112,9 @@ class FileTier(DeviceTier):
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         return await self.shelves.knowledge.probe(keys)
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self.shelves.knowledge.probe_each(keys)
+
     def statistics(self) -> TierStatistics:
         shelves = self.shelves
         counters = TierStatistics(**vars(self._statistics))

@@ -222,6 +222,10 @@ class RemoteTier(Tier):
                     self.known.discard(key)
         return self.prefix(keys)
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self.probe(keys)
+        return [self.contains(key) for key in keys]
+
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         self._check_open()
         use = self._uses.setdefault(key, _Use())

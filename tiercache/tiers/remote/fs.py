@@ -176,6 +176,10 @@ class FsTier(Tier):
         with self._engine() as engine:
             return await engine.probe(keys)
 
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._engine() as engine:
+            return await engine.probe_each(keys)
+
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         with self._engine() as engine:
             return await engine.read(key, into)

@@ -1,0 +1,27 @@
+"""Settings that vLLM's connector alone reads, and what the other integrations say of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+
+from tiercache.config import Config
+
+_OF_THE_CONNECTOR = (
+    "chunk_size",
+    "enable_async_loading",
+    "kv_head_parts",
+    "min_retrieve_tokens",
+    "priority_limit",
+    "save_decode_cache",
+    "save_unfull_chunk",
+)
+"""The engine decides on these itself where it hands over whole blocks or pages."""
+
+
+def warn_of_unread(config: Config, logger: logging.Logger, whose: str) -> None:
+    """One warning that names those that are set and have no effect here. `whose` decision they are, in a word or two."""
+    defaults = {field.name: field.default for field in fields(config)}
+    unread = [name for name in _OF_THE_CONNECTOR if getattr(config, name) != defaults[name]]
+    if unread:
+        logger.warning("accepted but not honoured: %s (up to %s)", ", ".join(unread), whose)

@@ -25,33 +25,7 @@ GIVE_UP_S = 30.0
 """How long who was cancelled waits for a call that touches his memory."""
 
 _Waiter = Callable[["asyncio.Future[Any]"], object]
-_Job = tuple[Callable[..., Any], tuple[Any, ...], "Call[Any]"]
-
-
-class Call(asyncio.Future[T]):
-    """What comes of a call in a thread. Whoever awaits it through `to_the_end` goes on in the same step of the loop in which
-    it is settled, where the callbacks of any future come one round later, after one more look at what the loop waits for.
-    """
-
-    __slots__ = ("waiter",)
-
-    waiter: tuple[_Waiter, Context] | None
-
-    def settle(self, result: T, error: BaseException | None) -> None:
-        """The call has ended."""
-        if not self.cancelled():
-            if isinstance(error, StopIteration):
-                # A future does not take it, and its waiter, and all that come after it, would wait for ever.
-                error, cause = RuntimeError("a call in a worker thread raised StopIteration"), error
-                error.__cause__ = cause
-            if error is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(result)
-        if self.waiter is not None:
-            waiter, context = self.waiter
-            self.waiter = None
-            context.run(waiter, self)
+_Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class Workers:
@@ -70,7 +44,7 @@ class Workers:
         """Whether it was said that there are fewer threads than there should be."""
         self._unfinished = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._done: deque[tuple[Call[Any], Any, BaseException | None]] = deque()
+        self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._wake_pending = False
         self._closed = False
 
@@ -79,7 +53,7 @@ class Workers:
         """Calls submitted and not ended."""
         return self._unfinished
 
-    def submit(self, call: Callable[..., T], *arguments: Any) -> Call[T]:
+    def submit(self, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Run `call(*arguments)` in a thread. Cancelling the future abandons the result; the call itself runs on.
 
         A thread that cannot be started leaves the call to those that run. Raises TierUnavailable when none does.
@@ -93,8 +67,7 @@ class Workers:
             self._loop = loop
         if self._started < min(self.threads, self._unfinished + 1):
             self._start_thread()
-        future: Call[T] = Call(loop=loop)
-        future.waiter = None
+        future: asyncio.Future[T] = loop.create_future()
         self._unfinished += 1
         self._jobs.put((call, arguments, future))
         return future
@@ -148,16 +121,19 @@ class Workers:
 
     def _settle(self) -> None:
         self._wake_pending = False
-        left = len(self._done)  # and not what those who go on now submit: the loop has others to serve
-        try:
-            while left:
-                left -= 1
-                self._unfinished -= 1
-                call, result, error = self._done.popleft()
-                call.settle(result, error)
-        finally:
-            if left and self._loop is not None:
-                self._loop.call_soon(self._settle)  # one of them has stopped the loop, which may run again
+        while self._done:
+            future, result, error = self._done.popleft()
+            self._unfinished -= 1
+            if future.cancelled():
+                continue
+            if isinstance(error, StopIteration):
+                # A future does not take it, and its waiter, and all that come after it, would wait for ever.
+                error, cause = RuntimeError("a call in a worker thread raised StopIteration"), error
+                error.__cause__ = cause
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
 
 async def to_the_end(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
@@ -199,7 +175,7 @@ class _Uncancelled(Generic[T]):
         self._work = work
         self._give_up_s = give_up_s
         self._giving_up: asyncio.TimerHandle | None = None
-        self._waiter: tuple[_Waiter, Context] | None = None
+        self._waiter: tuple[_Waiter, Context | None] | None = None
 
     def __await__(self) -> Generator[_Uncancelled[T], None, T]:
         work = self._work
@@ -219,12 +195,9 @@ class _Uncancelled(Generic[T]):
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._work.get_loop()
 
-    def add_done_callback(self, waiter: _Waiter, *, context: Context) -> None:
+    def add_done_callback(self, waiter: _Waiter, *, context: Context | None = None) -> None:
         self._waiter = waiter, context
-        if type(self._work) is Call:
-            self._work.waiter = self._waiter
-        else:
-            self._work.add_done_callback(waiter, context=context)
+        self._work.add_done_callback(waiter, context=context)
 
     def cancel(self, msg: object = None) -> bool:
         """False: the task that awaits this has to remember it."""
@@ -237,10 +210,7 @@ class _Uncancelled(Generic[T]):
             return
         assert self._waiter is not None
         waiter, context = self._waiter
-        if type(self._work) is Call:
-            self._work.waiter = None
-        else:
-            self._work.remove_done_callback(waiter)
+        self._work.remove_done_callback(waiter)
         nothing: asyncio.Future[T] = self.get_loop().create_future()
         nothing.cancel()
         nothing.add_done_callback(waiter, context=context)

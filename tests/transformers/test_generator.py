@@ -58,7 +58,7 @@ async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, open
             third_step.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
         await asyncio.to_thread(third_step.wait, 30)
@@ -105,7 +105,7 @@ async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
             reached.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, GenerationConfig(max_new_tokens=9, do_sample=False)))
         await asyncio.to_thread(reached.wait, 30)
@@ -141,7 +141,7 @@ async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
             changed.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
         await asyncio.to_thread(changed.wait, 30)

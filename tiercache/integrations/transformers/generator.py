@@ -19,6 +19,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers.kv_cache import TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv
+from tiercache.integrations.transformers.prefill import positions, prefill
 from tiercache.integrations.transformers.prefix_cache import PrefixCache
 
 _STORES = 2
@@ -186,9 +187,7 @@ class Generator:
         for begin in range(past.get_seq_length(), whole, self.kv.chunk_tokens):
             if stop.is_set():
                 return ids[:begin]
-            with torch.no_grad():
-                chunk = prompt[:, begin : begin + self.kv.chunk_tokens]
-                model.base_model(input_ids=chunk, past_key_values=past, use_cache=True)
+            prefill(model, past, prompt, begin + self.kv.chunk_tokens)
         answered = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
@@ -196,6 +195,7 @@ class Generator:
             past_key_values=past,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
+            **positions(model, len(ids)),
         )
         found: list[int] = answered[0].tolist()
         return found

@@ -92,6 +92,10 @@ def _check(model: Any) -> None:
     kinds = {str(one.get("rope_type")) for one in (rope, *rope.values()) if isinstance(one, dict)}
     if model.config.is_encoder_decoder:
         raise LayoutError("an encoder's input is not in the token ids: only decoders are cached")
+    if torch.is_autocast_enabled(model.device.type):
+        raise LayoutError(
+            "under autocast the model computes KV of another type than its own: leave it to make a ModelKv"
+        )
     check_modules(model)
     check_weights(model)
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):

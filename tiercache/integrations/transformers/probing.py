@@ -14,7 +14,7 @@ _TOKENS = 12
 _PIECE_TOKENS = 4
 _ROUNDING = 64
 """Of as many smallest steps of a type two KVs of a token may be apart, relative to their length, that were computed in
-kernels of other shapes; but never by more than the root of such a step. (Two dozen small models, in float32: 8 at most.)"""
+kernels of other shapes; but never by more than the root of such a step. (106 small models, in float32: 9 at most.)"""
 
 
 def probe(model: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,20 +86,21 @@ async def test_a_conversation_goes_on_behind_its_answers(kv: ModelKv, open_cache
 
 
 async def test_a_cold_answer_and_one_behind_a_hit_have_the_same_logits(kv: ModelKv, open_cache: Open) -> None:
-    """The prompt is computed in the same steps."""
+    """The prompt is computed in the same steps. Those of the last four are the answer's."""
     seen: list[list[Any]] = []
     settings = GenerationConfig(max_new_tokens=4, do_sample=False)
-    head = kv.model.get_output_embeddings()
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         for hit_tokens in (0, HIT_TOKENS):
             seen.append([])
-            hook = head.register_forward_hook(lambda module, inputs, logits: seen[-1].append(logits[:, -1].clone()))
+            hook = kv.model.register_forward_hook(
+                lambda _, inputs, output: seen[-1].append(output.logits[:, -1].clone())
+            )
             answer = await generator.generate(PROMPT, settings)
             hook.remove()
             assert answer.hit_tokens == hit_tokens
             assert len(answer.new_ids) == 4
-    cold, warm = seen
-    assert len(cold) == len(warm) == 4
+    cold, warm = seen[0][-4:], seen[1]
+    assert len(seen[0]) == 4 + HIT_TOKENS // CHUNK_TOKENS and len(warm) == 4
     assert all(same(one, other) for one, other in zip(cold, warm, strict=True))
 
 
@@ -224,6 +226,27 @@ def test_another_implementation_of_attention_is_noticed(kv: ModelKv) -> None:
     kv.model.set_attn_implementation("eager")
     with pytest.raises(LayoutError, match="attention"):
         kv.check_unchanged()
+
+
+async def test_a_copy_of_a_cache_is_of_the_same_model(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        prefixes = PrefixCache(cache, kv)
+        await store(prefixes, PROMPT)
+        past = await prefixes.load(PROMPT)
+        other = copy.deepcopy(past)
+        assert other.kv is kv
+        assert same(compute(kv.model, other, REST), compute(kv.model, past, REST))
+        assert await prefixes.store(other, PROMPT) == HIT_TOKENS
+
+
+async def test_under_autocast_nothing_is_computed(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache:
+        past = await PrefixCache(cache, kv).load(PROMPT)
+        with torch.autocast("cpu", torch.float16):
+            with pytest.raises(LayoutError, match="autocast"):
+                compute(kv.model, past, PROMPT)
+            with pytest.raises(LayoutError, match="autocast"):
+                ModelKv(kv.model)
 
 
 async def test_what_was_computed_with_other_weights_is_not_stored(kv: ModelKv, open_cache: Open) -> None:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import GenerationConfig
+from transformers.generation import BaseStreamer
 
 from tests.transformers.models import CHUNK_TOKENS, Open, make_model, tokens
 from tiercache import Config, TierCache
@@ -58,7 +59,7 @@ async def test_what_a_cancelled_request_has_computed_is_stored(kv: ModelKv, open
             third_step.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
         await asyncio.to_thread(third_step.wait, 30)
@@ -105,7 +106,7 @@ async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
             reached.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, GenerationConfig(max_new_tokens=9, do_sample=False)))
         await asyncio.to_thread(reached.wait, 30)
@@ -121,8 +122,8 @@ async def test_a_request_that_is_cut_off_when_it_closes_is_told_and_stored(
 
 async def test_what_goes_wrong_is_raised_and_stores_nothing(kv: ModelKv, open_cache: Open) -> None:
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
-        with pytest.raises(Exception, match="batch of 2"):
-            await generator.generate(PROMPT, GenerationConfig(max_new_tokens=2, num_beams=2))
+        with pytest.raises(ValueError, match="max_length"):
+            await generator.generate(PROMPT, GenerationConfig(max_length=10))
         assert (await generator.prefixes.load(PROMPT)).hit_tokens == 0
         assert (await generator.generate(PROMPT, SHORT)).hit_tokens == 0
 
@@ -141,7 +142,7 @@ async def test_nothing_is_stored_of_an_answer_during_which_weights_changed(
             changed.set()
             assert go_on.wait(30)
 
-    hook = kv.model.base_model.register_forward_pre_hook(step)
+    hook = kv.model.register_forward_hook(step)
     async with open_cache(kv) as cache, Generator(cache, kv) as generator:
         asking = asyncio.create_task(generator.generate(PROMPT, SHORT))
         await asyncio.to_thread(changed.wait, 30)
@@ -179,6 +180,9 @@ async def test_the_cache_is_used_whatever_the_settings_say(kv: ModelKv, open_cac
         {"penalty_alpha": 0.6},
         {"dola_layers": "low"},
         {"cache_implementation": "static"},
+        {"is_assistant": True},
+        {"num_beams": 2},
+        {"num_return_sequences": 2, "do_sample": True},
     ],
 )
 async def test_ways_to_decode_that_do_not_go_on_behind_a_cache_are_refused(
@@ -200,6 +204,69 @@ async def test_a_chunked_prefill_is_ignored_and_the_models_own_refused(kv: Model
         kv.model.generation_config.prefill_chunk_size = 8
         with pytest.raises(ValueError, match="prefill_chunk_size"):
             await generator.generate(PROMPT, SHORT)
+
+
+class Streamer(BaseStreamer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.ended = threading.Event()
+
+    def put(self, value: Any) -> None:
+        self.told += value.reshape(-1).tolist()
+
+    def end(self) -> None:
+        assert not self.ended.is_set()
+        self.ended.set()
+
+
+async def test_a_streamer_is_told_all_and_ended_once(kv: ModelKv, open_cache: Open) -> None:
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        streamer = Streamer()
+        answer = await generator.generate(PROMPT, SHORT, streamer=streamer)
+        assert streamer.told == answer.ids and streamer.ended.is_set()
+
+
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+async def test_a_streamer_is_ended_when_its_request_is_cut_off_in_its_prompt(
+    kv: ModelKv, open_cache: Open, how: str
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def step(*_: object) -> None:
+        reached.set()
+        assert go_on.wait(30)
+
+    hook = kv.model.register_forward_hook(step)
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        streamer = Streamer()
+        asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=streamer))
+        await asyncio.to_thread(reached.wait, 30)
+        if how == "cancelled":
+            asking.cancel()
+        closing = asyncio.create_task(generator.close())
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(asking, closing, return_exceptions=True)
+        hook.remove()
+        assert streamer.ended.is_set() and not streamer.told
+
+
+async def test_a_streamer_is_ended_when_its_request_is_refused_or_gives_up_waiting(
+    kv: ModelKv, open_cache: Open
+) -> None:
+    refused, waiting, late = Streamer(), Streamer(), Streamer()
+    async with open_cache(kv) as cache, Generator(cache, kv) as generator:
+        with pytest.raises(ValueError, match="num_beams"):
+            await generator.generate(PROMPT, GenerationConfig(num_beams=2), streamer=refused)
+        async with generator._turn:
+            asking = asyncio.create_task(generator.generate(PROMPT, SHORT, streamer=waiting))
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+        await generator.close()
+        with pytest.raises(CacheClosed):
+            await generator.generate(PROMPT, SHORT, streamer=late)
+    assert refused.ended.is_set() and waiting.ended.is_set() and late.ended.is_set()
 
 
 async def test_expecting_brings_a_prefix_from_disk_into_memory(kv: ModelKv, open_cache: Open) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
 
 from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.integrations.transformers.kv_cache import TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv
+from tiercache.integrations.transformers.prefill import positions, prefill
 from tiercache.integrations.transformers.prefix_cache import PrefixCache
 
 _STORES = 2
@@ -31,9 +33,12 @@ _COMPUTE_AGAIN = (
     "penalty_alpha",
     "dola_layers",
     "cache_implementation",
+    "is_assistant",
 )
 """Settings of ways to decode that do not begin behind a cache that is filled: tokens would be computed twice."""
 _WHY = "it does not go on behind a cache that is filled"
+
+_ONE_ANSWER = ("num_beams", "num_return_sequences")
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,28 @@ class Generator:
         `settings` as for the model's own `generate` (one conversation: no beams, no batch, and no assisted or
         contrastive decoding, for which a ValueError is raised; its `prefill_chunk_size` and `use_cache` have no effect).
         `streamer` is told the tokens on the model's thread, and is to be one that hands them over to the loop, such
-        as AsyncTextIteratorStreamer. `cached=False` neither loads nor stores. Cancelled, the model stops after the token or
-        chunk that it is at, and what was computed is stored. Raises what `generate` raises, and LayoutError where the
-        weights changed before all was computed: nothing is stored then, and there is no answer, since some of it would be
-        the old model's and some the new one's. `cached=False` does not look at the weights. Raises
-        CacheClosed when the generator is closed before the answer is there; what was computed is stored.
+        as AsyncTextIteratorStreamer; it is ended once, however the request ends. `cached=False` neither loads nor
+        stores. Cancelled, the model stops after the token or chunk that it is at, and what was computed is stored.
+        Raises what `generate` raises, and LayoutError where the weights changed before all was computed: nothing is
+        stored then, and there is no answer, since some of it would be the old model's and some the new one's.
+        `cached=False` does not look at the weights. Raises CacheClosed when the generator is closed before the answer
+        is there; what was computed is stored.
         """
+        told = None if streamer is None else _EndedOnce(streamer)
+        try:
+            return await self._generate(ids, settings, salt, told, cached)
+        finally:
+            if told is not None and not told.is_of_the_thread:
+                told.end()
+
+    async def _generate(
+        self,
+        ids: Sequence[int],
+        settings: GenerationConfig | None,
+        salt: str,
+        streamer: _EndedOnce | None,
+        cached: bool,
+    ) -> Answer:
         self._check_open()
         if not len(ids):
             raise ValueError("ids: expected at least one token, found none")
@@ -120,6 +141,8 @@ class Generator:
                 if cached:
                     computing.add_done_callback(lambda done: self._store(past, first, done))
                 self._computing = computing
+                if streamer is not None:
+                    streamer.is_of_the_thread = True
                 computed = await asyncio.shield(computing)
                 if stop.is_set():  # by `close`, and the answer is cut off
                     raise CacheClosed("the generator was closed while it answered")
@@ -171,13 +194,23 @@ class Generator:
     def _compute_checked(self, *request: Any) -> list[int]:
         """As `_compute`; the last argument says whether the weights have to be those of what is stored."""
         *what, cached = request
-        computed = self._compute(*what)
-        if cached:
-            self.kv.check_unchanged()
-        return computed
+        streamer: _EndedOnce | None = what[3]
+        try:
+            computed = self._compute(*what)
+            if cached:
+                self.kv.check_unchanged()
+            return computed
+        finally:
+            if streamer is not None:
+                streamer.end()
 
     def _compute(
-        self, past: TieredCache, ids: list[int], settings: GenerationConfig, streamer: Any, stop: threading.Event
+        self,
+        past: TieredCache,
+        ids: list[int],
+        settings: GenerationConfig,
+        streamer: _EndedOnce | None,
+        stop: threading.Event,
     ) -> list[int]:
         """All ids; of a request that was stopped in its prompt, those that were computed."""
         model = self.kv.model
@@ -186,9 +219,7 @@ class Generator:
         for begin in range(past.get_seq_length(), whole, self.kv.chunk_tokens):
             if stop.is_set():
                 return ids[:begin]
-            with torch.no_grad():
-                chunk = prompt[:, begin : begin + self.kv.chunk_tokens]
-                model.base_model(input_ids=chunk, past_key_values=past, use_cache=True)
+            prefill(model, past, prompt, begin + self.kv.chunk_tokens)
         answered = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),  # else it is guessed from tokens that look like padding
@@ -196,6 +227,7 @@ class Generator:
             past_key_values=past,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([_Stopped(stop)]),
+            **positions(model, len(ids)),
         )
         found: list[int] = answered[0].tolist()
         return found
@@ -218,6 +250,11 @@ def _settings(model: Any, settings: GenerationConfig | None) -> GenerationConfig
     for name, value in found.items():
         if value is not None and value is not False:
             raise ValueError(f"{name}: expected None, here and in model.generation_config, found {value!r}: {_WHY}")
+    for name in _ONE_ANSWER:
+        if (value := _first(getattr(settings, name, None), getattr(own, name, None))) not in (None, 1):
+            raise ValueError(
+                f"{name}: expected 1, here and in model.generation_config, found {value!r}: one answer at a time"
+            )
     return settings
 
 
@@ -233,3 +270,21 @@ class _Stopped(StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
         return torch.full((input_ids.shape[0],), self._stop.is_set(), device=input_ids.device, dtype=torch.bool)
+
+
+class _EndedOnce(BaseStreamer):  # type: ignore[misc]
+    """`generate` ends a streamer only where it comes to its own end, and a reader would wait for ever."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self._is_ended = False
+        self.is_of_the_thread = False
+        """The model's thread ends it."""
+
+    def put(self, value: Any) -> None:
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        if not self._is_ended:
+            self._is_ended = True
+            self._streamer.end()

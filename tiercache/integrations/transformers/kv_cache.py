@@ -40,6 +40,10 @@ class TieredCache(DynamicCache):  # type: ignore[misc]
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[0] != 1:
             raise LayoutError(f"expected the tokens of one conversation, found a batch of {key_states.shape[0]}")
+        if torch.is_autocast_enabled(key_states.device.type):
+            raise LayoutError(
+                "under autocast the same tokens get other KV, and no key says so: convert the model instead"
+            )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def take(self, tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], keys: Sequence[ChunkKey]) -> None:

@@ -26,7 +26,9 @@ class PrefixCache:
     """Belongs to the event loop of `cache`, which has to be opened with `kv.layout`.
 
     Chunks are named by token ids, so `ids` have to be all that the model computes KV from: no embeddings, no images, no
-    positions or masks of one's own.
+    positions or masks of one's own. A model that remembers the positions of an earlier image, such as Qwen2-VL, has to be
+    told `position_ids` from 0 on. Under autocast the model raises LayoutError. Assisted decoding does not go on behind a
+    hit: it would compute the prefix again.
     """
 
     def __init__(self, cache: TierCache, kv: ModelKv) -> None:

@@ -1,0 +1,172 @@
+"""Of a model all that changes its KV: a digest of it for keys, and a number that is another one when something changed.
+
+What can be neither hashed nor watched is refused: hooks, modules with a `forward` of their own, packed weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import MethodType
+from typing import Any
+
+import torch
+
+from tiercache.errors import LayoutError
+
+_NOT_OF_THE_KV = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
+"""Of a configuration: where it lies, and what is known better from the model."""
+_NOT_OF_A_MODULE = ("training", "name_or_path")
+"""The first is looked at apart; the second says where it lies."""
+_IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_TRUSTED = ("transformers", "accelerate")
+"""Whose hooks move or look at what modules compute, and do not change it."""
+_PLAIN = (bool, int, float, str)
+_HASHING_THREADS = 4
+_SAMPLE = 256
+"""Numbers of each weight, about, that are looked at to see that it is what it was."""
+
+
+def check_modules(model: Any) -> None:
+    """Raises LayoutError for a module in training, and for one that does not compute what its class and weights say."""
+    for name, module in model.named_modules():
+        own = vars(module)
+        if own["training"]:
+            raise LayoutError(
+                f"{name or 'the model'} is in training, where dropout makes other KV of the same tokens: call model.eval()"
+            )
+        kinds = _HOOKS[:1] if module is model else _HOOKS  # what comes behind all of it changes nothing
+        if any(own[kind] and not all(map(_is_trusted, own[kind].values())) for kind in kinds):
+            raise LayoutError(f"{name or 'the model'} has a hook, which may change KV without a trace: remove it")
+        if "forward" in own and not _is_placed(own):
+            raise LayoutError(f"{name or 'the model'} has a `forward` of its own, not its class's: it cannot be cached")
+
+
+def _is_trusted(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] in _TRUSTED
+
+
+def _is_placed(own: dict[str, Any]) -> bool:
+    """By accelerate, which moves inputs and weights between devices around the class's own `forward`."""
+    before = own.get("_old_forward")
+    return (
+        type(own.get("_hf_hook")).__module__.startswith("accelerate.")
+        and isinstance(before, MethodType)
+        and before.__func__ is getattr(type(before.__self__), "forward", None)
+    )
+
+
+def state_of(model: Any) -> int:
+    """Another number when a weight was written to, or lies elsewhere, or a number of a module or of a configuration is
+    another one, such as the implementation of attention.
+
+    Writes through `.data` or numpy, and to tensors of inference mode, count no version: hence the samples.
+    """
+    written = []
+    samples: dict[tuple[Any, Any], list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for _, weight in _weights(model):
+            written.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version))
+            if not weight.is_meta:
+                samples.setdefault((weight.dtype, weight.device), []).append(_sample(weight))
+        numbers = [torch.cat(alike).view(torch.uint8).cpu().numpy().tobytes() for alike in samples.values()]
+    configurations = [str(vars(config)) for _, config in _configurations(model)]
+    return hash((*written, *numbers, *configurations, *_attributes(model)))
+
+
+def check_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """All that has to be hashed, by name; what is shared, wherever it is. Raises LayoutError where something cannot be."""
+    weights = sorted([*_weights(model, shared=True), *_saved_beside(model)], key=lambda one: one[0])
+    if missing := [name for name, weight in weights if weight.is_meta]:
+        raise LayoutError(f"the weights are not in memory and cannot be told from others: {missing[0]}")
+    if packed := [name for name, weight in weights if not _is_plain(weight)]:
+        raise LayoutError(f"{packed[0]}: expected a plain tensor: packed weights cannot be hashed")
+    return weights
+
+
+def digest_of_weights(model: Any) -> str:
+    """And of what modules save beside them, and of their numbers."""
+    weights = check_weights(model)
+    once = list({id(weight): weight for _, weight in weights}.values())
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        digests = dict(zip(map(id, once), threads.map(_digest_of_weight, once), strict=True))
+    named = [(name, digests[id(weight)]) for name, weight in weights]
+    return _digest([named, sorted(_attributes(model, shared=True), key=lambda one: one[:2])], 16)
+
+
+def digest_of_config(model: Any) -> str:
+    fields = json.loads(model.config.to_json_string(use_diff=False))
+    return _digest({name: value for name, value in fields.items() if name not in _NOT_OF_THE_KV}, 12)
+
+
+def implementations(model: Any) -> str:
+    """Of attention and experts, by the modules that were told; those of one configuration once."""
+    found = [
+        (name, *(str(getattr(config, which, None)) for which in _IMPLEMENTATIONS))
+        for name, config in _configurations(model)
+    ]
+    return json.dumps(found)
+
+
+def _weights(model: Any, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, and buffers also where they are not saved: the frequencies of rotary embeddings are such."""
+    yield from model.named_parameters(remove_duplicate=not shared)
+    yield from model.named_buffers(remove_duplicate=not shared)
+
+
+def _saved_beside(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What modules save that is neither parameter nor buffer: scales of packed weights, and packed weights themselves."""
+    weights = {name for name, _ in _weights(model, shared=True)}
+    for name, value in model.state_dict().items():
+        if name not in weights:
+            if not isinstance(value, torch.Tensor):
+                raise LayoutError(
+                    f"{name}: expected a tensor, found {type(value).__name__}: packed weights cannot be hashed"
+                )
+            yield name, value
+
+
+def _configurations(model: Any) -> Iterator[tuple[str, Any]]:
+    """Each once, with the name of the first module that has it."""
+    seen = set()
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if config is not None and id(config) not in seen:
+            seen.add(id(config))
+            yield name, config
+
+
+def _attributes(model: Any, shared: bool = False) -> Iterator[tuple[Any, ...]]:
+    """Plain numbers and words of modules that their classes compute with, such as the epsilon of a norm. Private ones are
+    left out: transformers notes in them what it has done with a module."""
+    for name, module in model.named_modules(remove_duplicate=not shared):
+        for key, value in vars(module).items():
+            if type(value) in _PLAIN and key[0] != "_" and key not in _NOT_OF_A_MODULE:
+                yield name, key, value
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Bytes in memory are all of it. A parameter's class may be another, where its scales are saved beside it."""
+    return not weight.is_quantized and weight.layout == torch.strided and type(weight.data) is torch.Tensor
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Every n-th number. An odd n, so that they are not all of one column where rows are a power of two long."""
+    step = weight.numel() // _SAMPLE | 1
+    if weight.is_contiguous():
+        return weight.view(-1)[::step]
+    return weight.take(torch.arange(0, weight.numel(), step, device=weight.device))
+
+
+def _digest_of_weight(weight: torch.Tensor) -> str:
+    memory = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(
+        memory, digest_size=16, key=f"{weight.dtype} {tuple(weight.shape)}".encode()[:64]
+    ).hexdigest()
+
+
+def _digest(fields: Any, size_bytes: int) -> str:
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=size_bytes).hexdigest()

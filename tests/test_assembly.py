@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tiercache import Config, Layout
 from tiercache.assembly import make_device, make_tiers
+from tiercache.core.header import file_bytes
 from tiercache.device.driver import DeviceError
 from tiercache.device.twin import TwinDriver
 from tiercache.errors import ConfigError
@@ -76,3 +78,28 @@ def test_cap_that_holds_no_chunk_is_refused(tmp_path: Path, key: str, values: di
     settings = {name: str(tmp_path) if value == "DIR" else value for name, value in values.items()}
     with pytest.raises(ConfigError, match=f"^{key}: .* GB hold no chunk"):
         make_tiers(Config.load(overrides=settings | {key: 1e-6}), Layout("m", 16, 4096))
+
+
+@pytest.mark.parametrize("key", ["max_local_disk_size", "tenant_max_local_disk_size"])
+@pytest.mark.parametrize(("sharding", "is_refused"), [("by_chunk", True), ("by_gpu", False)])
+def test_cap_is_of_all_directories_that_a_rank_uses(tmp_path: Path, key: str, sharding: str, is_refused: bool) -> None:
+    """What holds a chunk in all of them together and in none of them was taken, and nothing was ever stored."""
+    layout = Layout("m", 16, 4096)
+    values = {
+        "local_disk": [str(tmp_path / name) for name in "abcd"],
+        "local_disk_path_sharding": sharding,
+        "max_local_disk_size": 1.0,
+        key: 3 * file_bytes(layout.chunk_bytes) / 2**30,
+    }
+    with pytest.raises(ConfigError, match=f"^{key}: .* in any of 4") if is_refused else nullcontext():
+        make_tiers(Config.load(overrides=values), layout)
+
+
+def test_cap_of_several_shared_directories_is_of_all_of_them(tmp_path: Path) -> None:
+    layout = Layout("m", 16, 4096)
+    prefix = "remote_storage_plugin.fs.a."
+    places = ",".join(str(tmp_path / name) for name in "abcd")
+    size = 3 * file_bytes(layout.chunk_bytes) / 2**30
+    values = {"remote_storage_plugins": "fs.a", f"{prefix}base_path": places, f"{prefix}max_size": size}
+    with pytest.raises(ConfigError, match=f"^{prefix}max_size: .* in any of 4"):
+        make_tiers(Config.load(overrides=values), layout)

@@ -387,6 +387,7 @@ async def test_call_from_another_loop_is_one_clear_error_and_changes_nothing(tmp
             lambda: call(cache.warm_soon, [key(3)]),
             lambda: call(cache.lookup_hot, [key(1)]),
             lambda: call(cache.clear_hot),
+            lambda: call(cache.computing_takes, 1.0),
             lambda: call(cache.ahead.began, "session", [key(1)]),
             lambda: call(cache.ahead.ended, "session", [key(1)]),
             lambda: call(cache.ahead.over, "session"),

@@ -284,19 +284,19 @@ def test_thread_closes_in_time_above_a_disk_that_hangs(tmp_path: Path) -> None:
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, resource, sys; from pathlib import Path\n"
-        "from tests.test_cache import LAYOUT, configured; from tiercache import ConfigError, TierCache\n"
+        "from tests.test_cache import LAYOUT, configured; from tiercache import CacheThread, ConfigError, TierCache\n"
+        "os.setresuid(65534, 65534, 65534)\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
         "async def main():\n"
-        "    os.setresuid(65534, 65534, 65534)\n"
-        "    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))\n"
-        "    try:\n"
-        "        async with TierCache.open(configured(None), LAYOUT): print('open')\n"
+        "    async with TierCache.open(configured(None), LAYOUT): print('open')\n"
+        "for open_it in (lambda: asyncio.run(main()), lambda: CacheThread(configured(None), LAYOUT)):\n"
+        "    try: open_it()\n"
         "    except ConfigError as error: print('ulimit' in str(error))\n"
-        "asyncio.run(main())"
     )
     if os.getuid() != 0:
         pytest.skip("the limit of threads does not hold for root, and only root becomes somebody else")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert run.stdout == "True\n", run.stderr
+    assert run.stdout == "True\nTrue\n", run.stderr
 
 
 @needs_fuse

@@ -110,23 +110,31 @@ def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
     return TenantCpuTier(pool, copiers, quota_bytes, config.prefetch_share, policy=config.cache_policy)
 
 
-def _check_quota(key: str, quota_bytes: int, needed_bytes: int) -> None:
-    if 0 < quota_bytes < needed_bytes:
+def _check_quota(key: str, quota_bytes: int, needed_bytes: int, directories: int = 1) -> None:
+    if quota_bytes > 0 and quota_bytes // directories < needed_bytes:
         raise ConfigError(
-            f"{key}: {quota_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, lower "
-            "chunk_size, or set it to 0: no quota"
+            f"{key}: {_holds_no_chunk(quota_bytes, needed_bytes, directories)}; raise it, lower chunk_size, or set it to "
+            "0: no quota"
         )
+
+
+def _holds_no_chunk(size_bytes: int, needed_bytes: int, directories: int) -> str:
+    each = f" in any of {directories} directories, which have equal shares" if directories > 1 else ""
+    return f"{size_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB{each}"
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
     """The tiers of the plan below the hot cache, in its order. Raises ConfigError for a cap that holds no chunk, a library
     that is missing, settings that do not do."""
     _, *below = plan_of(config)
+    needed_bytes, tiers = file_bytes(layout.chunk_bytes), []
     for planned in below:
         if planned.state == ON:
-            _check_cap(planned, file_bytes(layout.chunk_bytes))
-            _check_quota(_quota_key(planned), planned.tenant_bytes, file_bytes(layout.chunk_bytes))
-    tiers = [make_tier(config, layout, device, planned) for planned in below if planned.state == ON]
+            tier = make_tier(config, layout, device, planned)
+            directories = max(1, len(_directories_of(tier)))
+            _check_cap(planned, needed_bytes, directories)
+            _check_quota(_quota_key(planned), planned.tenant_bytes, needed_bytes, directories)
+            tiers.append(tier)
     _check_no_directory_is_used_twice(tiers)
     return tiers
 
@@ -147,13 +155,19 @@ def _quota_key(planned: PlannedTier) -> str:
     return f"{PLUGIN_PREFIX}{planned.name}.tenant_max_size"
 
 
-def _check_cap(planned: PlannedTier, needed_bytes: int) -> None:
-    if planned.cap_bytes is not None and planned.cap_bytes < needed_bytes:
+def _check_cap(planned: PlannedTier, needed_bytes: int, directories: int) -> None:
+    if planned.cap_bytes is not None and planned.cap_bytes // directories < needed_bytes:
         key = _CAPS.get(planned.kind, f"{PLUGIN_PREFIX}{planned.name}.max_size")
         raise ConfigError(
-            f"{key}: {planned.cap_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB; raise it, or lower "
-            "chunk_size"
+            f"{key}: {_holds_no_chunk(planned.cap_bytes, needed_bytes, directories)}; raise it, or lower chunk_size"
         )
+
+
+def _directories_of(tier: Tier) -> tuple[Path, ...]:
+    """Those that this rank uses."""
+    if isinstance(tier, FsTier):
+        return tier.engine.directories
+    return tier.settings.directories if isinstance(tier, FileTier) else ()
 
 
 def make_tier(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
@@ -172,12 +186,7 @@ def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
     writing paid for, twice. By names alone: the mount may hang."""
     users: dict[str, Tier] = {}
     for tier in tiers:
-        directories: tuple[Path, ...] = ()
-        if isinstance(tier, FsTier):
-            directories = tier.engine.directories
-        elif isinstance(tier, FileTier):
-            directories = tier.settings.directories
-        for directory in dict.fromkeys(map(os.path.normpath, directories)):
+        for directory in dict.fromkeys(map(os.path.normpath, _directories_of(tier))):
             other = users.setdefault(directory, tier)
             if other is not tier and (isinstance(tier, FsTier) or isinstance(other, FsTier)):
                 raise ConfigError(
@@ -324,9 +333,7 @@ def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]
             yield planned, error
 
 
-def _make_remote(
-    config: Config, fingerprint: bytes, chunk_bytes: int, item_bytes: int, planned: PlannedTier
-) -> Tier:
+def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, item_bytes: int, planned: PlannedTier) -> Tier:
     remote = planned.remote
     assert remote is not None
     options = {"file_access": config.file_access, **remote.options}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import logging
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -13,19 +15,23 @@ from tiercache.config import Config
 from tiercache.control.naming import Naming
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
-from tiercache.errors import CacheClosed
+from tiercache.errors import CacheClosed, ConfigError, TierCacheError
 from tiercache.scheduler.fan_out import FlushReport
+
+logger = logging.getLogger("tiercache")
 
 T = TypeVar("T")
 
 _LET_GO_S = 0.5
 """What the thread has to end once the cache is closed."""
+_CLOSED = "the cache is closed"
 
 
 class CacheThread:
     """Starts the thread, opens the cache, and raises what opening raised. `device` and `naming` as for `TierCache`.
 
-    `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`.
+    `cache` may be used only inside coroutines given to `submit` and in functions given to `loop.call_soon_threadsafe`. A
+    coroutine that raises SystemExit or KeyboardInterrupt ends the thread, as it would a program: the cache is closed then.
     """
 
     def __init__(
@@ -39,40 +45,73 @@ class CacheThread:
     ) -> None:
         self._opened: concurrent.futures.Future[TierCache] = concurrent.futures.Future()
         self._finished: concurrent.futures.Future[FlushReport] = concurrent.futures.Future()
-        self._stop: asyncio.Event
-        self._close_timeout_s = 0.0
-        self.loop: asyncio.AbstractEventLoop
+        self._stop = asyncio.Event()
+        self._close_timeout_s = config.close_timeout_s
+        self._submitting = threading.Lock()
+        self._takes_no_more = False
         cache = TierCache(config, layout, device=device, naming=naming)
+        self.loop = _make_loop()
         self._thread = threading.Thread(target=self._run, args=(cache,), name=name, daemon=True)
-        self._thread.start()
-        self.cache = self._opened.result()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.loop.close()
+            raise ConfigError(
+                f"no thread can be started for the cache: {error}; raise the limit of processes and threads (ulimit -u, "
+                "pids.max of the container) or free memory"
+            ) from error
+        self.cache = self._opened.result()  # which ends: each part is opened by a deadline, and the thread by a result
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the cache's loop. Cancelling the future cancels the coroutine."""
-        if self._finished.done() or not self._thread.is_alive():
-            coroutine.close()
-            raise CacheClosed("the cache is closed")
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Run a coroutine on the cache's loop. Cancelling the future cancels the coroutine. Raises CacheClosed."""
+        if self._thread.is_alive():  # asked first: a process that was forked may have this lock taken for good
+            with self._submitting:
+                if not self._takes_no_more:
+                    return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        coroutine.close()
+        raise CacheClosed(_CLOSED)
 
     def close(self, timeout_s: float = 10.0) -> FlushReport:
         """Write what is queued for up to `timeout_s`, close the cache and end the thread. Idempotent.
 
-        A thread that a hung device keeps is left behind.
+        A thread that a hung device keeps is left behind. Raises CacheClosed in a process that was forked from the cache's,
+        which has no such thread and leaves the cache alone.
         """
-        if self._thread.is_alive() and not self._finished.done():
+        is_here = self._thread.is_alive()
+        if not self._finished.done():
+            if not is_here:
+                raise CacheClosed("the cache belongs to the process that this one was forked from; close it there")
             self._close_timeout_s = timeout_s
-            self.loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # it has ended just now
+                self.loop.call_soon_threadsafe(self._stop.set)
         report = self._finished.result(timeout_s + 10.0)
         self._thread.join(_LET_GO_S)
         return report
 
     def _run(self, cache: TierCache) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(self._serve(cache))
+        try:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+                serving = runner.get_loop().create_task(self._serve(cache))
+                while not serving.done():
+                    self._run_until_stopped(serving)
+        except BaseException as error:
+            for result in (self._opened, self._finished):
+                if not result.done():
+                    result.set_exception(TierCacheError(f"the cache's thread has ended: {error!r}"))
+            raise
+
+    def _run_until_stopped(self, serving: asyncio.Task[None]) -> None:
+        """A coroutine of somebody's may stop the loop (SystemExit, `loop.stop`). What was put is written all the same, so
+        the loop runs on until the cache is closed."""
+        try:
+            self.loop.run_until_complete(serving)
+        except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
+            if self.loop.is_closed():
+                raise
+            logger.error("the cache is being closed: its event loop was stopped from within: %r", error)
+            self._stop.set()
 
     async def _serve(self, cache: TierCache) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
         try:
             await cache.start()
         except BaseException as error:
@@ -80,17 +119,32 @@ class CacheThread:
             return
         self._opened.set_result(cache)
         try:
-            await self._stop.wait()
-            self._finished.set_result(await cache.close(self._close_timeout_s))
+            with contextlib.suppress(asyncio.CancelledError):  # of all tasks of the loop, by whomever
+                await self._stop.wait()
+            report = await cache.close(self._close_timeout_s)
         except BaseException as error:
-            if not self._finished.done():
-                self._finished.set_exception(error)
+            self._take_no_more()
+            self._finished.set_exception(TierCacheError(f"the cache could not be closed as it should be: {error!r}"))
+        else:
+            self._take_no_more()
+            self._finished.set_result(report)
+
+    def _take_no_more(self) -> None:
+        """What was submitted before this is begun before the loop ends; nothing is left to a loop that has ended."""
+        with self._submitting:
+            self._takes_no_more = True
 
 
-def _loop_factory() -> Any:
-    """uvloop's when it is installed."""
-    try:
+def _make_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's when it is installed. Made by the caller, who gets to know why there is none."""
+    make = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
         import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+
+        make = uvloop.new_event_loop
+    try:
+        return make()
+    except OSError as error:
+        raise ConfigError(
+            f"no event loop can be made for the cache: {error}; raise the limit of open files (ulimit -n)"
+        ) from error

@@ -35,7 +35,8 @@ _KEY_OF = itemgetter(0)
 
 class TierCache:
     """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that
-    run none, are RuntimeErrors and change nothing (`keys`, `statistics` and `describe`, which only look, are not refused).
+    run none, are RuntimeErrors and change nothing. Not refused are `keys`, `statistics` and `describe`, which only look, and
+    in the thread of that loop a `get` of a hot chunk.
 
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
@@ -362,6 +363,7 @@ class TierCache:
     def computing_takes(self, chunk_s: float) -> None:
         """Say in how many seconds the engine computes a chunk now (at first what `prefill_tokens_per_s` says, if it does).
         What is loaded slower is a miss from now on, and a load that takes longer than it should ends with what has come."""
+        check_loop(self.parts.loop)
         check_seconds("chunk_s", chunk_s)
         self.parts.reader.settings.recompute_s = chunk_s
 

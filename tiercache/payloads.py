@@ -32,12 +32,13 @@ def source_of(payload: Any) -> tuple[int, Source]:
     Nothing is copied here: an array that is not contiguous, or a tensor on a device, is gathered by the copying thread.
     """
     if _is_tensor(payload):
-        return payload.numel() * payload.element_size(), lambda slot: _tensor_view(slot, payload).copy_(payload)
+        tensor = _bit_for_bit(payload)
+        return tensor.numel() * tensor.element_size(), lambda slot: _tensor_view(slot, tensor).copy_(tensor)
     array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
-    if array.flags.c_contiguous and _is_own_memory(array):
-        return array.nbytes, PlainCopy(array.reshape(-1).view(np.uint8))
-    if array.dtype == np.uint8 and array.ndim == 1:
-        return array.nbytes, lambda slot: np.copyto(slot, array)
+    if array.flags.c_contiguous:
+        memory = array.reshape(-1).view(np.uint8)
+        return memory.nbytes, PlainCopy(memory) if _is_own_memory(array) else lambda slot: np.copyto(slot, memory)
+    array = _without_fields(array)
     return array.nbytes, lambda slot: np.copyto(slot.view(array.dtype).reshape(array.shape), array)
 
 
@@ -49,10 +50,10 @@ def sink_of(buffer: Any) -> Sink:
     if _is_tensor(buffer):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             # torch takes writable memory only, and the chunk is not: these rarer kinds pay for a second copy.
-            length = buffer.numel() * buffer.element_size()
-            return lambda chunk: buffer.copy_(_tensor_view(_exactly(chunk, length).copy(), buffer))
+            tensor, length = _bit_for_bit(buffer), buffer.numel() * buffer.element_size()
+            return lambda chunk: tensor.copy_(_tensor_view(_exactly(chunk, length).copy(), tensor))
         buffer = _bytes_view(buffer)
-    array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
+    array = _without_fields(buffer) if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
     if not array.flags.writeable:
         raise ValueError("the buffer is read-only")
     return lambda chunk: np.copyto(array, _exactly(chunk, array.nbytes).view(array.dtype).reshape(array.shape))
@@ -62,6 +63,11 @@ def _exactly(chunk: np.ndarray, length_bytes: int) -> np.ndarray:
     if chunk.nbytes != length_bytes:
         raise ValueError(f"the buffer has {length_bytes} bytes, the chunk {chunk.nbytes}")
     return chunk
+
+
+def _without_fields(array: np.ndarray) -> np.ndarray:
+    """The same items: numpy copies those with fields field by field, and leaves out what lies between them."""
+    return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
 
 
 def _is_own_memory(array: np.ndarray) -> bool:
@@ -75,6 +81,13 @@ def _is_own_memory(array: np.ndarray) -> bool:
 def _is_tensor(value: Any) -> bool:
     # Asked of the type's module, because importing torch takes seconds and most callers have no tensors.
     return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _bit_for_bit(tensor: Any) -> Any:
+    """The same memory with a dtype that is copied as it is: of a bool torch makes 0 or 1."""
+    import torch
+
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def _tensor_view(memory: np.ndarray, like: Any) -> Any:

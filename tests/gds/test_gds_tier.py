@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gds.conftest import FINGERPRINT, Slots
-from tiercache.core.header import HEADER_BYTES, file_bytes
+from tiercache.core.header import HEADER_BYTES, aligned, file_bytes
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, CorruptChunk, TierFull
 from tiercache.testing import TierContract, chunk, page_aligned
@@ -59,6 +59,17 @@ async def test_what_was_written_from_the_device_comes_back_to_it(
         assert await tier.read_device(key, into) == length
         assert np.array_equal(slots.content(into, length), chunk(7, length)[1][:length])
         assert os.path.getsize(tier.path(key)) == file_bytes(length)
+
+
+async def test_nothing_of_the_slots_last_chunk_lies_behind_a_shorter_one(
+    opened: Opened, slots: Slots, tmp_path: Path
+) -> None:
+    length = 30_001
+    async with opened(tmp_path) as tier:
+        key = await store(tier, slots, 1, length)
+        into = slots.empty()
+        assert await tier.read_device(key, into) == length
+        assert not slots.content(into, aligned(length))[length:].any()
 
 
 async def test_device_and_host_read_each_others_files(opened: Opened, slots: Slots, tmp_path: Path) -> None:

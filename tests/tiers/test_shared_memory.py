@@ -254,6 +254,19 @@ async def test_the_first_chunk_of_a_new_subdirectory_is_mapped_ahead(in_memory: 
         await until(lambda: all(key_of(number) in tier.mappings for number in numbers))
 
 
+async def test_who_only_reads_hears_of_what_others_do_in_a_directory_that_was_made_anew(in_memory: Path) -> None:
+    place = in_memory / "kv"
+    async with opened(place) as tier, other(place) as writer:
+        await ready_for_news(tier, writer)
+        place.rename(in_memory / "away")
+        async with asyncio.timeout(30):
+            await ready_for_news(tier, writer)
+        assert await writer.do("store", 2) == "done"
+        await until(lambda: key_of(2) in tier.mappings)
+        os.unlink(tier.path(key_of(2)))
+        await until(lambda: not tier.contains(key_of(2)))
+
+
 async def test_what_is_mapped_ahead_is_bounded_and_what_was_used_stays(in_memory: Path) -> None:
     async with opened(in_memory) as tier, other(in_memory) as writer:
         await store(tier, 1)

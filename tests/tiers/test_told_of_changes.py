@@ -151,6 +151,26 @@ async def test_disk_tells_that_its_directory_was_emptied_and_goes_on_in_the_new_
         await followed.comes_to({4, 6, 7})
 
 
+@pytest.mark.parametrize("moved", ["host/kv", "host"])
+async def test_disk_hears_of_deletions_in_the_directory_that_took_the_place_of_a_moved_one(
+    tmp_path: Path, moved: str
+) -> None:
+    """The kernel watches directories, not their paths: it went on about the one that was moved away."""
+    place = tmp_path / "host" / "kv"
+    place.mkdir(parents=True)
+    async with opened(place) as tier:
+        followed = Followed(tier)
+        await fill(tier, range(4))
+        Path(tier.path(chunk(3)[0])).unlink()
+        await followed.comes_to({0, 1, 2})
+        (tmp_path / moved).rename(tmp_path / "away")
+        place.mkdir(parents=True)
+        await fill(tier, range(4, 8))
+        await followed.comes_to({4, 5, 6, 7})
+        Path(tier.path(chunk(5)[0])).unlink()
+        await followed.comes_to({4, 6, 7})
+
+
 async def test_what_the_kernel_had_no_room_to_tell_is_found_by_looking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

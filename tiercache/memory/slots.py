@@ -105,5 +105,10 @@ def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray]
         source(slot)
         return
     source(slot[:length_bytes])
+    zero_padding(slot, length_bytes)
+
+
+def zero_padding(slot: np.ndarray, length_bytes: int) -> None:
+    """Behind a payload that is in the slot already, up to the next page."""
     if (end := aligned(length_bytes)) != length_bytes:
         slot[length_bytes:end] = 0

@@ -15,7 +15,7 @@ from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import Passage
 from tiercache.errors import CorruptChunk
-from tiercache.memory.slots import Slot
+from tiercache.memory.slots import Slot, zero_padding
 from tiercache.memory.turns import Turns, done_by
 from tiercache.scheduler.flight import Flight
 from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReadStatistics
@@ -386,6 +386,8 @@ class TierReader:
             lease.release()
             lease = None
         if read.slot is not None and isinstance(came, int) and not unwanted:
+            if not self.cpu.on_device:
+                zero_padding(self.cpu.pool.view(read.slot), came)  # tiers leave there what the slot held before
             lease = self.cpu.publish(read.key, read.slot, came, read.purpose, read.parent)
         elif read.slot is not None:
             self.cpu.abandon(read.slot, read.purpose)

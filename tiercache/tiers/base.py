@@ -155,7 +155,8 @@ class Tier(ABC):
 
     @abstractmethod
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read and verify the chunk into `into` (uint8, at least the padded payload). Returns the payload's length.
+        """Read and verify the chunk into `into` (uint8, at least the padded payload). Returns the payload's length. Whoever
+        calls this makes the padding zero.
 
         None is a miss. Raises CorruptChunk when what lies there is not what it should be (it is gone from the tier by
         then), TierUnavailable or OSError when the tier failed.
@@ -207,7 +208,7 @@ class DeviceTier(Tier):
 
     @abstractmethod
     async def read_device(self, key: ChunkKey, into: Span) -> int | None:
-        """As `read`, verified as well, into device memory."""
+        """As `read`, verified as well, into device memory, and with zeroes behind it up to the next page."""
 
     @abstractmethod
     async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:

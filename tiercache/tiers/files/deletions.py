@@ -11,7 +11,16 @@ from collections.abc import Callable, Container, Sequence
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import ABSENT
-from tiercache.tiers.files.inotify import CREATED, DELETED, IGNORED, MOVED_FROM, MOVED_TO, OVERFLOW, Inotify
+from tiercache.tiers.files.inotify import (
+    CREATED,
+    DELETED,
+    IGNORED,
+    MOVED_FROM,
+    MOVED_SELF,
+    MOVED_TO,
+    OVERFLOW,
+    Inotify,
+)
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.shelves import Shelves
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
@@ -19,7 +28,7 @@ from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
 
-_ROOT = CREATED | MOVED_TO
+_ROOT = CREATED | MOVED_TO | MOVED_SELF
 """A subdirectory is made when its first chunk comes."""
 _CHUNKS = DELETED | MOVED_FROM
 _PAUSE_S = 1.0
@@ -44,19 +53,26 @@ class Deletions:
         """Subdirectories that came since the others are watched."""
         self._is_short = True
         """Some directory may not be watched, or something was not told."""
+        self._is_elsewhere = False
+        """The kernel watches directories, not paths: what is watched has another one now."""
         self._news = asyncio.Event()
+        shelf.on_other_volume = self._begin_elsewhere
 
     async def follow(self) -> None:
         """Until cancelled. Ends, with a warning, where the kernel has no watches left."""
         try:
-            inotify = Inotify()
+            while True:
+                await self._follow_here(Inotify())
         except OSError as error:
             self._give_up(error)
-            return
+
+    async def _follow_here(self, inotify: Inotify) -> None:
+        """Until what has the path is another directory. Raises OSError."""
         loop = asyncio.get_running_loop()
         loop.add_reader(inotify.fileno(), self._note, inotify)
+        self._is_short, self._is_elsewhere = True, False
         try:
-            while True:
+            while not self._is_elsewhere:
                 self._news.clear()
                 try:
                     await self._catch_up(inotify)
@@ -66,11 +82,13 @@ class Deletions:
                     await asyncio.sleep(_PAUSE_S)
                 else:
                     await self._news.wait()
-        except OSError as error:
-            self._give_up(error)
         finally:
             loop.remove_reader(inotify.fileno())
             self._shelves.metadata.later(inotify.close)  # a thread that hangs may be using it
+
+    def _begin_elsewhere(self) -> None:
+        self._is_elsewhere = True
+        self._news.set()
 
     def _give_up(self, error: OSError) -> None:
         logger.warning(
@@ -80,7 +98,9 @@ class Deletions:
 
     def _note(self, inotify: Inotify) -> None:
         for happening in inotify.happened():
-            if happening.mask & (OVERFLOW | IGNORED):
+            if happening.mask & MOVED_SELF:
+                self._begin_elsewhere()
+            elif happening.mask & (OVERFLOW | IGNORED):
                 self._is_short = True
             elif happening.mask & _CHUNKS and CHUNK_NAME.fullmatch(happening.name):
                 key = bytes.fromhex(happening.name)

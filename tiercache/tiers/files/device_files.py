@@ -18,6 +18,7 @@ from tiercache.core.header import Header, aligned, payload_checksum
 from tiercache.device.driver import Driver, Span, Stream
 from tiercache.errors import TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
+from tiercache.memory.slots import zero_padding
 from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.chunk_file import read_chunk_file, write_chunk_file
 
@@ -140,7 +141,9 @@ class BounceFiles(DeviceFiles):
     def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
         with self._buffer() as buffer:
             length = unpacked(read_chunk_file(path, key, fingerprint, buffer, direct=direct), buffer)
-            self._driver.copy(into.part(0, length).address, buffer.ctypes.data, length, self._streams.get())
+            zero_padding(buffer, length)
+            room = into.part(0, aligned(length))
+            self._driver.copy(room.address, buffer.ctypes.data, room.length_bytes, self._streams.get())
             self._streams.synchronize()
         return length
 

@@ -12,6 +12,8 @@ MOVED_FROM = 0x40
 MOVED_TO = 0x80
 CREATED = 0x100
 DELETED = 0x200
+MOVED_SELF = 0x800
+"""The directory that is watched has another name now, and is watched on."""
 OVERFLOW = 0x4000
 IGNORED = 0x8000
 """The directory is not watched any more: it was deleted, or what it lies on unmounted."""

@@ -39,6 +39,8 @@ class Shelf:
     def __init__(self, volume: Volume, index: CappedIndex) -> None:
         self.volume = volume
         self.index = index
+        self.on_other_volume: Callable[[], None] | None = None
+        """Called when another directory, or mount, has taken the place of the one that was open."""
         self.scanned = False
         """Whether all that lies there is known."""
         self._found_more = asyncio.Event()
@@ -61,12 +63,20 @@ class Shelf:
 
     def begin_anew(self, volume: Volume, index: CappedIndex) -> None:
         """Nothing of what was known is there any more."""
-        known, self.volume, self.index = self.index, volume, index
+        known, self.index = self.index, index
         self.scanned, self.explained_bytes = False, 0
+        self.take(volume)
         index.on_change = known.on_change
         if index.on_change is not None:
             for key in known.order.entries:
                 index.on_change(key)
+
+    def take(self, volume: Volume) -> Volume:
+        """It is open in the place of the one that is returned."""
+        taken, self.volume = self.volume, volume
+        if self.on_other_volume is not None:
+            self.on_other_volume()
+        return taken
 
     @property
     def is_doubtful(self) -> bool:

@@ -307,8 +307,7 @@ class Shelves:
             async with shelf.replacing:
                 fresh = self.make_volume(shelf.volume.root, shelf.volume.cap_bytes)
                 await self._open_volume(fresh)
-                old, shelf.volume = shelf.volume, fresh
-                self.metadata.later(old.close)
+                self.metadata.later(shelf.take(fresh).close)
                 # Writes that died with the mount are still counted. A scan corrects that.
                 self.begin_scan(shelf, first=False)
 

@@ -1,0 +1,138 @@
+"""CacheThread where something goes wrong: each call ends, and what was put is written."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_cache import LAYOUT, configured, key, payload
+from tiercache import CacheThread, ConfigError
+from tiercache.errors import CacheClosed
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def either_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    else:
+        pytest.importorskip("uvloop")
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_loop_that_cannot_be_made_is_one_clear_error() -> None:
+    """The caller waited for good."""
+    config = configured()
+    with no_more_descriptors(), pytest.raises(ConfigError, match="ulimit -n"):
+        CacheThread(config, LAYOUT)
+
+
+async def _exits() -> None:
+    raise SystemExit(3)
+
+
+async def _is_interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+async def _stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+@pytest.mark.usefixtures("either_loop")
+@pytest.mark.parametrize("end", [_exits, _is_interrupted, _stops_the_loop])
+def test_cache_is_closed_whatever_ends_its_loop(tmp_path: Path, end: Callable[[], Coroutine[None, None, None]]) -> None:
+    """It was left unclosed, and CancelledError came out of `close`."""
+    thread = CacheThread(configured(tmp_path), LAYOUT)
+
+    async def put_and_end() -> None:
+        await thread.cache.put_many([key(number) for number in range(8)], [payload(number) for number in range(8)])
+        await end()
+
+    future = thread.submit(put_and_end())
+    concurrent.futures.wait([future], 10.0)
+    assert thread.close(5.0).complete
+    assert all([*tmp_path.glob(f"*/{key(number).hex()}")] for number in range(8))
+    with pytest.raises(CacheClosed):
+        thread.submit(put_and_end())
+
+
+def test_cache_is_closed_where_somebody_cancels_the_task_that_waits_for_it() -> None:
+    """CancelledError came out of `close`."""
+    thread = CacheThread(configured(), LAYOUT)
+
+    async def cancel_it() -> None:
+        next(task for task in asyncio.all_tasks() if "_serve" in repr(task)).cancel()
+
+    thread.submit(cancel_it()).result(10.0)
+    assert thread.close(5.0).complete
+
+
+def test_forked_process_is_told_at_once_that_it_has_no_cache() -> None:
+    thread = CacheThread(configured(), LAYOUT)
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        began_s = time.monotonic()
+        for call in (lambda: thread.close(1.0), lambda: thread.submit(_exits())):
+            try:
+                call()
+            except CacheClosed:
+                os.write(writing, b"closed ")
+        os.write(writing, b"soon" if time.monotonic() - began_s < 1.0 else b"late")
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b"closed closed soon"
+    os.waitpid(child, 0)
+    assert thread.close().complete
+
+
+def test_whatever_is_submitted_while_the_cache_closes_ends() -> None:
+    """Now and then it was a RuntimeError about the loop."""
+    ended: list[object] = []
+
+    def submit_until_closed(thread: CacheThread, is_submitting: threading.Event) -> None:
+        futures = []
+        try:
+            while True:
+                futures.append(thread.submit(asyncio.sleep(0)))
+                is_submitting.set()
+                concurrent.futures.wait(futures[-2:-1], 10.0)
+        except BaseException as error:
+            ended.append(type(error))
+        ended.append(not concurrent.futures.wait(futures, 10.0).not_done)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(_ROUNDS):
+            thread, is_submitting = CacheThread(configured(), LAYOUT), threading.Event()
+            threads = [threading.Thread(target=submit_until_closed, args=(thread, is_submitting)) for _ in range(3)]
+            for one in threads:
+                one.start()
+            assert is_submitting.wait(10.0)
+            thread.close()
+            for one in threads:
+                one.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert ended.count(CacheClosed) == ended.count(True) == 3 * _ROUNDS
+
+
+_ROUNDS = 60

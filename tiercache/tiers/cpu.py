@@ -205,8 +205,7 @@ class CpuTier(Tier):
             return lease
         entry = self._entries[key] = Entry(key, slot, payload_bytes)
         entry.leases = ONE[purpose]
-        before = self._entries.get(parent) if parent is not None else None
-        self._order.insert(key, entry, parent if before is None or not before.parked else None)
+        self._order.insert(key, entry, parent)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         self._changed(key)
@@ -223,7 +222,7 @@ class CpuTier(Tier):
                 self.pool.give_back(slot)
             else:
                 new[key] = Entry(key, slot, payload_bytes)
-        self._order.insert_all(new, self._parked.without(parents, new, self._entries))
+        self._order.insert_all(new, parents)
         self._entries.update(new)
         self._evictable += len(new)
         self.budget.held[WRITE] -= len(fills)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from tiercache.core.eviction import Order
 from tiercache.core.keys import ChunkKey
@@ -45,15 +45,6 @@ class Parked:
                 entry = entries.get(key)
                 if entry is not None and entry.parked:
                     entry.used_meanwhile = True
-
-    def without(
-        self, parents: Mapping[ChunkKey, ChunkKey], of: Iterable[ChunkKey], entries: Mapping[ChunkKey, Entry]
-    ) -> Mapping[ChunkKey, ChunkKey]:
-        """Those of `parents` that the order may be told `of` these chunks: it does not know one that is parked."""
-        if not self._count or not parents:
-            return parents
-        known = [(key, parents[key]) for key in of if key in parents]
-        return {key: parent for key, parent in known if (entry := entries.get(parent)) is None or not entry.parked}
 
     def discard(self, entry: Entry) -> None:
         """Any resident goes, and does not come back."""

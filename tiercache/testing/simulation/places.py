@@ -116,6 +116,11 @@ class Place:
                 found.others.append(f".tiercache/{name}")
 
     @property
+    def is_gone(self) -> bool:
+        """Whether somebody has removed the directory, and nobody has made it anew."""
+        return not isinstance(self.disk.top.names.get("kv"), Directory)
+
+    @property
     def is_set_up(self) -> bool:
         """Whether a cache was open here, and its bookkeeping is there: then a full device is no reason not to start."""
         root = self.disk.top.names.get("kv")

@@ -314,7 +314,7 @@ class Stage:
 
     def faults(self) -> bool:
         now_s = self.world.now_s
-        if now_s - self.last_fault_s < _RECENT_S:
+        if now_s - self.last_fault_s < _RECENT_S or any(place.is_gone for place in self.places.values()):
             return True
         return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
 

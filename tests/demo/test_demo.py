@@ -31,7 +31,13 @@ def start(workplace: Path, fault: str | None, **environment: str) -> subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=hears_ctrl_c,
     )
+
+
+def hears_ctrl_c() -> None:
+    """Also where the tests run in the background of a shell, which has everything ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(workplace: Path, fault: str | None, **environment: str) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.vllm.engines import drive, same_answer, tiercache_settings
 from tests.vllm.shortened import LAYERS
+from tiercache.integrations.vllm import adapters
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -78,6 +80,13 @@ def save_adapter(directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
+def until_it_is_older_than_any_engine(directory: Path) -> None:
+    """What was written as an engine began may have been written after it was loaded, and is shared with nobody."""
+    newest_ns = max(path.stat().st_ctime_ns for path in directory.iterdir())
+    while time.time_ns() <= newest_ns + adapters._GRAIN_NS:
+        time.sleep(0.02)
+
+
 def test_an_adapter_that_was_trained_again_does_not_hit_what_the_old_one_stored(
     model: str, prompts: list[str], tmp_path: Path
 ) -> None:
@@ -92,6 +101,7 @@ def test_an_adapter_that_was_trained_again_does_not_hit_what_the_old_one_stored(
     answers = {}
     for life, seed in (("first", 1), ("trained again", 2), ("as before", 1)):
         save_adapter(tmp_path / "adapter", seed)
+        until_it_is_older_than_any_engine(tmp_path / "adapter")
         (_, *answers[life], _), _ = drive(engine, [["scanned"], adapted, adapted, ["flush"]])
     for life, from_disk in (("first", 0), ("trained again", 0), ("as before", 256)):
         assert [answer["cached"] for answer in answers[life]] == [from_disk, 256]

@@ -31,6 +31,7 @@ def test_an_integration_says_which_engine_it_needs(
     monkeypatch: pytest.MonkeyPatch, name: str, engine: str, what: str, needs: str, install: str
 ) -> None:
     forget(monkeypatch, f"tiercache.integrations.{name}")
+    forget(monkeypatch, engine)
     monkeypatch.setitem(sys.modules, engine, None)
     with pytest.raises(ImportError) as caught:
         getattr(importlib.import_module(f"tiercache.integrations.{name}"), what)
@@ -40,6 +41,7 @@ def test_an_integration_says_which_engine_it_needs(
 
 def test_an_engine_of_another_version_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     forget(monkeypatch, "tiercache.integrations.vllm_offloading")
+    forget(monkeypatch, "vllm")
     monkeypatch.setitem(sys.modules, "vllm", sys)
     with pytest.raises(ImportError, match=r"TierCacheTier needs vLLM 0\.32.*vllm\.v1"):
         _ = importlib.import_module("tiercache.integrations.vllm_offloading").TierCacheTier

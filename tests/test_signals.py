@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ from tiercache.signals import ended_by_signals
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 LEAVES = ("tempfile", "subprocess", "serving(")
 """What an example uses that outlives it where it is not given back."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_ignored() -> Iterator[None]:
+    """As in the foreground of a shell; in its background Ctrl-C is ignored, and below nohup the end of its terminal."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGTERM: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in usual.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

@@ -13,6 +13,9 @@ from tiercache.integrations.vllm_offloading.requests import Answer, Name, Questi
 
 logger = logging.getLogger("tiercache.vllm")
 
+_LEAST_S = 0.002
+"""Nobody is asked for less: timers of a loop may be a millisecond early, and what is left then is none."""
+
 _Asked = tuple[Question, list[list[ChunkKey]]]
 
 
@@ -52,7 +55,8 @@ class Questions:
         """All at once, and by one deadline: what the request has not yet waited of `lookup_timeout_ms`."""
         cache, loop = self._thread.cache, self._thread.loop
         began_s = loop.time()
-        left_s = max(0.0, cache.config.lookup_timeout_ms / 1000 - question.waited_s)
+        left_s = cache.config.lookup_timeout_ms / 1000 - question.waited_s
+        left_s = left_s if left_s >= _LEAST_S else 0.0
         found = {name: False for run in question.runs for name in run}
         asked = list(zip(question.runs, keys, strict=True))
 

@@ -204,6 +204,8 @@ class EvictionOrder(ABC, Generic[V]):
         self._returning = True
         self._take_back(key, value, parent if parent in self.entries else None)  # it may be one that could not go either
         self._returning = False
+        if self._full and parent is not None and parent not in self.entries:
+            self._strays[key] = None
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -248,8 +250,7 @@ class EvictionOrder(ABC, Generic[V]):
 
     def _grown(self, residents: int) -> None:
         """There are more than there ever were."""
-        self._most = residents
-        self._most_recent = int(self.SPARED * residents)
+        self._most, self._most_recent = residents, int(self.SPARED * residents)
 
     def _forget(self, key: ChunkKey) -> None:
         """A key that is not resident is not wanted back in the place that it had."""
@@ -389,8 +390,7 @@ class EvictionOrder(ABC, Generic[V]):
             self._spared.judge_before(parent, family)
         else:
             parent = family.leave(key) if family.parents else None
-        if self._strays:
-            self._strays.pop(key, None)
+        self._strays.pop(key, None)
         length = self._recent.left(key) if key in self._recent.ends else 0
         if length:
             if length > 1 and parent is not None:

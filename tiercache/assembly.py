@@ -165,8 +165,6 @@ def _check_cap(planned: PlannedTier, needed_bytes: int, directories: int) -> Non
 
 def _directories_of(tier: Tier) -> tuple[Path, ...]:
     """Those that this rank uses."""
-    if isinstance(tier, FsTier):
-        return tier.engine.directories
     return tier.settings.directories if isinstance(tier, FileTier) else ()
 
 

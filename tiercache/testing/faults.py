@@ -9,7 +9,8 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.driver import Span
-from tiercache.tiers.base import DeviceTier, Tier, TierStatistics, Traits
+from tiercache.testing.wrapped import WrappedTier
+from tiercache.tiers.base import Tier, TierStatistics, Traits
 
 
 class MemoryTier(Tier):
@@ -57,7 +58,7 @@ class MemoryTier(Tier):
         return counters
 
 
-class FaultyTier(DeviceTier):
+class FaultyTier(WrappedTier):
     """Any tier, with faults in front of it.
 
     `fail_reads` / `fail_writes` are exceptions to raise, one an operation, before the tier is asked. `gate`, while it is
@@ -65,9 +66,7 @@ class FaultyTier(DeviceTier):
     """
 
     def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.name = tier.name
-        self.traits = tier.traits
+        super().__init__(tier)
         self.fail_reads: list[BaseException] = []
         self.fail_writes: list[BaseException] = []
         self.gate = asyncio.Event()
@@ -80,57 +79,38 @@ class FaultyTier(DeviceTier):
         async with self._arrived:
             await self._arrived.wait_for(lambda: self.entered >= operations)
 
-    async def open(self) -> None:
-        await self.tier.open()
-
-    async def close(self) -> None:
-        await self.tier.close()
-
-    def contains(self, key: ChunkKey) -> bool:
-        return self.tier.contains(key)
-
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        await self._enter()
-        return await self.tier.probe(keys)
+        await self._enter([])
+        return await super().probe(keys)
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._enter([])
+        return await super().probe_each(keys)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        await self._enter()
-        if self.fail_reads:
-            raise self.fail_reads.pop(0)
-        return await self.tier.read(key, into)
+        await self._enter(self.fail_reads)
+        return await super().read(key, into)
+
+    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        await self._enter(self.fail_reads)
+        return await super().prefetch(key, into)
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        await self._enter()
-        if self.fail_writes:
-            raise self.fail_writes.pop(0)
-        return await self.tier.write(key, payload, payload_bytes)
-
-    @property
-    def serves_device(self) -> bool:
-        return isinstance(self.tier, DeviceTier) and self.tier.serves_device
+        await self._enter(self.fail_writes)
+        return await super().write(key, payload, payload_bytes)
 
     async def read_device(self, key: ChunkKey, into: Span) -> int | None:
-        assert isinstance(self.tier, DeviceTier)
-        await self._enter()
-        if self.fail_reads:
-            raise self.fail_reads.pop(0)
-        return await self.tier.read_device(key, into)
+        await self._enter(self.fail_reads)
+        return await super().read_device(key, into)
 
     async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
-        assert isinstance(self.tier, DeviceTier)
-        await self._enter()
-        if self.fail_writes:
-            raise self.fail_writes.pop(0)
-        return await self.tier.write_device(key, payload, payload_bytes)
+        await self._enter(self.fail_writes)
+        return await super().write_device(key, payload, payload_bytes)
 
-    async def remove(self, key: ChunkKey) -> bool:
-        return await self.tier.remove(key)
-
-    def statistics(self) -> TierStatistics:
-        return self.tier.statistics()
-
-    async def _enter(self) -> None:
+    async def _enter(self, failures: list[BaseException]) -> None:
         self.entered += 1
         async with self._arrived:
             self._arrived.notify_all()
         await self.gate.wait()
+        if failures:
+            raise failures.pop(0)

@@ -20,7 +20,7 @@ from tiercache.core.budget import PREFETCH, READ, Purpose
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierCacheError
-from tiercache.tiers.base import MappedTier, TierStatistics
+from tiercache.tiers.base import MappedTier, Tier, TierStatistics
 from tiercache.tiers.files.mapped_file import MappedFile, map_chunk_file
 from tiercache.tiers.files.mounts import mount_of
 from tiercache.tiers.files.scanning import Shelf
@@ -153,6 +153,9 @@ class SharedMemoryTier(FileTier, MappedTier):
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
         return [*super().offered(), self.mappings] if self.traffic.refuses_none else super().offered()
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return Tier.prefix(self, keys)  # asks `contains`, which also knows what is mapped
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._listener = on_change

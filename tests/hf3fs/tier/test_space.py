@@ -27,7 +27,6 @@ from tiercache.tiers.files import shelves
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, mover
-from tiercache.tiers.remote.fs import FsTier
 
 LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
 
@@ -52,9 +51,8 @@ async def stores_within_nine_tenths(tier: Tier, directory: Path) -> None:
     assert np.array_equal(into, payload)
     space = os.statvfs(directory)
     free_bytes = space.f_bavail * space.f_frsize
-    inner = tier.mounted if isinstance(tier, FsTier) else tier
-    assert isinstance(inner, FileTier)
-    assert 0.85 * free_bytes < inner.settings.cap_bytes < 0.95 * free_bytes
+    assert isinstance(tier, FileTier)
+    assert 0.85 * free_bytes < tier.settings.cap_bytes < 0.95 * free_bytes
 
 
 async def test_readmes_configuration_stores_chunks(emulator: Hf3fsEmulator, place: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ class TestFs(CompressionContract):
         return tier_on(place / "a", compression=compression, item_bytes=2)
 
     async def damage(self, tier: Tier, key: bytes) -> None:
-        assert isinstance(tier, FsTier) and tier.mounted is not None
-        with open(tier.mounted.path(key), "r+b") as file:
+        assert isinstance(tier, FsTier)
+        with open(tier.path(key), "r+b") as file:
             file.seek(4096 + 20_000)
             byte = file.read(1)
             file.seek(4096 + 20_000)

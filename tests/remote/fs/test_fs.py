@@ -95,8 +95,8 @@ class TestFsTier(TierContract):
         return tier_on(place / "a", place / "b")
 
     async def damage(self, tier: Tier, key: bytes) -> bool:
-        assert isinstance(tier, FsTier) and tier.mounted is not None
-        with open(tier.mounted.path(key), "r+b") as file:
+        assert isinstance(tier, FsTier)
+        with open(tier.path(key), "r+b") as file:
             file.seek(4096 + 17)
             byte = file.read(1)
             file.seek(4096 + 17)
@@ -128,7 +128,7 @@ class TestFsTierThroughFuse(TestFsTier):
 def test_directories_come_from_base_path_or_the_url(
     base_path: tuple[str, ...], url: str, expected: tuple[str, ...]
 ) -> None:
-    assert tier_on(base_path=base_path, url=url).engine.directories == tuple(map(Path, expected))
+    assert tier_on(base_path=base_path, url=url).settings.directories == tuple(map(Path, expected))
 
 
 @pytest.mark.parametrize(("base_path", "problem"), [((), "needs a directory"), (("kv",), "begins with /")])
@@ -172,9 +172,8 @@ async def test_a_mount_whose_locks_stay_on_this_host_is_warned_of(
 
 async def test_without_max_size_the_cap_is_nine_tenths_of_what_is_free(tmp_path: Path) -> None:
     async with opened(tmp_path, max_size=0.0) as tier:
-        assert tier.mounted is not None
         space = os.statvfs(tmp_path)
-        assert tier.mounted.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.05)
+        assert tier.settings.cap_bytes == pytest.approx(0.9 * space.f_bavail * space.f_frsize, rel=0.05)
 
 
 async def test_statistics_and_messages_carry_the_name_of_the_instance(tmp_path: Path) -> None:
@@ -297,9 +296,8 @@ async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: F
     async with opened(mount.path, use_odirect=False) as writer:
         await store(writer, range(1, 2))
     async with opened(mount.path) as tier:
-        assert tier.mounted is not None
         os.sync()
-        drop_cached(Path(tier.mounted.path(chunk(1)[0])))
+        drop_cached(Path(tier.path(chunk(1)[0])))
         mount.flip_next()
         assert await is_hit(tier, 1)
         assert not mount.behind.with_name("behind.flip").exists(), "it was flipped"
@@ -326,6 +324,27 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
     assert tier._coming is not None
     await asyncio.wait_for(asyncio.shield(tier._coming), 20)
     assert await is_hit(tier, 1)
+    await tier.close()
+
+
+async def test_who_is_told_of_changes_hears_of_a_mount_that_comes_later(mount: FragileMount) -> None:
+    async with opened(mount.path) as tier:
+        await store(tier, range(1, 3))
+    mount.hang()
+    tier = tier_on(mount.path, timeout_s=0.2)
+    await tier.open()
+    changed, both = set[bytes](), asyncio.Event()
+
+    def on_change(key: bytes) -> None:
+        changed.add(key)
+        if len(changed) == 2:
+            both.set()
+
+    tier.tell(on_change)
+    mount.go_on()
+    await asyncio.wait_for(both.wait(), 20)
+    assert changed == {chunk(1)[0], chunk(2)[0]}
+    assert all(map(tier.contains, changed))
     await tier.close()
 
 

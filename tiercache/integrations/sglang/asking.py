@@ -10,7 +10,6 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.own_chunks import own_keys
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.remote.fs import FsTier
 
 _ASKED_TOGETHER = 32
 
@@ -55,9 +54,8 @@ async def forget_all(cache: TierCache, deadline_s: float) -> int:
     try:
         async with asyncio.timeout_at(until_s):
             for tier in cache.tiers:
-                files = tier.mounted if isinstance(tier, FsTier) else tier
-                if isinstance(files, FileTier):
-                    keys |= await own_keys(files)
+                if isinstance(tier, FileTier) and tier.shelves.is_open:
+                    keys |= await own_keys(tier)
                 elif tier.writes:
                     unlisted.append(tier.name)
     except TimeoutError:

@@ -16,7 +16,6 @@ from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
-from tiercache.tiers.remote.fs import FsTier
 
 _SCANNED_S = 5.0
 _TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
@@ -34,9 +33,8 @@ hold a part of the count that they do not use."""
 def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
     """Those whose places are looked at, by the names of their configuration."""
     for tier in cache.tiers:
-        found = tier.mounted if isinstance(tier, FsTier) else tier
-        if isinstance(found, FileTier):
-            yield tier.name, found
+        if isinstance(tier, FileTier):
+            yield tier.name, tier
 
 
 def is_kept_by_one(tier: FileTier) -> bool:

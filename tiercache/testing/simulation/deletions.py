@@ -8,7 +8,6 @@ from tiercache.cache import TierCache
 from tiercache.scheduler.writer import TierWriter
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
-from tiercache.tiers.remote.fs import FsTier
 
 
 class Deletions:
@@ -51,7 +50,6 @@ def _may_believe(writer: TierWriter, name: bytes) -> bool:
     tier = writer.tier
     if isinstance(tier, RemoteTier):
         return False
-    engine = tier.mounted if isinstance(tier, FsTier) else tier
-    shelves = engine.shelves.all if isinstance(engine, FileTier) else ()
+    shelves = tier.shelves.all if isinstance(tier, FileTier) else ()
     looks = any(shelf.scanning or shelf._looking_around or name in shelf._looking for shelf in shelves)
     return looks or writer.tier.offers(name) or writer.holds(name)

@@ -12,9 +12,9 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierUnavailable
-from tiercache.memory.arena import Arena
 from tiercache.testing.simulation.weather import Weather
-from tiercache.tiers.base import Tier, TierStatistics
+from tiercache.testing.wrapped import WrappedTier
+from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 
@@ -38,65 +38,45 @@ def make_own(settings: RemoteSettings) -> Tier:
     return BehindWeather(make_remote(settings, module_path=module, class_name=name), settings, given.weather)
 
 
-class BehindWeather(Tier):
+class BehindWeather(WrappedTier):
     """Any tier, with a way to it that is slow, hangs, refuses, and loses answers."""
 
     def __init__(self, tier: Tier, settings: RemoteSettings, weather: Weather) -> None:
-        self.tier = tier
-        self.name = tier.name
-        self.traits = tier.traits
-        self.open_s = tier.open_s
+        super().__init__(tier)
         self._timeout_s = settings.timeout_s
         self._weather = weather
 
-    def use_arena(self, arena: Arena) -> None:
-        self.tier.use_arena(arena)
-
     async def open(self) -> None:
         await self._arrive()
-        await self.tier.open()
-        self.traits = self.tier.traits
-
-    async def close(self) -> None:
-        await self.tier.close()
-
-    def describe(self) -> str:
-        return self.tier.describe()
-
-    def contains(self, key: ChunkKey) -> bool:
-        return self.tier.contains(key)
-
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return self.tier.prefix(keys)
+        await super().open()
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
         await self._arrive()
-        return await self.tier.probe(keys)
+        return await super().probe(keys)
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        await self._arrive()
+        return await super().probe_each(keys)
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         await self._arrive()
-        return await self.tier.read(key, into)
+        return await super().read(key, into)
+
+    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        await self._arrive()
+        return await super().prefetch(key, into)
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         await self._arrive()
-        stored = await self.tier.write(key, payload, payload_bytes)
+        stored = await super().write(key, payload, payload_bytes)
         self._may_lose_answer()
         return stored
 
     async def remove(self, key: ChunkKey) -> bool:
         await self._arrive()
-        found = await self.tier.remove(key)
+        found = await super().remove(key)
         self._may_lose_answer()
         return found
-
-    def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        return self.tier.used(keys)
-
-    def continued(self, keys: Sequence[ChunkKey]) -> None:
-        self.tier.continued(keys)
-
-    def statistics(self) -> TierStatistics:
-        return self.tier.statistics()
 
     async def _arrive(self) -> None:
         try:

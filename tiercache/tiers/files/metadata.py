@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tiercache.memory.workers import Workers
+from tiercache.memory.workers import Workers, retrieve_exception
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -21,6 +21,28 @@ class MetadataWorkers(Workers):
     def __init__(self, name: str, threads: int) -> None:
         super().__init__(name, threads)
         self._cleanups: set[asyncio.Future[Any]] = set()
+
+    async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
+        """Call `open_it` in a thread. Where it fails or the caller is cancelled, `close_it` is called when it has ended."""
+        unwanted = threading.Event()
+
+        def run() -> None:
+            try:
+                open_it()
+            finally:
+                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
+                    close_it()
+
+        opening = self.submit(run)
+        try:
+            await asyncio.shield(opening)
+        except BaseException:
+            # Cancelled, it may still be at work in its thread.
+            unwanted.set()
+            opening.add_done_callback(retrieve_exception)
+            opening.add_done_callback(lambda _: self.later(close_it))
+            self.watch(opening)
+            raise
 
     def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
         """Do it in a thread. Nobody waits for it but `cleaned_up`; when the threads are closed, one is made for it."""

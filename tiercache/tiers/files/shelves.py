@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import threading
 from collections.abc import Callable, Container, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import xxhash
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.memory.workers import retrieve_exception
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
@@ -77,12 +75,28 @@ class Shelves:
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
         self._sweep: asyncio.TimerHandle | None = None
+        self._on_change: Callable[[ChunkKey], None] | None = None
         self.mover = mover(self)
         self.knowledge = knowledge(self)
         self.room = room(self)
 
     async def open(self) -> None:
-        """Raises ConfigError; what was opened until then goes with `close`."""
+        """Raises ConfigError; what was opened until then is closed, and it may be tried again."""
+        try:
+            await self._open_all()
+        except BaseException:
+            self.all.clear()
+            self._close_volumes()
+            raise
+        for shelf in self.all:
+            self.room.begin(shelf)
+            self.begin_scan(shelf, first=True)
+            self.knowledge.begin(shelf)
+        if self._on_change is not None:
+            self.tell(self._on_change)
+        self._sweep_later()
+
+    async def _open_all(self) -> None:
         await self.mover.prepare()
         if not self.settings.cap_bytes:
             self.settings = replace(self.settings, cap_bytes=await self._default_cap())
@@ -95,11 +109,6 @@ class Shelves:
             self._unclosed.append(shelf)
             self._require_another(volume)
         await self.mover.open()
-        for shelf in self.all:
-            self.room.begin(shelf)
-            self.begin_scan(shelf, first=True)
-            self.knowledge.begin(shelf)
-        self._sweep_later()
 
     async def close(self) -> None:
         """Call off what is done in the background, then close the directories. Waits for what hangs, but not for long."""
@@ -112,9 +121,17 @@ class Shelves:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.knowledge.close()
         self.room.close()
+        self._close_volumes()
+        await self.metadata.cleaned_up()
+
+    def _close_volumes(self) -> None:
         while self._unclosed:
             self.metadata.later(self._unclosed.pop().volume.close)
-        await self.metadata.cleaned_up()
+
+    @property
+    def is_open(self) -> bool:
+        """Return True if every directory has been opened."""
+        return len(self.all) == len(self.settings.directories)
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """In the background, until it ends or the tier is closed."""
@@ -125,7 +142,8 @@ class Shelves:
         return task
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        """As `Tier.tell`."""
+        """As `Tier.tell`, also before the directories are open."""
+        self._on_change = on_change
         for shelf in self.all:
             shelf.index.on_change = on_change
             self.knowledge.follow_deletions(shelf)
@@ -347,29 +365,12 @@ class Shelves:
         return volume
 
     async def _open_volume(self, volume: Volume) -> None:
-        unwanted = threading.Event()
-
-        def open_it() -> None:
-            try:
-                volume.open()
-            finally:
-                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
-                    volume.close()
-
-        opening = self.metadata.submit(open_it)
         try:
-            await asyncio.shield(opening)
-        except BaseException as error:
-            # Cancelled, it may still be at work in its thread.
-            unwanted.set()
-            opening.add_done_callback(retrieve_exception)
-            opening.add_done_callback(lambda _: self.metadata.later(volume.close))
-            self.metadata.watch(opening)
-            if isinstance(error, WrongFormat):
-                raise ConfigError(f"{self.option}: {error}") from error
-            if isinstance(error, OSError):
-                raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
-            raise
+            await self.metadata.opened(volume.open, volume.close)
+        except WrongFormat as error:
+            raise ConfigError(f"{self.option}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
 
     def _require_another(self, volume: Volume) -> None:
         """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""

@@ -41,9 +41,9 @@ logger = logging.getLogger("tiercache.disk")
 _ATTEMPTS = 4
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 
-_Read = Callable[[Volume], "asyncio.Future[int | None]"]
+BeginRead = Callable[[Volume], "asyncio.Future[int | None]"]
 """Begins what does as `Volume.read`."""
-_Write = Callable[[Volume, Victims], "asyncio.Future[int]"]
+BeginWrite = Callable[[Volume, Victims], "asyncio.Future[int]"]
 """Begins what does as `Volume.write`; called several times, perhaps."""
 
 
@@ -153,7 +153,7 @@ class FileTier(DeviceTier):
     async def read_device(self, key: ChunkKey, into: Span) -> int | None:
         return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
 
-    async def _read(self, key: ChunkKey, read: _Read) -> int | None:
+    async def _read(self, key: ChunkKey, read: BeginRead) -> int | None:
         length, shelves = None, self.shelves.places(key)
         is_known = key in shelves[0].index
         try:
@@ -173,7 +173,7 @@ class FileTier(DeviceTier):
         self._statistics.read_bytes += length
         return length
 
-    async def _read_from(self, shelf: Shelf, key: ChunkKey, read: _Read) -> int | None:
+    async def _read_from(self, shelf: Shelf, key: ChunkKey, read: BeginRead) -> int | None:
         began = shelf.look_for(key)
         try:
             length = await to_the_end(read(shelf.volume))
@@ -233,14 +233,14 @@ class FileTier(DeviceTier):
             key, payload_bytes, lambda volume, victims: mover.write_device(volume, key, payload, payload_bytes, victims)
         )
 
-    async def _write(self, key: ChunkKey, payload_bytes: int, write: _Write) -> bool:
+    async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         try:
             return await self._write_to(self.shelves.places(key)[0], key, payload_bytes, write)
         except OSError as error:
             self.shelves.mover.failed(error)
             raise
 
-    async def _write_to(self, shelf: Shelf, key: ChunkKey, payload_bytes: int, write: _Write) -> bool:
+    async def _write_to(self, shelf: Shelf, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         await shelf.left(key)
         if key in shelf.index:
             shelf.index.touch(key)
@@ -282,7 +282,7 @@ class FileTier(DeviceTier):
         self._statistics.written_bytes += payload_bytes
         return True
 
-    async def _write_evicting(self, shelf: Shelf, key: ChunkKey, needed_bytes: int, write: _Write) -> int:
+    async def _write_evicting(self, shelf: Shelf, key: ChunkKey, needed_bytes: int, write: BeginWrite) -> int:
         deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
         attempt = 0
         while attempt < _ATTEMPTS:

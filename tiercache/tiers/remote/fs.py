@@ -20,23 +20,20 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.files.access import ACCESS, Access
 from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.knowledge import FollowedIndex
 from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
 from tiercache.tiers.files.room import ElectedRoom
-from tiercache.tiers.files.threads import TwiceMover, places_of
-from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.tier import BeginRead, BeginWrite, FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
 
@@ -60,7 +57,7 @@ _MAY_PASS = frozenset(
 """What file systems say whose server is away."""
 
 
-def make_fs_tier(settings: RemoteSettings) -> Tier:
+def make_fs_tier(settings: RemoteSettings) -> FsTier:
     """The tier, not open yet. Raises ConfigError when the settings name no directory."""
     options = settings.options
     engine = WekaSettings(
@@ -103,47 +100,38 @@ def _path_of(settings: RemoteSettings, url: str) -> str:
     return url if parts is None else parts.path
 
 
-def make_engine(settings: WekaSettings, remote: RemoteSettings) -> FileTier:
-    """What reads and writes once the mount answers."""
-    return FileTier(
-        remote.name,
-        remote.key("base_path"),
-        settings,
-        remote.fingerprint,
-        TwiceMover,
-        lambda shelves: FollowedIndex(shelves, settings.refresh_s),
-        lambda shelves: ElectedRoom(shelves, settings.eviction, settings.room_wait_s),
-        metadata_threads=METADATA_THREADS,
-    )
-
-
-class FsTier(Tier):
-    """The engine once its mount answers, and until then TierUnavailable.
+class FsTier(FileTier):
+    """A file tier whose directories are opened when their mount answers: until then operations raise TierUnavailable.
 
     Reads and writes on a mount that hangs stay in their threads, as many as the tier has; the scheduler stops waiting, and
     its breaker opens.
     """
 
-    def __init__(self, settings: RemoteSettings, engine: WekaSettings) -> None:
-        self.settings = settings
-        self.name = settings.name
-        self.engine = engine
-        places = places_of(engine.threads)
-        self.traits = Traits(durable=True, shared=True, read_concurrency=places, write_concurrency=places)
-        self.mounted: FileTier | None = None
+    def __init__(self, remote: RemoteSettings, settings: WekaSettings) -> None:
+        super().__init__(
+            remote.name,
+            remote.key("base_path"),
+            settings,
+            remote.fingerprint,
+            TwiceMover,
+            lambda shelves: FollowedIndex(shelves, settings.refresh_s),
+            lambda shelves: ElectedRoom(shelves, settings.eviction, settings.room_wait_s),
+            metadata_threads=METADATA_THREADS,
+        )
+        self._timeout_s = remote.timeout_s
         self._coming: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Waits `timeout_s` at most. Raises ConfigError for what does not pass by waiting. Cancelled, it closes again."""
         self._coming = asyncio.create_task(self._come_up(), name=f"tiercache-open-{self.name}")
         try:
-            await asyncio.wait([self._coming], timeout=self.settings.timeout_s)
-        except asyncio.CancelledError:
+            await asyncio.wait([self._coming], timeout=self._timeout_s)
+            if self._coming.done():
+                self._coming.result()
+                return
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nothing would run what waits
             await self.close()
             raise
-        if self._coming.done():
-            self._coming.result()
-            return
         logger.warning("%s: %s; the tier is used as soon as it answers", self.name, self._silence())
         self._coming.add_done_callback(self._say)
 
@@ -151,62 +139,41 @@ class FsTier(Tier):
         coming, self._coming = self._coming, None
         if coming is not None:
             coming.cancel()
-            await asyncio.wait([coming], timeout=self.settings.timeout_s)
-        mounted, self.mounted = self.mounted, None
-        if mounted is not None:
-            await mounted.close()
+            await asyncio.wait([coming], timeout=self._timeout_s)
+        await super().close()
 
     def describe(self) -> str:
-        if self.mounted is not None:
-            return self.mounted.describe()
-        return f"{self.name} ({', '.join(map(str, self.engine.directories))})"
-
-    def contains(self, key: ChunkKey) -> bool:
-        return self.mounted is not None and self.mounted.contains(key)
-
-    def offered(self) -> Sequence[Container[ChunkKey]]:
-        if self.mounted is not None and self.traffic.refuses_none:
-            return self.mounted.offered()
-        return super().offered()
-
-    def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        return self.mounted.prefix(keys) if self.mounted is not None else 0
+        if self.shelves.is_open:
+            return super().describe()
+        return f"{self.name} ({', '.join(map(str, self.settings.directories))})"
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        with self._engine() as engine:
-            return await engine.probe(keys)
+        with self._mount():
+            return await super().probe(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        with self._engine() as engine:
-            return await engine.probe_each(keys)
-
-    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        with self._engine() as engine:
-            return await engine.read(key, into)
-
-    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        with self._engine() as engine:
-            return await engine.write(key, payload, payload_bytes)
+        with self._mount():
+            return await super().probe_each(keys)
 
     async def remove(self, key: ChunkKey) -> bool:
-        with self._engine() as engine:
-            return await engine.remove(key)
+        with self._mount():
+            return await super().remove(key)
 
-    def statistics(self) -> TierStatistics:
-        return self.mounted.statistics() if self.mounted is not None else TierStatistics()
+    async def _read(self, key: ChunkKey, read: BeginRead) -> int | None:
+        with self._mount():
+            return await super()._read(key, read)
 
-    async def refreshed(self) -> None:
-        """Wait until the index has what other instances did before this call (for tests and tools)."""
-        with self._engine() as engine:
-            await engine.refreshed()
+    async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
+        with self._mount():
+            return await super()._write(key, payload_bytes, write)
 
     @contextmanager
-    def _engine(self) -> Iterator[FileTier]:
-        """An operation on the mount; what says that the mount is away becomes TierUnavailable, with the tier's name."""
-        if self.mounted is None:
+    def _mount(self) -> Iterator[None]:
+        """Bracket an operation on the mount. Raises TierUnavailable, with the tier's name, where the mount is away."""
+        if self._coming is None or not self.shelves.is_open:
             raise TierUnavailable(f"{self.name}: {self._silence() if self._coming is not None else 'closed'}")
         try:
-            yield self.mounted
+            yield
         except OSError as error:
             if error.errno in _MAY_PASS or isinstance(error, FileNotFoundError):
                 raise TierUnavailable(f"{self.name}: {error}") from error
@@ -215,25 +182,20 @@ class FsTier(Tier):
     async def _come_up(self) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
-            engine = make_engine(self.engine, self.settings)
             try:
-                await self._open(engine)
-                self.mounted = engine
+                await self._open()
                 return
             except TierUnavailable as error:
                 logger.warning("%s; trying again", error)
-            finally:
-                if self.mounted is not engine:
-                    await engine.close()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _open(self, engine: FileTier) -> None:
+    async def _open(self) -> None:
         """Raises TierUnavailable for what may pass by waiting, ConfigError for what does not."""
         try:
             # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
-            access = ACCESS[self.engine.file_access]
-            mounts = await engine.shelves.metadata.submit(_mounts_of, self.engine.directories, access)
+            access = ACCESS[self.settings.file_access]
+            mounts = await self.shelves.metadata.submit(_mounts_of, self.settings.directories, access)
             for mount in mounts:
                 option, _ = local_locks(mount)
                 if option:
@@ -241,7 +203,7 @@ class FsTier(Tier):
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
                         self.name, mount.point, option,
                     )  # fmt: skip
-            await engine.open()
+            await self.shelves.open()
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError):
@@ -249,14 +211,14 @@ class FsTier(Tier):
             # Full: others put files on the mount as well, and may take them away.
             if cause.errno in _MAY_PASS or cause.errno in NO_ROOM or _was_wiped(cause):
                 raise TierUnavailable(f"{self.name}: {cause}") from error
-            raise ConfigError(f"{engine.option}: {cause}") from error
+            raise ConfigError(f"{self.option}: {cause}") from error
 
     def _say(self, coming: asyncio.Task[None]) -> None:
         if not coming.cancelled() and (error := coming.exception()) is not None:
             logger.error("%s stays out of use: %s", self.name, error)
 
     def _silence(self) -> str:
-        return f"{', '.join(map(str, self.engine.directories))} cannot be reached"
+        return f"{', '.join(map(str, self.settings.directories))} cannot be reached"
 
 
 def _was_wiped(error: OSError) -> bool:

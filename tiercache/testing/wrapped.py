@@ -1,0 +1,86 @@
+"""A tier in front of another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.device.driver import Span
+from tiercache.memory.arena import Arena
+from tiercache.tiers.base import DeviceTier, Tier, TierStatistics
+
+
+class WrappedTier(DeviceTier):
+    """Forwards everything. Subclasses override what they change, `prefetch` with `read` and `probe_each` with `probe`."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.traits = tier.traits
+        self.open_s = tier.open_s
+
+    @property
+    def serves_device(self) -> bool:
+        return self.tier.serves_device
+
+    def use_arena(self, arena: Arena) -> None:
+        self.tier.use_arena(arena)
+
+    async def open(self) -> None:
+        await self.tier.open()
+        self.traits = self.tier.traits
+
+    async def close(self) -> None:
+        await self.tier.close()
+
+    def describe(self) -> str:
+        return self.tier.describe()
+
+    def contains(self, key: ChunkKey) -> bool:
+        return self.tier.contains(key)
+
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
+        self.tier.tell(on_change)
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        return self.tier.prefix(keys)
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        return await self.tier.probe(keys)
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        return await self.tier.probe_each(keys)
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        return await self.tier.read(key, into)
+
+    async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        return await self.tier.prefetch(key, into)
+
+    def hurry(self, key: ChunkKey) -> None:
+        self.tier.hurry(key)
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        return await self.tier.write(key, payload, payload_bytes)
+
+    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+        assert isinstance(self.tier, DeviceTier)
+        return await self.tier.read_device(key, into)
+
+    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+        assert isinstance(self.tier, DeviceTier)
+        return await self.tier.write_device(key, payload, payload_bytes)
+
+    def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
+        return self.tier.used(keys)
+
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        self.tier.continued(keys)
+
+    async def remove(self, key: ChunkKey) -> bool:
+        return await self.tier.remove(key)
+
+    def statistics(self) -> TierStatistics:
+        return self.tier.statistics()

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
 from tiercache.testing.simulation.own import BehindWeather
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import DeviceTier, MappedTier, Tier
+from tiercache.tiers.files.parts import Knowledge, Mover, Room
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.redis import RedisTier
@@ -139,3 +141,17 @@ def halves(classes: Iterable[type], roots: set[type], together: Iterable[Sequenc
 def test_a_tier_that_changes_one_way_to_a_chunk_changes_the_others() -> None:
     together = [("read", "prefetch"), ("probe", "probe_each"), ("contains", "prefix", "offered"), ("used", "continued")]
     assert halves(TIERS, {Tier, DeviceTier, MappedTier, RemoteTier, object}, together) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "together"),
+    [
+        (Mover, [("read", "prefetch"), ("write", "write_places")]),
+        (Knowledge, [("probe", "probe_each")]),
+        (Room, [("make", "trim", "evict_if_due")]),
+    ],
+)
+def test_a_part_of_a_file_tier_that_changes_one_way_to_a_chunk_changes_the_others(
+    part: type, together: list[tuple[str, ...]]
+) -> None:
+    assert halves(subclasses(part, tiercache.tiers), {part, ABC, object}, together) == []

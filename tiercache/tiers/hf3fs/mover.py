@@ -27,8 +27,9 @@ from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.changes import PendingFile, Victims
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.files.manifest import MANIFEST
+from tiercache.tiers.files.parts import Mover
 from tiercache.tiers.files.shelves import Shelves
-from tiercache.tiers.files.threads import ThreadMover
+from tiercache.tiers.files.threads import places_of
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs.engine import RingEngine, StillInUse
 from tiercache.tiers.hf3fs.equipment import DEAD_MOUNT
@@ -58,15 +59,20 @@ _PERHAPS_THE_FILE = frozenset({errno.EBADF, errno.EIO})
 """Results of a ring: the daemon does not know the descriptor, or something is wrong that is no RPC."""
 
 
-class RingMover(ThreadMover):
+class RingMover(Mover):
     """Payloads of the arena by rings; what lies elsewhere, where the arena itself is registered, through the mount."""
 
     sees_remounts = True
-    perhaps_files = ThreadMover.perhaps_files - {errno.EREMOTEIO}  # an RPC of a ring that failed says nothing about the file
+    perhaps_files = Mover.perhaps_files - {errno.EREMOTEIO}  # an RPC of a ring that failed says nothing about the file
 
     def __init__(self, shelves: Shelves, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
         """`mount`: None takes the one that the directories lie on."""
-        super().__init__(shelves)
+        threads = shelves.settings.threads
+        self._shelves = shelves
+        self.places = places_of(threads)
+        self._readers = Workers(f"{shelves.name}-read", threads)
+        """They verify what rings have read, and read through the mount what rings cannot."""
+        self._writers = Workers(f"{shelves.name}-write", threads)
         self.arena: Arena | None = None
         """Set before `prepare`: payloads lie in it. Where it is shared memory, rings move them with no copy."""
         self.engine: RingEngine | None = None
@@ -76,7 +82,7 @@ class RingMover(ThreadMover):
         self._mount = mount
         self._rings = rings
         self._iov_bytes = iov_bytes
-        self._hashing = threading.BoundedSemaphore(shelves.settings.threads)
+        self._hashing = threading.BoundedSemaphore(threads)
         """Of the threads that make files, so many hash and copy at a time: the others wait for 3FS, not for a CPU."""
 
     async def prepare(self) -> None:
@@ -116,8 +122,8 @@ class RingMover(ThreadMover):
             if self.active:
                 await asyncio.wait(self.active, timeout=_END_S)
             self._shelves.metadata.later(self.files.close, str(self._shelves.settings.directories[0] / MANIFEST))
-        self.file_threads.close()
-        await super().close()
+        for workers in (self.file_threads, self._readers, self._writers):
+            workers.close()
 
     @property
     def keeps_files_open(self) -> bool:

@@ -135,3 +135,17 @@ async def test_a_cancelled_put_leaves_the_removal_alone() -> None:
         with pytest.raises(CorruptChunk):
             await read
         assert not tier._uses
+
+
+async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
+    async with contextlib.aclosing(Stepped()) as tier:
+        tier.writes = False
+        await tier.open()
+        read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
+        for _ in range(2):
+            (await tier.next("get")).set()
+        async with asyncio.timeout(5):
+            with pytest.raises(CorruptChunk):
+                await read
+        assert tier.value == b"TI"
+        assert await tier.probe([KEY]) == 0, "it is no hit all the same"

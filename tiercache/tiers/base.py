@@ -90,7 +90,8 @@ class Tier(ABC):
     reads: bool = True
     """Whether the cascade asks it. The configuration's choice, not the tier's."""
     writes: bool = True
-    """Whether chunks are written to it."""
+    """Whether chunks are written to it. Set before `open`. A tier that is only read changes nothing where chunks are stored:
+    it evicts and removes nothing there, not even a chunk that is bad."""
     patience_s: float | None = None
     """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
     open_s: float = 30.0
@@ -159,7 +160,7 @@ class Tier(ABC):
         calls this makes the padding zero.
 
         None is a miss. Raises CorruptChunk when what lies there is not what it should be (it is gone from the tier by
-        then), TierUnavailable or OSError when the tier failed.
+        then, or is not offered any more where the tier is only read), TierUnavailable or OSError when the tier failed.
         """
 
     async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:

@@ -237,7 +237,7 @@ class RemoteTier(Tier):
             if not use.stored:
                 self.known.discard(key)
                 self._refused.add(key, time.monotonic())
-                if not (isinstance(error, NotOurs) or use.writes):
+                if self.writes and not (isinstance(error, NotOurs) or use.writes):
                     await self._remove_bad(key, use)
             raise
         finally:

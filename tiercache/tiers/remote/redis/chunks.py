@@ -87,7 +87,8 @@ class RedisChunks:
         except HeaderError as error:
             raise CorruptChunk(f"{self._servers.name}: {error}") from error
         except Missing:
-            self._forget(name, head)
+            if self._tier.writes:
+                self._forget(name, head)
             return None
         self._tier.compression.received(payload_bytes, time.monotonic() - began_s)
         return self._tier.verified(key, head[:PACKED_BYTES], into, payload_bytes)

@@ -348,3 +348,32 @@ async def test_tier_that_is_only_read_keeps_its_chunk_and_is_not_asked_for_it() 
         await cache.flush()
         cache.clear_hot()
         assert await found(cache, K) == NEW
+
+
+async def test_cancelled_forget_of_many_chunks_has_forgotten_all_of_them() -> None:
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 1001)]
+        tier("a").chunks = dict.fromkeys(keys, OLD)
+        tier("a").hold("remove")
+        forgetting = asyncio.create_task(cache.forget(keys))
+        await tier("a").until_entered("remove")
+        forgetting.cancel()
+        await asyncio.gather(forgetting, return_exceptions=True)
+        assert sum(await cache.lookup_each(keys)) == 0
+        assert await found(cache, keys[-1]) is None
+        tier("a").let_go("remove")
+        async with asyncio.timeout(5.0):
+            while tier("a").chunks:
+                await asyncio.sleep(0)
+
+
+async def test_chunk_of_a_large_forget_is_not_found_as_soon_as_it_has_begun() -> None:
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 1001)]
+        assert await cache.put(keys[-1], OLD)
+        tier("a").hold("remove")
+        forgetting = asyncio.create_task(cache.forget(keys))
+        await asyncio.sleep(0)
+        assert cache.lookup_hot([keys[-1]]) == 0
+        tier("a").let_go("remove")
+        await forgetting

@@ -17,9 +17,6 @@ from tiercache.scheduler.writer import TierWriter, WriterStatistics
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
-_FORGOTTEN_AT_ONCE = 256
-"""Keys in one turn of the loop."""
-
 
 @dataclass(frozen=True)
 class FlushReport:
@@ -103,14 +100,13 @@ class FanOut:
         self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
     ) -> None:
         """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
-        for each in the same step of the loop: nothing that begins in between may find it in a tier and bring it back."""
+        for each. All keys take effect before the first await: nothing that begins in between may find a chunk in a tier and
+        bring it back, and a cancellation leaves none of them out."""
         outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}
-        for number, key in enumerate(keys, start=1):
+        for key in keys:
             for writer in self.writers:
                 outcomes[writer.tier.name].append(writer.forget(key))
             from_memory(key)
-            if not number % _FORGOTTEN_AT_ONCE:
-                await asyncio.sleep(0)
         every = [outcome for of_tier in outcomes.values() for outcome in of_tier]
         if every:
             await asyncio.wait(every, timeout=max(0.0, timeout_s))

@@ -7,6 +7,8 @@ from collections import deque
 import pytest
 
 from tests.scheduler.conftest import Bench, flushed
+from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
+from tests.scheduler.held import OLD, key, opened, settle, tier
 from tiercache.core.breaker import BreakerSettings
 from tiercache.core.patience import Patience
 from tiercache.errors import TierFull
@@ -349,3 +351,27 @@ async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) ->
     bench.tier.gate.set()
     assert await flushed(writer, 20.0)
     assert bench.is_whole()
+
+
+async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that_came_later() -> None:
+    """A later chunk may fit where the one that waits does not."""
+    half = OLD[: HELD_BYTES // 2]
+    async with opened("a", concurrency=1, write_queue_bytes=2 * HELD_BYTES, queue_wait_s=20.0) as cache:
+        writes = asyncio.Semaphore(0)
+        tier("a").fate = writes.acquire  # type: ignore[assignment]
+        for number in (1, 2, 3):
+            assert await cache.put(key(number), half)
+        await tier("a").until_entered("write")
+        assert await cache.put(key(4), OLD), "which fills the queue"
+        first = asyncio.create_task(cache.put(key(5), OLD))
+        await settle()
+        assert not first.done()
+        writes.release()
+        await tier("a").until_entered("write", 2)
+        later = asyncio.create_task(cache.put(key(6), half))
+        await settle()
+        for _ in range(5):
+            writes.release()
+        assert await asyncio.gather(first, later) == [True, True]
+        assert (await cache.flush()).complete
+        assert list(tier("a").chunks) == [key(number) for number in range(1, 7)]

@@ -73,6 +73,8 @@ class TierWriter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
+        self._line: deque[object] = deque()
+        """Calls that wait for room, the first one first."""
         self._probe_ended = asyncio.Event()
         """Set when the breaker has heard of a write."""
         self._idle = asyncio.Event()
@@ -89,9 +91,10 @@ class TierWriter:
         """Whether the chunk will be written, or is being written: the bytes of it that were put since it was forgotten."""
         return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
 
-    def enqueue_nowait(self, lease: Lease) -> bool:
-        """Queue `lease` if there is room (or the policy makes room). True when the writer has taken care of the lease,
-        be it by dropping it; False when the caller may wait for room with `enqueue`."""
+    def enqueue_nowait(self, lease: Lease, *, first: bool = False) -> bool:
+        """Queue `lease` if there is room (or the policy makes room) and no call waits for room, but for the caller, which
+        is the `first` in line. True when the writer has taken care of the lease, be it by dropping it; False when the
+        caller may wait for room with `enqueue`."""
         now_s = asyncio.get_running_loop().time()
         if self._closed or self._hangs or not (self.breaker.would_allow(now_s) or self.breaker.probing(now_s)):
             self.counters.dropped += 1
@@ -109,6 +112,8 @@ class TierWriter:
             self.counters.dropped += 1
             lease.release()
             return True
+        if self._line and not first:
+            return False
         offer = self._queue.offer(
             key,
             lease,
@@ -131,13 +136,15 @@ class TierWriter:
 
     async def enqueue(self, leases: deque[Lease], patience: Patience) -> None:
         """Queue `leases` in their order, waiting for room as configured and as long as `patience` lasts; the others are
-        skipped. Takes them out, and takes care of all in any case, cancellation included."""
+        skipped. First come, first served. Takes them out, and takes care of all in any case, cancellation included."""
         loop = asyncio.get_running_loop()
         until_s = patience.until_s(loop.time(), self.settings.wait_s)
+        place = object()
+        self._line.append(place)
         try:
             async with asyncio.timeout_at(until_s):
                 while leases:
-                    if self.enqueue_nowait(leases[0]):
+                    if self._line[0] is place and self.enqueue_nowait(leases[0], first=True):
                         leases.popleft()
                     elif self._stalls or loop.time() >= until_s:
                         break
@@ -147,6 +154,8 @@ class TierWriter:
         except TimeoutError:
             pass  # the put had no more time for it
         finally:
+            self._line.remove(place)
+            self._room.set()  # for the next in line
             self.skip(leases)
 
     def skip(self, leases: deque[Lease]) -> None:

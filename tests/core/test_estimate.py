@@ -40,12 +40,21 @@ def test_remembered_keys_are_bounded_age_and_count_their_bytes() -> None:
         known.add(key, float(number), 100)
     assert list(known) == [b"b", b"c"] and known.bytes_known == 200
     assert known.has(b"b", 11.0) and not known.has(b"b", 11.1)
-    known.add(b"b", 20.0)
-    assert known.has(b"b", 30.0) and known.bytes_known == 200, "what it takes is remembered when it is seen again"
+    known.add(b"b", 11.2)
+    assert known.has(b"b", 21.0) and known.bytes_known == 200, "what it takes is remembered when it is seen again"
     assert known.discard(b"b") and not known.discard(b"b")
     assert known.bytes_known == 100
     known.clear()
     assert len(known) == known.bytes_known == 0
+
+
+def test_remembered_keys_that_are_too_old_take_no_memory() -> None:
+    known = RememberedKeys(1000, keep_s=10.0)
+    for number in range(100):
+        known.add(b"old %d" % number, 0.0, 10)
+    for number in range(100):
+        known.add(b"new %d" % number, 10.1, 1)
+    assert len(known) == 100 and known.bytes_known == 100
 
 
 def test_a_load_is_waited_for_as_long_as_computing_takes_or_until_it_is_unusual() -> None:

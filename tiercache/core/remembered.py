@@ -11,9 +11,15 @@ from collections.abc import Iterator
 
 from tiercache.core.keys import ChunkKey
 
+_DROPPED_AT_ONCE = 2
+"""Keys that are too old, for each one that is added: their number falls, and no call takes long."""
+
 
 class RememberedKeys:
-    """The keys last seen, at most `limit`, each with the bytes that it takes there (0: not known). A key costs 200 bytes."""
+    """The keys last seen, at most `limit`, each with the bytes that it takes there (0: not known). A key costs 200 bytes.
+
+    Keys that are too old leave as others are added.
+    """
 
     def __init__(self, limit: int, keep_s: float) -> None:
         self.limit = limit
@@ -36,8 +42,11 @@ class RememberedKeys:
         self._seen[key] = now_s, stored_bytes
         self.bytes_known += stored_bytes
         if len(self._seen) > self.limit:
-            _, (_, forgotten_bytes) = self._seen.popitem(last=False)
-            self.bytes_known -= forgotten_bytes
+            self._drop_oldest()
+        for _ in range(_DROPPED_AT_ONCE):
+            if now_s - next(iter(self._seen.values()))[0] <= self.keep_s:
+                break
+            self._drop_oldest()
 
     def has(self, key: ChunkKey, now_s: float) -> bool:
         """Whether the key was seen lately."""
@@ -51,6 +60,10 @@ class RememberedKeys:
             return False
         self.bytes_known -= seen[1]
         return True
+
+    def _drop_oldest(self) -> None:
+        _, (_, stored_bytes) = self._seen.popitem(last=False)
+        self.bytes_known -= stored_bytes
 
     def clear(self) -> None:
         self._seen.clear()

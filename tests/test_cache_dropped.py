@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.scheduler import held
 from tests.test_cache import CHUNK_BYTES, is_whole, key, opened, payload
 from tiercache import Config, Layout, TierCache
+from tiercache.testing import JumpingClockLoop
 
 KEYS = [key(number) for number in range(1, 9)]
 CALLS: dict[str, Callable[[TierCache], Coroutine[Any, Any, object]]] = {
@@ -95,3 +97,26 @@ async def test_what_is_copied_by_threads_for_a_dropped_call_is_no_error_of_the_l
         await until(lambda: is_whole(cache))
         gc.collect()
     assert said == []
+
+
+@pytest.mark.parametrize("name", ["lookup_keys", "lookup_each"])
+def test_look_up_that_is_dropped_leaves_it_to_the_next_call_to_find_out_whether_the_tier_is_well(name: str) -> None:
+    async def refuse() -> None:
+        raise OSError("connection refused")
+
+    async def main() -> None:
+        async with held.opened("a") as cache:
+            tier = held.tier("a")
+            tier.chunks, tier.fate = {held.key(1): held.OLD}, refuse
+            while cache.statistics().breakers["a"] != "open":
+                assert await held.found(cache, held.key(1)) is None
+            tier.fate = None
+            await asyncio.sleep(1.5)  # the pause of the breaker, on a clock that jumps
+            call = getattr(cache, name)([held.key(2)])
+            assert await goes_on(call, 1)
+            call.close()
+            await asyncio.sleep(0)
+            assert await held.found(cache, held.key(1)) == held.OLD
+
+    with asyncio.Runner(loop_factory=JumpingClockLoop) as runner:
+        runner.run(main())

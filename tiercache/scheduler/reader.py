@@ -191,8 +191,7 @@ class Reader:
             while position < len(keys):
                 for tier in due:
                     if tier.serves(len(keys) - position, question=True):
-                        task = asyncio.create_task(tier.ask(keys[position:], deadline_s), name="tiercache-ask")
-                        asked[task] = tier, position
+                        asked[tier.ask(keys[position:], deadline_s)] = tier, position
                 if not asked:
                     break
                 left_s = deadline_s + _LET_GO_S - asyncio.get_running_loop().time()
@@ -216,7 +215,7 @@ class Reader:
         unknown = self._unknown(keys)
         due = [tier for tier in self.tiers if tier.tier.traits.shared] if unknown and deadline_s > loop.time() else []
         serving = [tier for tier in due if tier.serves(len(unknown), question=True)]
-        asked = {asyncio.create_task(tier.ask_each(unknown, deadline_s), name="tiercache-ask") for tier in serving}
+        asked = {tier.ask_each(unknown, deadline_s) for tier in serving}
         try:
             while asked and unknown:
                 left_s = deadline_s + _LET_GO_S - loop.time()

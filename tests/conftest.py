@@ -36,8 +36,7 @@ def layout() -> Layout:
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A directory on tmpfs."""
-    if file_system_of(SHARED_MEMORY) != "tmpfs":
-        pytest.skip(f"{SHARED_MEMORY} is not tmpfs here")
+    assert file_system_of(SHARED_MEMORY) == "tmpfs"
     with tempfile.TemporaryDirectory(prefix=f"tiercache-test-{os.getpid()}-", dir=SHARED_MEMORY) as place:
         yield Path(place)
 
@@ -93,6 +92,7 @@ def _has_loop(test: pytest.Function) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.import_plugin("tests.needs")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -18,14 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.needs import needs_fuse
+from tests.remote.fs.mount import FragileMount
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
 from tiercache import CacheThread, ConfigError, TierCache
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.leases import Lease
-
-needs_fuse = pytest.mark.skipif(why_no_fuse() is not None, reason=str(why_no_fuse()))
 
 
 @pytest.fixture
@@ -281,7 +279,9 @@ def test_thread_closes_in_time_above_a_disk_that_hangs(tmp_path: Path) -> None:
         mount.go_on()
 
 
+@pytest.mark.needs("root")
 def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> None:
+    """The limit of threads does not hold for root, and only root becomes somebody else."""
     program = (
         "import asyncio, os, resource, sys; from pathlib import Path\n"
         "from tests.test_cache import LAYOUT, configured; from tiercache import CacheThread, ConfigError, TierCache\n"
@@ -293,8 +293,6 @@ def test_cache_that_can_start_no_thread_is_one_clear_error(tmp_path: Path) -> No
         "    try: open_it()\n"
         "    except ConfigError as error: print('ulimit' in str(error))\n"
     )
-    if os.getuid() != 0:
-        pytest.skip("the limit of threads does not hold for root, and only root becomes somebody else")
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout == "True\nTrue\n", run.stderr
 

@@ -22,8 +22,6 @@ from tiercache.errors import CacheClosed
 def either_loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "asyncio":
         monkeypatch.setitem(sys.modules, "uvloop", None)
-    else:
-        pytest.importorskip("uvloop")
 
 
 @contextlib.contextmanager

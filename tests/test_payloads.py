@@ -42,7 +42,7 @@ def test_gaps_between_fields_are_delivered(order: str) -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_bools_of_torch_are_copied_bit_for_bit(step: int) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     tensor = torch.frombuffer(bytearray(RAW), dtype=torch.bool)[::step]
     slot = np.zeros(240 // step, np.uint8)
     length, source = source_of(tensor)

@@ -117,6 +117,7 @@ def test_shared_memory_of_another_process_is_measured_beside_the_own_hot_cache(t
     assert found["shared_memory.leases_per_s"]["ratios"]["shared_memory.hot_leases_per_s"] > 0
 
 
+@pytest.mark.uses("fuse3")
 def test_3fs_is_measured_as_fast_as_memory_and_at_the_pace_of_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     run = bench("--quick", "--pairs", 1, "--only", "hf3fs", "--directory", tmp_path, "--json", file)

@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.device.conftest import GPU
 from tiercache.bench.gpu.accelerator import Moment
 from tiercache.bench.gpu.command import _run
 from tiercache.bench.gpu.report import TARGETS, Amount, Report
-
-pytest.importorskip("torch")
 
 PARTS = "paged,events,model,ttft,overlap,gds"
 
@@ -59,7 +56,7 @@ def test_a_wrong_block_is_noticed(found: dict[str, Any]) -> None:
     assert found["checks"]["model: a wrong block changes the logits"] == "passed"
 
 
-@pytest.mark.skipif(GPU, reason="there is a GPU")
+@pytest.mark.needs("no GPU")
 def test_a_machine_without_a_gpu_gets_one_sentence() -> None:
     run = gpu_bench("--parts", "paged")
     assert run.returncode == 2

@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
-import pytest
-
+from tests.needs import needs_fuse
 from tiercache.bench.vllm.servers import Side
 from tiercache.bench.vllm.slow_disk import SlowDisk
 from tiercache.bench.workload import MIB, config_of, items_of, layout_of, new_keys, payloads
 from tiercache.cache import TierCache
 from tiercache.demo.server import Server
-from tiercache.testing.hf3fs import Hf3fsEmulator, why_no_fuse
+from tiercache.testing.hf3fs import Hf3fsEmulator
 
-pytestmark = pytest.mark.skipif(why_no_fuse() is not None, reason=why_no_fuse() or "")
+pytestmark = needs_fuse
 
 
 async def test_a_read_takes_far_longer_while_it_is_slow_and_what_was_stored_is_there_when_it_is_well_again(

@@ -17,6 +17,7 @@ from tiercache.testing.campaign.usage import left_behind
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.uses("redis-server", "fuse3")
 def test_all_parts_survive_a_short_campaign(short_path: Path) -> None:
     report = run_campaign(short_path, 25 / 60, 7)
     said = "\n".join(report.lines())

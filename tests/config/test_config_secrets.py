@@ -108,7 +108,6 @@ def test_what_is_no_secret_is_shown(load_text: Callable[..., Config]) -> None:
 
 
 def test_a_password_may_hold_a_question_mark(load_text: Callable[..., Config]) -> None:
-    pytest.importorskip("redis")
     from tiercache.tiers.remote.base import RemoteSettings
     from tiercache.tiers.remote.redis.address import read_address
 

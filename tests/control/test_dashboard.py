@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.importorskip("prometheus_client", reason="tiercache[control] is not installed")
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.control.test_socket import CHUNKS, LAYOUT, TOKENS, config_of

@@ -13,15 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
-
-pytest.importorskip("httpx", reason="httpx is not installed")
-pytest.importorskip("prometheus_client", reason="tiercache[control] is not installed")
-pytest.importorskip("starlette", reason="tiercache[control] is not installed")
-pytest.importorskip("uvicorn", reason="tiercache[control] is not installed")
-
-import httpx
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 

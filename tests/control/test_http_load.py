@@ -9,11 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("httpx", reason="httpx is not installed")
-pytest.importorskip("prometheus_client", reason="tiercache[control] is not installed")
-pytest.importorskip("starlette", reason="tiercache[control] is not installed")
-pytest.importorskip("uvicorn", reason="tiercache[control] is not installed")
-
 from tests.control.test_http import TOKEN, serve
 
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from tiercache.control.messages import ControlError, Prefetch, Statistics
 from tiercache.errors import ConfigError
 
 NOBODY = 65534
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+pytestmark = pytest.mark.needs("root")
 
 IMPOSTOR = """
 import os, socket, sys

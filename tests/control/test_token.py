@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def test_private_file_is_read(tmp_path: Path, mode: int) -> None:
     assert read_token("127.0.0.1", token_file(tmp_path, mode), no_token=False) == TOKEN
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.needs("root")
 def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = token_file(tmp_path, 0o600)
     os.chown(file, 65534, 65534)
@@ -47,7 +46,7 @@ def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
         read_token("127.0.0.1", file, no_token=False)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+@pytest.mark.needs("openssl")
 def test_readmes_recipe_makes_a_file_that_is_accepted(tmp_path: Path) -> None:
     (recipe,) = re.findall(r"^.*openssl rand.*$", README.read_text(), re.MULTILINE)
     subprocess.run(["sh", "-c", f"umask 022\n{recipe}"], cwd=tmp_path, check=True)

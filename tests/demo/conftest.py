@@ -9,7 +9,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    pytest.importorskip("transformers", reason="the demo's packages are not installed")
     from tiercache.demo.model import prepare_model
 
     return prepare_model(REPOSITORY / "demo" / "model")

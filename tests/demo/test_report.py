@@ -87,6 +87,5 @@ def test_a_cold_answer_may_differ(runs: dict[str, Run]) -> None:
 
 
 def test_the_picture_is_drawn(runs: dict[str, Run], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     draw(runs, tmp_path / "ttft.png")
     assert (tmp_path / "ttft.png").read_bytes().startswith(b"\x89PNG")

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.needs import has_gpu
 from tiercache.device.cuda import CudaDriver
 from tiercache.device.driver import Driver
 from tiercache.device.twin import TwinDriver
 
 
-def has_gpu() -> bool:
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int()
-    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
-
-
-GPU = has_gpu()
-
-
 @pytest.fixture(scope="session")
 def gpu() -> Iterator[CudaDriver]:
     """The first GPU, once for all tests: its kernels take half a second to compile."""
-    if not GPU:
-        pytest.skip("no CUDA GPU")
     driver = CudaDriver(0)
     yield driver
     driver.close()
 
 
-@pytest.fixture(params=["twin", "cuda"] if GPU else ["twin"])
+@pytest.fixture(params=["twin", "cuda"] if has_gpu() else ["twin"])
 def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     if request.param == "cuda":
         yield request.getfixturevalue("gpu")

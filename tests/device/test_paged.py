@@ -40,10 +40,8 @@ def span_of(tensor: Any) -> Span:
     return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
-@pytest.fixture(params=[True, False], ids=["kernel", "copies"])
-def kernel(request: pytest.FixtureRequest, driver: Driver) -> bool:
-    if request.param and not driver.has_kernels:
-        pytest.skip("no compiler")
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.needs("g++")), False], ids=["kernel", "copies"])
+def kernel(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
@@ -92,13 +90,12 @@ def test_scatter_of_the_end_of_a_chunk_leaves_the_rest_alone(
         assert torch.equal(sameness(layer[:, others]), sameness(old[:, others]))
 
 
+@pytest.mark.needs("g++")
 def test_an_upload_that_the_driver_refuses_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arguments: object) -> None:
         raise DeviceError("it refuses")
 
     driver = TwinDriver(1 << 20)
-    if not driver.has_kernels:
-        pytest.skip("no compiler")
     tensor = torch.from_numpy(driver.view(driver.allocate(8192))).reshape(2, 4, 4, 1, 256)
     free_bytes, _ = driver.memory_bytes()
     monkeypatch.setattr(driver, "copy", refused)

@@ -1,9 +1,5 @@
-"""LMCache's 3FS connector, from its wheel and unchanged, on the emulator: this speaks the real API, and not only ours.
+"""LMCache's 3FS connector, from its wheel and unchanged, on the emulator: this speaks the real API, and not only ours."""
 
-Over what the tests need anyway, importing that connector takes `pip install --no-deps -r requirements/lmcache.txt`.
-"""
-
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,19 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.hf3fs import Hf3fsEmulator, why_no_fuse
-
-PACKAGES = ("lmcache", "aiofile", "torch")
-MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)}; pip install --no-deps -r requirements/lmcache.txt"
-)
+from tests.needs import needs_fuse
+from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
-@pytest.mark.parametrize(("kind", "mode"), [("fuse", "plugin"), ("directory", "url")])
+@pytest.mark.parametrize(("kind", "mode"), [pytest.param("fuse", "plugin", marks=needs_fuse), ("directory", "url")])
 def test_lmcache_connector_runs_on_the_emulator(kind: str, mode: str) -> None:
-    if kind == "fuse" and (reason := why_no_fuse()):
-        pytest.skip(f"no FUSE mounts here: {reason}")
     with Hf3fsEmulator(fuse=kind == "fuse") as emulator:
         process = subprocess.run(
             [sys.executable, str(Path(__file__).with_name("lmcache_drive.py")), str(emulator.mount), mode],

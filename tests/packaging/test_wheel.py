@@ -32,7 +32,6 @@ def finished(command: list[str], place: Path, path: str, **more: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves its work beside the sources."""
-    pytest.importorskip("setuptools")
     place = tmp_path_factory.mktemp("wheel")
     shutil.copytree(REPOSITORY / "tiercache", place / "tiercache", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -92,7 +91,6 @@ def test_the_connector_is_there(run: Run) -> None:
 
 
 def test_a_users_program_is_typed_strictly_and_runs(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
     program = tmp_path / "a_user.py"
     shutil.copy(Path(__file__).with_name("a_user.py"), program)
     said = run("python", "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program))

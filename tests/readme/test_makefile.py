@@ -13,9 +13,9 @@ from tests.readme.blocks import REPOSITORY, inline_commands, shell_commands, tar
 from tests.readme.conftest import Shell
 from tiercache import Config
 
-MAKE = f"make -o setup VENV={sys.prefix}"
-"""As after `make setup`, which has tests of its own."""
-RUN = {"demo", "test", "long-test", "lint", "docs", "bench", "gpu-check", "setup", "clean"}
+MAKE = f"make -o setup -o test-setup VENV={sys.prefix}"
+"""As after `make test-setup`, which has tests of its own."""
+RUN = {"demo", "test", "system-test", "long-test", "lint", "docs", "bench", "gpu-check", "setup", "test-setup", "clean"}
 
 
 def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
@@ -28,7 +28,6 @@ def test_every_target_has_a_test_and_every_shown_one_is_there() -> None:
 
 def test_demo(shell: Shell, place: Path) -> None:
     """With a shorter question."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
     from tiercache.demo.model import prepare_model
 
     (place / "demo").mkdir()
@@ -61,7 +60,6 @@ def test_lint(shell: Shell) -> None:
 
 def test_docs(shell: Shell) -> None:
     """Strictly: a link that leads nowhere, or a name that is not there, fails."""
-    pytest.importorskip("mkdocs", reason="requirements/docs.txt is not installed")
     said = shell(f"cd {REPOSITORY} && {MAKE} docs")
     assert "Building documentation" in said.stdout + said.stderr, "what is wrong is not said either"
     assert "WARNING" not in said.stdout + said.stderr
@@ -78,9 +76,9 @@ def test_bench_in_full_size(shell: Shell) -> None:
     assert "cpu.put_gbps" in said
 
 
+@pytest.mark.needs("no GPU")
 def test_gpu_check(shell: Shell) -> None:
-    if list(Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("there is a GPU; `make gpu-check` takes 8 minutes on one")
+    """It takes 8 minutes on a machine with one."""
     assert (
         "--twin runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
     )

@@ -12,6 +12,7 @@ import socket
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,6 @@ def bench(command: str, shell: Shell, place: Path) -> None:
 
 
 def gpu_bench(command: str, shell: Shell, place: Path) -> None:
-    pytest.importorskip("torch")
     assert "checks passed" in shell(f"{command} --parts events").stdout
 
 
@@ -72,26 +72,18 @@ def torture(command: str, shell: Shell, place: Path) -> None:
 
 def example(command: str, shell: Shell, place: Path) -> None:
     """With a shorter question."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    if "redis" in command:
-        pytest.importorskip("redis", reason="redis-py is not installed")
-        if shutil.which("redis-server") is None:
-            pytest.skip("redis-server is not installed")
     link_model(place)
     assert "tokens hit" in shell(f"{command} --tokens 700").stdout
 
 
 def chat_example(command: str, shell: Shell, place: Path) -> None:
     """With a shorter document."""
-    pytest.importorskip("gguf", reason="the demo's packages are not installed")
     link_model(place)
     assert "token by token, the one" in shell(f"{command} --tokens 300 --answer-tokens 2").stdout
 
 
 def load_example(command: str, shell: Shell, place: Path) -> None:
     """With shorter documents; it starts the server."""
-    pytest.importorskip("fastapi", reason="FastAPI is not installed")
-    pytest.importorskip("gguf", reason="the demo's packages are not installed")
     link_model(place)
     small = "--users 2 --turns 3 --tokens 300 --answer-tokens 2 --typing-s 0"
     assert "with the cache" in shell(f"{command} {small}").stdout
@@ -99,8 +91,6 @@ def load_example(command: str, shell: Shell, place: Path) -> None:
 
 def serve_example(command: str, shell: Shell, place: Path) -> None:
     """Asked for its page."""
-    pytest.importorskip("fastapi", reason="FastAPI is not installed")
-    pytest.importorskip("gguf", reason="the demo's packages are not installed")
     link_model(place)
     port = free_port()
     script = f"""
@@ -120,7 +110,6 @@ def extra(command: str, shell: Shell, place: Path) -> None:
 def serve(command: str, shell: Shell, place: Path) -> None:
     """With the model that `make demo` uses, a smaller cache, and a port of its own; asked by examples/query_twice.py.
     Without vLLM's own prefix cache, which would leave nothing to load, and not compiled, which takes long."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
     link_model(place)
     port = free_port()
     (place / "text.txt").write_text((REPOSITORY / "LICENSE").read_text()[:3000])
@@ -143,7 +132,6 @@ def serve(command: str, shell: Shell, place: Path) -> None:
 def offload(command: str, shell: Shell, place: Path) -> None:
     """As far as it goes without a GPU, which vLLM's own spec wants: vLLM reads it, and finds our tier by it. With a spec for
     the CPU: tests/vllm/test_offloading_engine.py."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
@@ -230,6 +218,17 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
 }
 
 
+NEEDS = {
+    r"tiercache torture --real .*": pytest.mark.uses("redis-server"),
+    r"python examples/hf3fs_serve\.py": pytest.mark.uses("fuse3"),
+    r"python examples/redis_shared\.py": pytest.mark.needs("redis-server"),
+    r"python examples/serve_fastapi\.py": pytest.mark.needs("curl"),
+    rf"{SERVER} '{PLAIN}": pytest.mark.needs("curl"),
+    r"\(umask 077; openssl .*|tiercache serve-control .*|curl .*": pytest.mark.needs("openssl", "curl"),
+}
+"""What a command takes over Python."""
+
+
 def shown(text: str | None = None) -> list[str]:
     return list(dict.fromkeys([*shell_commands(text), *inline_commands(text)]))
 
@@ -285,7 +284,11 @@ def test_nothing_new_is_shown_that_nothing_runs(more: str) -> None:
     assert problems_of(f"{read_me()}\n{more}\n")
 
 
-@pytest.mark.parametrize("command", [one for one in shown() if not ELSEWHERE.fullmatch(one)])
+def marked(command: str) -> Any:
+    return pytest.param(command, marks=[mark for pattern, mark in NEEDS.items() if re.fullmatch(pattern, command)])
+
+
+@pytest.mark.parametrize("command", [marked(one) for one in shown() if not ELSEWHERE.fullmatch(one)])
 def test_command(command: str, shell: Shell, place: Path) -> None:
     entry = entry_of(command)
     assert entry is not None, "it has no entry in ENTRIES"
@@ -380,10 +383,6 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("block", [one for one in blocks() if one.language == "python"], ids=lambda one: one.name)
 def test_program(block: Block, shell: Shell, place: Path) -> None:
-    if block.section == "Device memory":
-        pytest.importorskip("torch")
-    if block.section == "With transformers":
-        pytest.importorskip("transformers")
     prologue = PROLOGUE[block.section]
     indent = re.findall(r"^( *)\S.*$", prologue, re.MULTILINE)[-1] if prologue else ""
     body = "".join(f"{indent}{line}" if line.strip() else line for line in block.text.splitlines(keepends=True))

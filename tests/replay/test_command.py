@@ -86,7 +86,6 @@ def test_a_missing_trace_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for number, options in enumerate((["--sweep", "5%,20%"], ["--flash", "all", "--admission", "all,second_touch"])):
         file = tmp_path / f"{number}.png"
         result = runner.invoke(app, ["replay", str(EXCERPT), *options, "--plot", str(file)])

@@ -42,8 +42,6 @@ class ImportedSglang:
         line = self._process.stdout.readline()
         assert line, self._log.read_text()[-6000:]
         answer = json.loads(line)
-        if answer["skipped"]:
-            pytest.skip(answer["skipped"])
         assert answer["status"] == 0, answer["said"]
 
     def close(self) -> None:

@@ -240,7 +240,6 @@ class Simulated:
         return getattr(self.calls, name)
 
 
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="there is no tmpfs to compare with")
 @given(st.lists(OPERATIONS, max_size=60))
 @settings(max_examples=400, deadline=None)
 def test_it_answers_each_call_as_a_tmpfs_does(operations: list[tuple[Any, ...]]) -> None:

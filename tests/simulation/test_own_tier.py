@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("greenlet")
-
 from tests import leaks
 from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed

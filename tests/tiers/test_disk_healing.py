@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.fs.mount import why_no_fuse
+from tests.needs import needs_fuse
+from tests.remote.fs.mount import SERVER
 from tests.remote.fs.test_fs import opened as fs_opened
 from tests.remote.fs.test_fs import store as fs_store
 from tests.tiers.test_disk import (
@@ -673,10 +674,6 @@ mfusepy.FUSE(Sick(), sys.argv[2], foreground=True, nothreads=False)
 @pytest.fixture
 def sick(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """A mount, and a directory in which a file of a chunk's name makes that chunk unreadable, and `all` makes all."""
-    if reason := why_no_fuse():
-        pytest.skip(reason)
-    from tests.remote.fs.mount import SERVER
-
     behind, mount, ill = tmp_path / "behind", tmp_path / "mount", tmp_path / "ill"
     for directory in (behind, mount, ill):
         directory.mkdir()
@@ -691,6 +688,7 @@ def sick(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     server.wait(10)
 
 
+@needs_fuse
 async def test_one_unreadable_file_costs_itself_and_can_be_stored_again(sick: tuple[Path, Path]) -> None:
     mount, ill = sick
     async with opened(mount, direct=False) as tier:
@@ -707,6 +705,7 @@ async def test_one_unreadable_file_costs_itself_and_can_be_stored_again(sick: tu
         assert len(list((mount / "quarantine").iterdir())) == 1
 
 
+@needs_fuse
 async def test_many_unreadable_files_in_a_row_cost_themselves_and_no_other(sick: tuple[Path, Path]) -> None:
     mount, ill = sick
     async with opened(mount, direct=False) as tier:
@@ -720,6 +719,7 @@ async def test_many_unreadable_files_in_a_row_cost_themselves_and_no_other(sick:
         assert tier.statistics().corrupt == len(bad)
 
 
+@needs_fuse
 async def test_a_device_that_reads_nothing_is_a_failure_of_the_tier(sick: tuple[Path, Path]) -> None:
     mount, ill = sick
     async with opened(mount, direct=False) as tier:
@@ -757,7 +757,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+@pytest.mark.needs("root")
 def test_a_file_of_mode_0_costs_itself_and_is_written_anew(tmp_path: Path) -> None:
     place = Path("/dev/shm") / f"tiercache-test-{os.getpid()}"
     place.mkdir()
@@ -860,6 +860,7 @@ def open_files() -> list[Path]:
     return found
 
 
+@pytest.mark.needs("mount")
 async def test_a_device_without_a_free_byte_is_served_and_then_evicted(small_device: Path) -> None:
     async with opened(small_device, cap_chunks=1000) as tier:
         await fill(tier, range(1, 31))

@@ -322,6 +322,7 @@ def test_the_allowance_of_a_killed_process_is_given_back_while_others_live(tmp_p
     volume.close()
 
 
+@pytest.mark.needs("mount")
 def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_device: Path) -> None:
     cap = 1000 * FILE_BYTES
     with busy(small_device, 1, cap, rounds=2) as child:

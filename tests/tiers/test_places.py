@@ -91,6 +91,7 @@ async def test_directory_without_files_of_others_is_taken_without_a_word(
     assert caplog.messages == []
 
 
+@pytest.mark.needs("mount")
 async def test_directory_on_a_mount_that_is_read_only_is_a_wrong_setting(small_device: Path) -> None:
     async with opened(small_device) as tier:
         await fill(tier, range(1, 3))

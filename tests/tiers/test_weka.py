@@ -291,6 +291,7 @@ async def test_an_elected_instance_that_moves_is_not_replaced(tmp_path: Path, el
             await work
 
 
+@pytest.mark.needs("mount")
 async def test_a_device_fuller_than_the_cap_is_a_reason_to_evict(small_device: Path) -> None:
     async with opened(small_device, cap_chunks=1000) as tier:
         await store(tier, range(1, 150))

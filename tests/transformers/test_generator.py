@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 

@@ -1,8 +1,6 @@
 """How layers are divided into chunks, and what a hit needs of them."""
 
-import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tiercache.integrations.transformers.parts import LayerKv, Part, needed, parts_of
 

@@ -16,10 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi", reason="FastAPI is not installed")
-pytest.importorskip("uvloop", reason="uvloop is not installed")
-pytest.importorskip("gguf", reason="the demo's packages are not installed")
-
 from tests.vllm.shortened import shorten
 from tiercache.demo.model import prepare_model
 from tiercache.demo.server import _free_port

@@ -13,9 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("fastapi", reason="FastAPI is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from tests.transformers.models import CHUNK_TOKENS, make_model
 from tiercache import Config
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.long import LONG
+from tests.needs import LONG
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCK_TOKENS = 32

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.long import takes_minutes
+from tests.needs import needs_fuse, takes_minutes
 from tiercache.bench.figures import Figures
 from tiercache.bench.vllm.goals import GOALS, compared_with_goals
 from tiercache.bench.vllm.measure import measure_vllm
 from tiercache.bench.vllm.workload import Amounts
 from tiercache.bench.workload import QUICK, Plan
-from tiercache.testing.hf3fs import why_no_fuse
 
 pytestmark = takes_minutes
 
@@ -43,7 +40,7 @@ def figures(model: str, said: list[str], tmp_path_factory: pytest.TempPathFactor
         ("engine_hits", ["alone"]),
         ("documents", ["alone", "ceiling"]),
         ("hang_ups", ["ceiling"]),
-        *((f"disk_{state}", ["alone"]) for state in (STATES if why_no_fuse() is None else ())),
+        *(pytest.param(f"disk_{state}", ["alone"], marks=needs_fuse) for state in STATES),
     ],
 )
 def test_each_workload_is_measured_in_turn_with_what_it_is_compared_with(
@@ -65,9 +62,8 @@ def test_each_workload_hits_what_it_says(figures: Figures) -> None:
     assert figures.samples["vllm.documents.hit_part"][0] > 0.1
 
 
+@needs_fuse
 def test_the_slow_disk_is_slow_and_the_others_are_not(figures: Figures) -> None:
-    if (reason := why_no_fuse()) is not None:
-        pytest.skip(reason)
     (well_ms,), (slow_ms,) = (figures.samples[f"vllm.disk_{state}.file_read_ms"] for state in ("well", "slow"))
     assert slow_ms > 20 * well_ms
 

@@ -11,8 +11,6 @@ import pytest
 
 from tests.vllm.engines import CHUNK_TOKENS, drive, same_answer, tiercache_settings
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 ROUNDS = 5
 CHUNKS = 4
 """Of each prompt: 256 of its tokens are whole blocks."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from tests.control.test_dashboard import names_in, panels

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from tiercache.bridge import CacheThread  # noqa: E402
-from tiercache.config import Config  # noqa: E402
-from tiercache.core.layout import Layout  # noqa: E402
-from tiercache.integrations.vllm.device_mover import DeviceMover  # noqa: E402
-from tiercache.integrations.vllm.placement import make_mover  # noqa: E402
-from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup  # noqa: E402
+from tiercache.bridge import CacheThread
+from tiercache.config import Config
+from tiercache.core.layout import Layout
+from tiercache.integrations.vllm.device_mover import DeviceMover
+from tiercache.integrations.vllm.placement import make_mover
+from tiercache.integrations.vllm.planning import BlockTransfer, KvGroup
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT, CHUNK_BLOCKS = 64, 4, 2, 16, 32, 4
 SPEC = SimpleNamespace(block_size=TOKENS, num_kv_heads=HEADS, num_heads=HEADS, state_content_size_bytes=2 * CONTENT)

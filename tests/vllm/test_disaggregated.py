@@ -13,9 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.long import takes_minutes
+from tests.needs import takes_minutes
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ import pytest
 
 from tests.vllm.engines import CHUNK_TOKENS, close_answer, drive, same_answer, tiercache_settings
 from tiercache.testing.hf3fs import Hf3fsEmulator
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 @pytest.fixture(scope="session")
@@ -317,6 +314,7 @@ def mounted_3fs() -> Iterator[Hf3fsEmulator]:
         yield emulator
 
 
+@pytest.mark.uses("fuse3")
 @pytest.mark.parametrize("shared_arena", [False, True], ids=["one copy", "no copy"])
 def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_too(
     mounted_3fs: Hf3fsEmulator, model: str, prompts: list[str], oracle: list[dict[str, Any]], shared_arena: bool
@@ -355,13 +353,11 @@ def test_3fs_below_the_cpu_tier_gives_the_prefix_caches_answer_in_a_new_process_
     assert not any(same_answer(ours, theirs) for ours, theirs in zip(wrong, oracle, strict=True))
 
 
+@pytest.mark.needs("redis-server")
 def test_redis_below_the_cpu_tier_gives_the_prefix_caches_answer_to_another_engine(
     model: str, prompts: list[str], oracle: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Redis is all that the two engines share. Wrong KV changes the answer at last: what was compared is what was loaded."""
-    pytest.importorskip("redis", reason="redis-py is not installed")
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
     from tests.remote.redis import servers
 
     with servers.running(tmp_path) as server:

@@ -14,8 +14,6 @@ from tests.vllm.engines import drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = pytest.mark.usefixtures("imported")
 
 REQUESTS = int(os.environ.get("TEST_REQUESTS", "120"))

@@ -16,8 +16,6 @@ from tests.vllm.engines import drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = pytest.mark.usefixtures("imported")
 
 PAIRS = 6

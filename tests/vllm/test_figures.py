@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.control.families import Labels, figures_of

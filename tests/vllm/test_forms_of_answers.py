@@ -10,8 +10,6 @@ import pytest
 
 from tests.vllm.engines import BLOCK_TOKENS, drive, same_answer, tiercache_settings
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 SCHEMA = {
     "type": "object",
     "properties": {"title": {"type": "string", "maxLength": 20}, "pages": {"enum": [1, 20, 300]}},

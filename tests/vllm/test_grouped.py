@@ -80,7 +80,7 @@ def test_the_search_finds_the_longest_hit_that_all_groups_agree_on(data: st.Data
 @settings(deadline=None)  # the import takes long
 @given(window=st.integers(1, 100), extra=st.integers(0, 3), size=st.sampled_from([1, 4, 16]), computed=st.integers(0, 400))
 def test_what_a_window_keeps_is_what_vllm_keeps(window: int, extra: int, size: int, computed: int) -> None:
-    vllm = pytest.importorskip("vllm.v1.core.single_type_kv_cache_manager", reason="vLLM is not installed")
+    from vllm.v1.core import single_type_kv_cache_manager as vllm
     manager: Any = SimpleNamespace(sliding_window=window, extra_retained_tokens=extra)
     skipped = vllm.SlidingWindowManager.get_num_skipped_tokens(manager, computed)
     assert KvGroup(0, size, window_tokens=window + extra).first_block(computed) == skipped // size

@@ -10,8 +10,6 @@ import pytest
 from tests.vllm.blip import IMAGE_TOKENS, tiny_blip, words
 from tests.vllm.engines import BLOCK_TOKENS, drive, same_answer, tiercache_settings
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = pytest.mark.usefixtures("imported")
 
 TEXT_TOKENS = 200

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="torch is not installed")
-
-from tiercache.errors import LayoutError  # noqa: E402
-from tiercache.integrations.vllm.kv_blocks import KvBlocks  # noqa: E402
+from tiercache.errors import LayoutError
+from tiercache.integrations.vllm.kv_blocks import KvBlocks
 
 BLOCKS, HEADS, TOKENS, HEAD_SIZE, LAYERS = 24, 2, 16, 8, 5
 SHAPE = (BLOCKS, HEADS, TOKENS, 2 * HEAD_SIZE)

@@ -14,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 BLOCKS, PAGE, CHUNKS = 6, 4096, 4
 
 

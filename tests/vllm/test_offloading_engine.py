@@ -12,8 +12,6 @@ from tests.vllm.engines import BLOCK_TOKENS, close_answer, drive, same_answer
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.tiny import tiny_llama
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 
 def offloading(model: str, directory: Path, **settings: Any) -> dict[str, Any]:
     tier = {

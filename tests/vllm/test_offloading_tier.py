@@ -16,8 +16,6 @@ from tests.vllm.tiny_llama import save_tiny
 from tiercache.core.breaker import BreakerState
 from tiercache.errors import ConfigError
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 NAMES = [name_of(number) for number in range(ROWS)]
 Make = Callable[..., Offloaded]
 

@@ -6,7 +6,6 @@ The models are tiny, with weights that make an answer depend on its KV: a rank t
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.vllm.engines import (
 )
 from tests.vllm.tiny import LAYERS, VOCABULARY, tiny_llama, tiny_mla
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.usefixtures("imported")
 
 PROMPT_TOKENS = 300
@@ -131,10 +129,8 @@ def test_two_ranks_with_heads_of_their_own(tmp_path: Path) -> None:
         assert len(set(wrongly) - set(loaded)) >= blocks
 
 
+@pytest.mark.needs("redis-server")
 def test_two_ranks_with_one_head_store_it_once_in_redis_and_a_rank_alone_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("redis", reason="redis-py is not installed")
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed")
     from tests.remote.redis import servers
 
     model = tiny_llama(tmp_path / "model", kv_heads=1)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.published import Subscriber, there

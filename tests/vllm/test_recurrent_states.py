@@ -12,8 +12,6 @@ from tests.vllm.recurrent import DTYPES, VOCABULARY, tiny_recurrent
 from tests.vllm.test_every_request import KINDS, REQUESTS, workload
 from tests.vllm.test_sliding_windows import prompt_of
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 pytestmark = pytest.mark.usefixtures("imported")
 
 BLOCK_TOKENS = 128

@@ -18,9 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
-from tests.long import takes_minutes
+from tests.needs import takes_minutes
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY
 from tiercache.demo.server import MODEL_NAME, Server, _free_port, quickest_dtype, serving
 

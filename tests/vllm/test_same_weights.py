@@ -10,13 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.vllm.engines import drive, same_answer, tiercache_settings
 from tests.vllm.shortened import LAYERS
 from tiercache.integrations.vllm import adapters
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 def copied(model: str, directory: Path) -> Path:

@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey, keys_from_hashes

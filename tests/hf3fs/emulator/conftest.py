@@ -5,10 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hf3fs.emulator.client import Client
-from tiercache.testing.hf3fs import Hf3fsEmulator, why_no_fuse
-
-NO_FUSE = why_no_fuse()
-needs_fuse = pytest.mark.skipif(NO_FUSE is not None, reason=f"no FUSE mounts here: {NO_FUSE}")
+from tests.needs import needs_fuse
+from tiercache.testing.hf3fs import Hf3fsEmulator
 
 
 @pytest.fixture(scope="module", params=[pytest.param("fuse", marks=needs_fuse), "directory"])

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.needs import needs_fuse
 from tiercache.testing.hf3fs import Hf3fsEmulator
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.hf3fs.emulator.client import Client, fails, run
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.needs import needs_fuse
 from tiercache.testing.hf3fs import Hf3fsEmulator, Pace
 
 pytestmark = [needs_fuse, pytest.mark.parametrize("kind", ["fuse"], indirect=True)]

@@ -8,7 +8,7 @@ import pytest
 from hf3fs_fuse.io import deregister_fd, extract_mount_point, register_fd
 
 from tests.hf3fs.emulator.client import Client, fails, run
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.needs import needs_fuse
 from tiercache.testing.hf3fs import Hf3fsEmulator
 
 

@@ -10,7 +10,7 @@ import pytest
 from hf3fs_fuse.io import force_fsync
 
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, run
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.needs import needs_fuse
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client.mounts import add_link, remove_link
 

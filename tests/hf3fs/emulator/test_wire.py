@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from tests.hf3fs.emulator.client import Client, fails
-from tests.hf3fs.emulator.conftest import needs_fuse
+from tests.needs import needs_fuse
 from tiercache.testing.hf3fs.wire import (
     ARGUMENTS,
     COMPLETION,

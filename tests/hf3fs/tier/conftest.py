@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.hf3fs.emulator.conftest import NO_FUSE
+from tests.needs import needs_fuse
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.hf3fs import Hf3fsEmulator, install
+from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import RingEngine
 from tiercache.tiers.hf3fs.ring import RingSettings
@@ -28,7 +28,7 @@ HASTY = RingSettings(entries=16, rings=2, hang_s=0.2)
 install()
 
 
-KIND = "directory" if NO_FUSE else "fuse"
+KIND = "directory" if why_no_fuse() else pytest.param("fuse", marks=needs_fuse)
 """Of most tests. The tier's contract is tested on both kinds."""
 
 

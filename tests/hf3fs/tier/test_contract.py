@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
+from tests.needs import needs_fuse
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.testing.contract import CHUNK_BYTES

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, Memory, Opened, until
 from tests.hf3fs.tier.test_faults import PATIENCE_S, get, put, works_again
+from tests.needs import needs_fuse
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

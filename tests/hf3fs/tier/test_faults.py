@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import HASTY, Memory, Opened, until
+from tests.needs import needs_fuse
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -145,12 +145,11 @@ async def test_lost_read_is_an_error_and_its_memory_is_not_used_again(
         await lost
 
 
+@pytest.mark.parametrize("memory", ["arena"], indirect=True)
 async def test_a_slot_of_a_lost_read_comes_back_in_a_quiet_moment(
     opened: Opened, place: Path, memory: Memory, emulator: Hf3fsEmulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stayed lost for good, and its chunk could not be removed."""
-    if memory.arena is None:
-        pytest.skip("no slot is lost without an arena: the read has ended")
+    """Without an arena the read has ended, and no slot is lost."""
     monkeypatch.setattr(engine, "_QUIET_AFTER_S", 0.4)
     async with opened(place, rings=HASTY) as tier:
         await put(tier, memory, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS, Memory, Opened
+from tests.needs import needs_fuse
 from tiercache.errors import ConfigError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES

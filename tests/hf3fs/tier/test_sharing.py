@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hf3fs.emulator.conftest import needs_fuse
 from tests.hf3fs.tier.conftest import Memory, Opened, until
+from tests.needs import needs_fuse
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 from tiercache.testing.campaign.processes import stands_still
-from tiercache.testing.hf3fs import why_no_fuse
 
 _MOUNTED_S = 20.0
 
@@ -149,6 +148,3 @@ class FragileMount:
 
     def _unmount(self) -> None:
         subprocess.run(["umount", "-l", str(self.path)], capture_output=True, check=False)
-
-
-__all__ = ["FragileMount", "why_no_fuse"]

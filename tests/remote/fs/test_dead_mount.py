@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.needs import needs_fuse
+from tests.remote.fs.mount import FragileMount
 from tests.remote.fs.test_fs import FILE_BYTES, tier_on
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
@@ -27,11 +28,11 @@ from tiercache.tiers.weka import WekaSettings, WekaTier
 CAP_BYTES = 64 * FILE_BYTES
 KINDS = ["fs", "disk", "weka"]
 
+pytestmark = needs_fuse
+
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FragileMount]:
-    if reason := why_no_fuse():
-        pytest.skip(reason)
     with FragileMount(tmp_path) as mount:
         yield mount
 

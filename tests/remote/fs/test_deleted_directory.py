@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.needs import needs_fuse
+from tests.remote.fs.mount import FragileMount
 from tests.remote.fs.test_dead_mount import CAP_BYTES, is_hit, is_written
 from tests.remote.fs.test_dead_mount import opened as opened_on_files
 from tests.tiers.test_contract import LAYOUT
@@ -26,7 +27,7 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 
-KINDS = ["disk", "fs", "weka", "gds", "hf3fs"]
+KINDS = ["disk", "fs", "weka", "gds", pytest.param("hf3fs", marks=needs_fuse)]
 
 install()
 
@@ -56,16 +57,12 @@ def above(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.getfixturevalue("kind") != "hf3fs":
         yield tmp_path
         return
-    if reason := why_no_fuse():
-        pytest.skip(reason)
     with Hf3fsEmulator() as emulator:
         yield emulator.mount
 
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FragileMount]:
-    if reason := why_no_fuse():
-        pytest.skip(reason)
     with FragileMount(tmp_path) as mount:
         yield mount
 
@@ -147,6 +144,7 @@ async def test_directory_whose_parent_is_away_is_not_made(above: Path, kind: str
         assert await is_written(tier, 2)
 
 
+@needs_fuse
 @pytest.mark.parametrize("kind", ["disk", "fs", "weka", "gds"])
 @pytest.mark.parametrize("below", ["kv", ""], ids=["a directory on the mount", "the mount point itself"])
 async def test_nothing_is_written_below_a_mount_that_is_away(mount: FragileMount, kind: str, below: str) -> None:
@@ -163,6 +161,7 @@ async def test_nothing_is_written_below_a_mount_that_is_away(mount: FragileMount
         assert await is_hit(tier, 19)
 
 
+@needs_fuse
 @pytest.mark.parametrize("kind", ["disk", "fs", "weka", "gds"])
 async def test_directory_is_made_anew_on_its_mount(mount: FragileMount, kind: str) -> None:
     place = mount.path / "kv"

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.remote.fs.mount import FragileMount, why_no_fuse
+from tests.needs import needs_fuse
+from tests.remote.fs.mount import FragileMount
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.weka import physical_bytes
 from tiercache import Config, Layout, TierCache
@@ -84,8 +85,6 @@ async def is_hit(tier: FsTier, number: int) -> bool:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[FragileMount]:
-    if reason := why_no_fuse():
-        pytest.skip(reason)
     with FragileMount(tmp_path) as mount:
         yield mount
 
@@ -104,6 +103,7 @@ class TestFsTier(TierContract):
         return True
 
 
+@needs_fuse
 class TestFsTierThroughFuse(TestFsTier):
     """A file system with neither fallocate nor a rename that spares what is there, as NFS before 4.2."""
 
@@ -281,6 +281,7 @@ async def test_chunks_are_there_after_a_restart(tmp_path: Path) -> None:
         assert tier.statistics().occupied_bytes >= 5 * FILE_BYTES
 
 
+@needs_fuse
 async def test_a_mount_that_dies_is_unavailable_and_used_again_when_it_is_back(mount: FragileMount) -> None:
     async with opened(mount.path) as tier:
         await store(tier, range(1, 3))
@@ -292,6 +293,7 @@ async def test_a_mount_that_dies_is_unavailable_and_used_again_when_it_is_back(m
         assert await is_hit(tier, 1)
 
 
+@needs_fuse
 async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: FragileMount) -> None:
     async with opened(mount.path, use_odirect=False) as writer:
         await store(writer, range(1, 2))
@@ -305,6 +307,7 @@ async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: F
         assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, 0)
 
 
+@needs_fuse
 async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
     mount: FragileMount, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,6 +330,7 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
     await tier.close()
 
 
+@needs_fuse
 async def test_who_is_told_of_changes_hears_of_a_mount_that_comes_later(mount: FragileMount) -> None:
     async with opened(mount.path) as tier:
         await store(tier, range(1, 3))
@@ -348,6 +352,7 @@ async def test_who_is_told_of_changes_hears_of_a_mount_that_comes_later(mount: F
     await tier.close()
 
 
+@needs_fuse
 async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMount) -> None:
     await asyncio.to_thread(mount.die)
     tier = tier_on(mount.path, timeout_s=0.2)
@@ -361,6 +366,7 @@ async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMo
     await tier.close()
 
 
+@needs_fuse
 async def test_a_mount_that_is_full_at_the_start_is_tried_again(mount: FragileMount) -> None:
     """Nothing of ours lies there yet, so only others can make room."""
     mount.fill()
@@ -375,6 +381,7 @@ async def test_a_mount_that_is_full_at_the_start_is_tried_again(mount: FragileMo
     await tier.close()
 
 
+@needs_fuse
 async def test_a_mount_that_hangs_costs_the_cache_its_patience_and_then_nothing(
     mount: FragileMount, tmp_path: Path
 ) -> None:
@@ -403,6 +410,7 @@ async def test_a_mount_that_hangs_costs_the_cache_its_patience_and_then_nothing(
         mount.go_on()
 
 
+@needs_fuse
 async def test_close_does_not_wait_for_a_mount_that_hangs(mount: FragileMount) -> None:
     mount.hang()
     tier = tier_on(mount.path, timeout_s=0.1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.needs import RDMA_DEVICES
 from tests.remote.infinistore import fake
 from tiercache.config.remote_options import options_of
 from tiercache.core.keys import ChunkKey
@@ -26,7 +27,6 @@ from tiercache.tiers.remote.infinistore import InfiniStoreTier
 
 KEY, PAYLOAD = chunk(1)
 NAME = f"tiercache:{KEY.hex()}"
-RDMA_DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 
 
 def make_tier(url: str = "infinistore://127.0.0.1:22345", timeout_s: float = 5.0, **options: Any) -> InfiniStoreTier:
@@ -230,6 +230,7 @@ def test_the_url_may_name_the_device() -> None:
     assert make_tier("infinistore://h:1/?device=mlx5_3")._device == "mlx5_3"
 
 
+@pytest.mark.needs("libibverbs1")
 @pytest.mark.parametrize(
     "method",
     [
@@ -238,7 +239,7 @@ def test_the_url_may_name_the_device() -> None:
     ],
 )
 def test_the_fake_has_the_signatures_of_the_real_module(method: str) -> None:
-    real = pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
+    import infinistore as real
     theirs = inspect.getattr_static(real.InfinityConnection, method)
     theirs = getattr(theirs, "func", theirs)  # register_mr is a singledispatchmethod
     ours = getattr(fake.InfinityConnection, method)
@@ -248,8 +249,9 @@ def test_the_fake_has_the_signatures_of_the_real_module(method: str) -> None:
     assert inspect.iscoroutinefunction(theirs) is inspect.iscoroutinefunction(ours)
 
 
+@pytest.mark.needs("libibverbs1")
 def test_the_fake_has_the_constants_of_the_real_module() -> None:
-    real = pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
+    import infinistore as real
     for name in ("TYPE_RDMA", "TYPE_TCP", "LINK_ETHERNET", "LINK_IB"):
         assert getattr(real, name) == getattr(fake, name)
     assert issubclass(real.InfiniStoreKeyNotFound, real.InfiniStoreException)
@@ -259,9 +261,8 @@ def test_the_fake_has_the_constants_of_the_real_module() -> None:
     config.verify()
 
 
-@pytest.mark.skipif(not RDMA_DEVICES, reason="no RDMA device: an InfiniStore server does not start without one")
+@pytest.mark.needs("libibverbs1", "RDMA")
 async def test_on_a_real_server(tmp_path: Path, arena: Arena) -> None:
-    pytest.importorskip("infinistore", reason="infinistore is not installed", exc_type=ImportError)
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "infinistore.server", "--service-port", "22345", "--manage-port", "22346"),

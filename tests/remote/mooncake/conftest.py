@@ -11,17 +11,11 @@ import pytest
 from tiercache.config.remote_options import options_of
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.mooncake import Holder, Master, missing, plain_client, running
+from tiercache.testing.mooncake import Holder, Master, plain_client, running
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
 os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")  # clients listen, too
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _with_mooncake() -> None:
-    if reason := missing():
-        pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

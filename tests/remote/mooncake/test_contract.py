@@ -16,6 +16,8 @@ from tiercache.testing import TierContract
 from tiercache.testing.mooncake import Master
 from tiercache.tiers.base import Tier
 
+pytestmark = pytest.mark.needs("libibverbs1")
+
 
 class TestMooncake(TierContract):
     """Payloads of the contract lie outside of the arena: everything takes the detour."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.needs import takes_minutes
 from tests.remote.mooncake.conftest import make_tier
 from tiercache.bench.loop_figures import lags
 from tiercache.errors import ConfigError, TierFull, TierUnavailable
@@ -20,6 +20,8 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.testing.mooncake import Holder, Master, running
 from tiercache.tiers.remote.mooncake import client as client_module
+
+pytestmark = pytest.mark.needs("libibverbs1")
 
 KEY, PAYLOAD = chunk(1, 1 << 20)
 LENGTH = 1 << 20
@@ -225,7 +227,7 @@ async def test_memory_of_a_read_that_was_given_up_is_kept_until_the_client_is_le
         await tier.close()
 
 
-@pytest.mark.skipif(not os.environ.get("TIERCACHE_SLOW_TESTS"), reason="takes 70 s; TIERCACHE_SLOW_TESTS=1 runs it")
+@takes_minutes
 async def test_bytes_that_trickle_in_after_mooncake_gave_up_reach_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 
 from tiercache import Config, Layout, TierCache
 from tiercache.testing.mooncake import Master
 from tiercache.tiers.remote.mooncake import MooncakeTier
+
+pytestmark = pytest.mark.needs("libibverbs1")
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 

@@ -18,6 +18,8 @@ from tiercache.testing.mooncake import Master, plain_client
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.mooncake import MooncakeTier
 
+pytestmark = pytest.mark.needs("libibverbs1")
+
 LARGEST = 5 << 20
 KEY, PAYLOAD = chunk(1)
 LENGTH = PAYLOAD.nbytes

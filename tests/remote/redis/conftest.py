@@ -1,4 +1,4 @@
-"""Servers that tests share. Imported when used: where they are missing tests are skipped, and a conftest cannot be."""
+"""Servers that tests share."""
 
 from __future__ import annotations
 

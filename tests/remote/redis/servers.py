@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,11 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-redis = pytest.importorskip("redis", reason="redis-py is not installed")
-if shutil.which("redis-server") is None:
-    pytest.skip("redis-server is not installed", allow_module_level=True)
+import redis
 
 START_S = 15.0
 
@@ -118,8 +113,6 @@ def running(place: Path, *options: str, **more: Any) -> Iterator[Server]:
 
 def make_certificates(place: Path) -> Path:
     """ca.pem, server.pem and server.key for localhost and 127.0.0.1, in `place`."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
     place.mkdir(parents=True, exist_ok=True)
     names = place / "names"
     names.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")

@@ -18,6 +18,8 @@ from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.layout import head_name, new_manifest, segments_of
 
+pytestmark = pytest.mark.needs("redis-server")
+
 LENGTH = 40_000
 
 

@@ -11,6 +11,8 @@ from tests.remote.redis.servers import Server
 from tests.remote.redis.tiers import make_tier
 from tiercache.tiers.base import Tier
 
+pytestmark = pytest.mark.needs("redis-server")
+
 
 class TestRedis(CompressionContract):
     segment_bytes = 2 << 20

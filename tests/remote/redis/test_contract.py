@@ -12,6 +12,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.tiers.base import Tier
 
+pytestmark = pytest.mark.needs("redis-server")
+
 
 class RedisContract(TierContract):
     server: Server
@@ -65,6 +67,7 @@ class TestAnotherDatabase(TestStandalone):
         return True
 
 
+@pytest.mark.needs("openssl")
 class TestTls(RedisContract):
     @pytest.fixture(autouse=True)
     def use(self, tls_server: Server, certificates: Path) -> None:

@@ -21,6 +21,8 @@ from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
 from tiercache.tiers.remote.redis.failures import ServerError
 
+pytestmark = pytest.mark.needs("redis-server")
+
 SECRET = "correct-horse-7"  # what must never be shown
 KEY, PAYLOAD = chunk(1, 9 << 20)
 LENGTH = 9 << 20
@@ -295,6 +297,7 @@ async def test_a_password_that_is_changed_later_makes_the_tier_unavailable(tmp_p
         await tier.close()
 
 
+@pytest.mark.needs("openssl")
 async def test_tls_where_there_is_none_and_none_where_there_is(
     server: Server, tls_server: Server, certificates: Path
 ) -> None:

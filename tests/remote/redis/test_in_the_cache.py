@@ -12,6 +12,8 @@ import pytest
 from tests.remote.redis.servers import Server
 from tiercache import Config, Layout, TierCache
 
+pytestmark = pytest.mark.needs("redis-server")
+
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 8))
 PAYLOADS = [np.random.default_rng(number).integers(0, 256, LAYOUT.chunk_bytes, dtype=np.uint8) for number in range(8)]

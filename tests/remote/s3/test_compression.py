@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import obstore
 import pytest
 
 from tests.compression.contract import CompressionContract
@@ -9,8 +10,6 @@ from tests.remote.s3.conftest import settings_for
 from tiercache.testing.s3 import S3Server
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
-
-obstore = pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 
 class TestS3(CompressionContract):

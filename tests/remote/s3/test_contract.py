@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import obstore
 import pytest
 
 from tests.remote.s3.conftest import settings_for
@@ -12,8 +13,6 @@ from tiercache.testing import TierContract
 from tiercache.testing.s3 import S3Server
 from tiercache.tiers.base import Tier
 from tiercache.tiers.remote.s3 import S3Tier
-
-obstore = pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 
 class TestS3Tier(TierContract):

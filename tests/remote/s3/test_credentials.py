@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,10 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("files")
 def test_a_profile_that_needs_boto3_says_so_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        import boto3  # noqa: F401
-    except ImportError:
-        monkeypatch.setenv("AWS_PROFILE", "login")
-        with pytest.raises(ConfigError, match=r"s3\.access_key_id: .*'login'.* pip install boto3"):
-            identity()
-    else:
-        pytest.skip("boto3 is installed here")
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setenv("AWS_PROFILE", "login")
+    with pytest.raises(ConfigError, match=r"s3\.access_key_id: .*'login'.* pip install boto3"):
+        identity()
 
 
 @pytest.mark.usefixtures("files")

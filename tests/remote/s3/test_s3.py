@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
+import obstore
 import pytest
 
 from tests.remote.s3.conftest import settings_for
@@ -22,8 +23,6 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.s3 import S3Server
 from tiercache.tiers.remote.base import NotOurs
 from tiercache.tiers.remote.s3 import S3Tier
-
-obstore = pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 MakeTier = Callable[..., S3Tier]
 LARGE_BYTES = 9 << 20

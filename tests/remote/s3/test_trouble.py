@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import shutil
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -171,8 +170,6 @@ async def test_https_to_a_store_without_tls_is_said_at_the_start(s3_server: S3Se
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     """Of an authority that nobody knows, and its key, in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
     place = tmp_path / "both.pem"
     key, pem = tmp_path / "key.pem", tmp_path / "certificate.pem"
     subprocess.run(
@@ -185,6 +182,7 @@ def certificate(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.needs("openssl")
 async def test_a_certificate_that_nobody_knows_is_said_and_can_be_trusted(certificate: Path) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate)

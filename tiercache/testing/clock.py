@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer when nothing else happens, so that tests wait for no deadline."""
+"""An event loop with a virtual clock that jumps to the next timer when nothing else happens: tests wait for no deadline."""
 
 from __future__ import annotations
 
@@ -10,46 +10,56 @@ from collections.abc import Callable
 from typing import Any
 
 _GRACE_S = 0.03
-"""Real time that worker threads get to report before the clock jumps."""
+"""Real time, or as much as the timer asks for if that is less, in which nothing arrives before the clock jumps."""
+_BEGAN_S = 1_000.0
 
 
 class _JumpingSelector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
-        self.jumped_s = 0.0
+        self.now_s = _BEGAN_S
         self.busy: Callable[[], bool] | None = None
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None or timeout <= _GRACE_S:
+        if timeout is None or timeout <= 0:
             return super().select(timeout)
-        events = super().select(_GRACE_S)
-        if events or _others_run() or (self.busy is not None and self.busy()):
+        events = super().select(min(timeout, _GRACE_S))
+        if events or not _others_wait() or (self.busy is not None and self.busy()):
             return events
-        events = super().select(0)  # of a thread that has reported since
+        events = super().select(0)  # a thread may have reported since
         if not events:
-            self.jumped_s += timeout - _GRACE_S
+            self.now_s += timeout
         return events
 
 
-def _others_run() -> bool:
-    """Whether another thread of this process computes, waits for a processor, or for a disk. One that waits for a lock, an
-    event or another process does not."""
+def _others_wait() -> bool:
+    """Return True if each other thread of this process waits for a lock, an event or another process, thus neither computes
+    nor waits for a processor or a disk. A thread may wake another between two looks, so both looks must find the same."""
+    first = _waiting_threads()
+    return first is not None and first == _waiting_threads()
+
+
+def _waiting_threads() -> dict[str, list[str]] | None:
+    """Return for each other thread how often it was switched, or None if one of them runs."""
     own = str(threading.get_native_id())
+    switches = {}
     for thread in os.listdir("/proc/self/task"):
         if thread != own:
             try:
-                with open(f"/proc/self/task/{thread}/stat") as file:
-                    state = file.read().rpartition(")")[2].split(maxsplit=1)[0]
+                with open(f"/proc/self/task/{thread}/status") as file:
+                    lines = file.read().splitlines()
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it has ended
-            if state in "RD":
-                return True
-    return False
+            if any(line.startswith(("State:\tR", "State:\tD")) for line in lines):
+                return None
+            switches[thread] = [line for line in lines if "ctxt_switches" in line]
+    return switches
 
 
 class JumpingClockLoop(asyncio.SelectorEventLoop):
-    """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once. The clock stands while
-    threads compute or use a disk, however busy the machine is, and while `busy` says that they wait for what will come."""
+    """Use with `asyncio.Runner(loop_factory=JumpingClockLoop)`. Timers fire in order, at once. The clock is purely virtual:
+    real time does not move it, however slow the machine is. It stands while threads compute or use a disk, and while `busy`
+    returns True, which a test sets where threads wait for another process that will answer."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -64,4 +74,4 @@ class JumpingClockLoop(asyncio.SelectorEventLoop):
         self._jumping.busy = busy
 
     def time(self) -> float:
-        return super().time() + self._jumping.jumped_s
+        return self._jumping.now_s

@@ -34,7 +34,7 @@ class Identity:
 
     def is_same(self, other: Identity) -> bool:
         """Whether both are the same directory, by whatever names."""
-        return (self._device, self._number) == (other._device, other._number)
+        return self._number >= 0 and (self._device, self._number) == (other._device, other._number)
 
     def is_deleted(self) -> bool:
         """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file

@@ -58,6 +58,22 @@ def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access
     raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
 
 
+def check_manifest(root: Path) -> None:
+    """For who only reads: there may be none yet. Raises WrongFormat, OSError."""
+    found = _read(root / MANIFEST)
+    if found is not None and not _is_torn(found):
+        _require_ours(root / MANIFEST, found)
+
+
+def reads_directly(root: Path) -> bool:
+    """Return True if the manifest can be opened with O_DIRECT. Does not raise."""
+    try:
+        os.close(open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
 def reads_back(root: Path) -> bool:
     """Whether the device gives what is in the manifest; what memory has kept of it says nothing. Does not raise."""
     try:

@@ -92,6 +92,11 @@ class Mover(ABC):
     def forget(self, path: str) -> None:  # noqa: B027
         """The file at `path` is gone, or is being deleted: close it. Blocks; in a worker thread."""
 
+    def forget_all(self, paths: Sequence[str]) -> None:
+        """As `forget`, of many."""
+        for path in paths:
+            self.forget(path)
+
     def close_deleted(self) -> int:
         """Close files that others have deleted; how many there were. Blocks; in a worker thread."""
         return 0

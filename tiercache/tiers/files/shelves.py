@@ -21,6 +21,7 @@ from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
 from tiercache.tiers.files.manifest import WrongFormat
 from tiercache.tiers.files.metadata import MetadataWorkers
+from tiercache.tiers.files.only_read import NoRoom, OnlyRead
 from tiercache.tiers.files.parts import Knowledge, Mover, Room
 from tiercache.tiers.files.scanning import Shelf, scan
 from tiercache.tiers.files.settings import FileSettings
@@ -71,6 +72,7 @@ class Shelves:
         """Bad chunks that may still lie there (read-only directory): a look into the directory does not take them up."""
         self.metadata = MetadataWorkers(f"{name}-metadata", metadata_threads)
         self.closed = False
+        self._only_reads = False
         self._unclosed: list[Shelf] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
@@ -80,14 +82,18 @@ class Shelves:
         self.knowledge = knowledge(self)
         self.room = room(self)
 
-    async def open(self) -> None:
-        """Raises ConfigError; what was opened until then is closed, and it may be tried again."""
+    async def open(self, *, only_reads: bool = False) -> None:
+        """`only_reads`: change nothing there. Raises ConfigError with everything closed again: it may be tried once more."""
+        self._only_reads = only_reads
         try:
             await self._open_all()
         except BaseException:
             self.all.clear()
             self._close_volumes()
             raise
+        if only_reads:
+            self.room.close()
+            self.room = NoRoom()
         for shelf in self.all:
             self.room.begin(shelf)
             self.begin_scan(shelf, first=True)
@@ -98,7 +104,7 @@ class Shelves:
 
     async def _open_all(self) -> None:
         await self.mover.prepare()
-        if not self.settings.cap_bytes:
+        if not self.settings.cap_bytes and not self._only_reads:
             self.settings = replace(self.settings, cap_bytes=await self._default_cap())
         share_bytes = self.settings.cap_bytes // len(self.settings.directories)
         for directory in self.settings.directories:
@@ -191,7 +197,7 @@ class Shelves:
     def deleted(self, keys: list[ChunkKey]) -> None:
         """Chunks are being deleted, or were, by us or by others: a file that is open still takes its space."""
         if self.mover.keeps_files_open:
-            self.metadata.submit(_forget_all, self.mover, [self.path(key) for key in keys])
+            self.metadata.submit(self.mover.forget_all, [self.path(key) for key in keys])
 
     async def close_deleted(self) -> int:
         """The device is full, and deleted files that we keep open take its space. How many there were."""
@@ -350,7 +356,7 @@ class Shelves:
 
     def make_volume(self, directory: Path, cap_bytes: int) -> Volume:
         settings = self.settings
-        volume = Volume(
+        volume = (OnlyRead if self._only_reads else Volume)(
             directory,
             cap_bytes,
             self.fingerprint,
@@ -387,11 +393,6 @@ class Shelves:
             return await self.metadata.submit(default_cap, self.settings.directories, access)
         except OSError as error:
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
-
-
-def _forget_all(mover: Mover, paths: list[str]) -> None:
-    for path in paths:
-        mover.forget(path)
 
 
 def _complain(task: asyncio.Task[None]) -> None:

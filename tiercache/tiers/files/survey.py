@@ -70,11 +70,13 @@ class Reckoning:
 class Surveyor:
     """Scans the directories below `root` on behalf of `owner`. Chunks of this user get the mode that `access` says."""
 
-    def __init__(self, root: Path, owner: Owner, access: Access) -> None:
+    def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
+        """`changes`: without, nothing is given a mode or removed."""
         self._root = root
+        self._changes = changes
         self._owner = owner
         self._access = access
-        self._has_modes = True
+        self._has_modes = changes
         """Until the mount is seen to have none: then scans open no files for that any more."""
 
     def scan(self, top: str) -> Scanned:
@@ -110,8 +112,9 @@ class Surveyor:
         elif not is_file or not self._owner.is_stray(entry.name):
             found.foreign += not PENDING_NAME.fullmatch(entry.name)
             return
-        os.unlink(entry.path)
-        found.strays += 1
+        if self._changes:
+            os.unlink(entry.path)
+            found.strays += 1
 
 
 def _is_chunk(entry: os.DirEntry[str], top: str) -> bool:

@@ -82,7 +82,7 @@ class FileTier(DeviceTier):
 
     async def open(self) -> None:
         try:
-            await self.shelves.open()
+            await self.shelves.open(only_reads=not self.writes)
         except (Exception, asyncio.CancelledError):  # not GeneratorExit: nobody would run what waits
             await self.close()
             raise
@@ -95,7 +95,8 @@ class FileTier(DeviceTier):
     def describe(self) -> str:
         places = ", ".join(str(directory) for directory in self.settings.directories)
         way = self.shelves.mover.describe()
-        return f"{self.name} ({places}, at most {self.settings.cap_bytes / 2**30:.2f} GB{way and ', '}{way})"
+        most = f"at most {self.settings.cap_bytes / 2**30:.2f} GB" if self.writes else "only read"
+        return f"{self.name} ({places}, {most}{way and ', '}{way})"
 
     def contains(self, key: ChunkKey) -> bool:
         return self.shelves.contains(key)
@@ -121,7 +122,9 @@ class FileTier(DeviceTier):
         counters.evicted = shelves.room.evicted + self._evicted_for_quotas
         counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(shelf.index) for shelf in shelves.all)
-        counters.occupied_bytes = sum(shelf.volume.ledger.used_bytes for shelf in shelves.all)
+        counters.occupied_bytes = sum(
+            shelf.volume.ledger.used_bytes if self.writes else shelf.index.used_bytes for shelf in shelves.all
+        )
         counters.tenants = shown(added_up(shelf.index.tenant_statistics() for shelf in shelves.all))
         return counters
 
@@ -171,6 +174,7 @@ class FileTier(DeviceTier):
             return None
         self._statistics.reads += 1
         self._statistics.read_bytes += length
+        self.shelves.refused.pop(key, None)
         return length
 
     async def _read_from(self, shelf: Shelf, key: ChunkKey, read: BeginRead) -> int | None:
@@ -234,6 +238,8 @@ class FileTier(DeviceTier):
         )
 
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
+        if not self.writes:
+            return False
         try:
             return await self._write_to(self.shelves.places(key)[0], key, payload_bytes, write)
         except OSError as error:
@@ -344,6 +350,8 @@ class FileTier(DeviceTier):
     # Removing
 
     async def remove(self, key: ChunkKey) -> bool:
+        if not self.writes:
+            return False
         # From every directory: it may lie, too, where it was stored before others were added. What we do not know of may be
         # somebody else's. Whoever stops waiting leaves it to the thread.
         places = []

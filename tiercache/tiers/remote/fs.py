@@ -194,7 +194,7 @@ class FsTier(FileTier):
         """Raises TierUnavailable for what may pass by waiting, ConfigError for what does not."""
         try:
             # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
-            access = ACCESS[self.settings.file_access]
+            access = ACCESS[self.settings.file_access] if self.writes else None
             mounts = await self.shelves.metadata.submit(_mounts_of, self.settings.directories, access)
             for mount in mounts:
                 option, _ = local_locks(mount)
@@ -203,13 +203,15 @@ class FsTier(FileTier):
                         "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
                         self.name, mount.point, option,
                     )  # fmt: skip
-            await self.shelves.open()
+            await self.shelves.open(only_reads=not self.writes)
         except (OSError, ConfigError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError):
                 raise
             # Full: others put files on the mount as well, and may take them away.
-            if cause.errno in _MAY_PASS or cause.errno in NO_ROOM or _was_wiped(cause):
+            may_pass = cause.errno in _MAY_PASS or cause.errno in NO_ROOM or _was_wiped(cause)
+            # Who only reads waits for the one who writes.
+            if may_pass or (not self.writes and isinstance(cause, FileNotFoundError)):
                 raise TierUnavailable(f"{self.name}: {cause}") from error
             raise ConfigError(f"{self.option}: {cause}") from error
 
@@ -226,10 +228,11 @@ def _was_wiped(error: OSError) -> bool:
     return isinstance(error, FileNotFoundError) and "/.tiercache" in str(error.filename)
 
 
-def _mounts_of(directories: Sequence[Path], access: Access) -> list[Mount]:
-    """Makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
+def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount]:
+    """With `access`, makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
     for directory in directories:
-        access.make_root(directory)
+        if access is not None:
+            access.make_root(directory)
         with os.scandir(directory) as entries:
             next(entries, None)
     return list(dict.fromkeys(mount_of(directory) for directory in directories))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
 from tests.leaks import nothing_left, watch_slots
 from tests.made import SHARED_MEMORY, watch_what_is_made
 from tiercache.core.layout import Layout
@@ -92,7 +93,7 @@ def _has_loop(test: pytest.Function) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.import_plugin("tests.needs")
+    config.pluginmanager.register(needs, "tests.needs")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(config))
 

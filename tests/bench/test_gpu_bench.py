@@ -30,6 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"stdout": run.stdout, **json.loads(file.read_text())}
 
 
+@pytest.mark.needs("g++")
 def test_every_part_ends_and_every_check_passes(found: dict[str, Any]) -> None:
     assert {name: part["ended"] for name, part in found["parts"].items()} == dict.fromkeys(PARTS.split(","), "passed")
     assert set(found["checks"].values()) == {"passed"}
@@ -37,6 +38,7 @@ def test_every_part_ends_and_every_check_passes(found: dict[str, Any]) -> None:
     assert f"{len(found['checks'])} of {len(found['checks'])} checks passed" in found["stdout"]
 
 
+@pytest.mark.needs("g++")
 def test_results_say_where_they_come_from(found: dict[str, Any]) -> None:
     assert found["machine"]["cpus"] >= 1
     assert found["packages"]["torch"]
@@ -44,6 +46,7 @@ def test_results_say_where_they_come_from(found: dict[str, Any]) -> None:
     assert "the figures mean nothing" in found["stdout"]
 
 
+@pytest.mark.needs("g++")
 def test_every_target_names_figures_that_are_measured(found: dict[str, Any]) -> None:
     measured = found["figures"]
     for target in TARGETS:
@@ -52,6 +55,7 @@ def test_every_target_names_figures_that_are_measured(found: dict[str, Any]) -> 
         assert target.found(measured) is not None, target
 
 
+@pytest.mark.needs("g++")
 def test_a_wrong_block_is_noticed(found: dict[str, Any]) -> None:
     assert found["checks"]["model: a wrong block changes the logits"] == "passed"
 

@@ -77,24 +77,6 @@ def test_shared_memory_is_visible_by_name_and_gone_after_close(shm_name: str) ->
     assert not path.exists()
 
 
-def test_shared_memory_of_a_killed_process_is_neither_reused_nor_leaked(shm_name: str) -> None:
-    program = (
-        "import os, signal; from tiercache.memory.arena import *;"
-        f"arena = Arena(ArenaSettings(size_bytes={SIZE}, shm_name={shm_name!r})); arena.memory[:] = 9;"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    path = Path("/dev/shm") / f"tiercache.{shm_name}"
-    subprocess.run([sys.executable, "-c", program], check=False)
-    assert path.exists()
-    again = Arena(ArenaSettings(size_bytes=SIZE, shm_name=shm_name))
-    assert not again.memory.any(), "bytes of a dead process mean nothing"
-    again.close()
-    subprocess.run([sys.executable, "-c", program], check=False)
-    other = Arena(ArenaSettings(size_bytes=SIZE, shm_name=f"{shm_name}-other"))
-    assert not path.exists(), "whoever starts next sweeps what the dead left"
-    other.close()
-
-
 @pytest.mark.parametrize("name", ["a/b", "/"])
 def test_impossible_name_is_one_sentence(name: str) -> None:
     with pytest.raises(ConfigError, match="shm_name"):

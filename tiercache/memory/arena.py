@@ -14,6 +14,7 @@ import logging
 import mmap
 import os
 import signal
+import stat
 import threading
 import time
 import weakref
@@ -32,6 +33,8 @@ _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
+_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.01
+"""Another start that looks for files of dead processes has the lock for a moment only."""
 _PREFAULT_STEP_BYTES = 64 << 20
 _PROGRESS_FROM_BYTES = 8 << 30
 
@@ -106,7 +109,7 @@ class Arena:
             except BufferError:
                 logger.debug("arena: views are still held; the mapping goes when they do")
         if self.shm_path is not None:
-            self.shm_path.unlink(missing_ok=True)
+            _unlink_own(self.shm_path, self._shm_file)
             self.shm_path = None
         if self._shm_file >= 0:
             os.close(self._shm_file)
@@ -146,21 +149,18 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """A file `/dev/shm/tiercache.<name>` that is locked while we live.
+        """Map the file `/dev/shm/tiercache.<name>`, which is locked as long as this process lives.
 
-        What crashed processes left behind has no lock: under this name it is emptied, not reused (its bytes mean nothing
-        to us), under other names it is removed. A name that is in use by a living process is an error.
+        A file that a crashed process left has no lock: under this name it is emptied, not reused (its bytes mean nothing
+        here), under other names it is removed. Raises ConfigError for a name that a living process uses, and for anything
+        but a regular file of this user that nobody else may write: whoever may write it can change verified chunks.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
         _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
+        descriptor = _open_locked(path)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise ConfigError(f"shm_name: {path} cannot be opened: {error.strerror}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             free = os.statvfs(SHM_DIRECTORY)
             if free.f_bavail * free.f_frsize < self.size_bytes:
@@ -170,9 +170,6 @@ class Arena:
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ConfigError(f"shm_name: {path} is in use by a living process; choose another name") from None
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -251,25 +248,84 @@ class Arena:
 
 def _give_back(path: Path, descriptor: int, process: int) -> None:
     """Of an arena that nobody closed, at the exit of the process or when nobody has it any more. Not by a forked child."""
-    with contextlib.suppress(OSError):  # the name is gone, or the process whose descriptor that was
-        if os.getpid() == process and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            logger.warning("shm_name: the cache was not closed, or something hangs in it; removing %s", path)
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the descriptor belongs to the process that forked this one
+        if os.getpid() == process and _unlink_own(path, descriptor):
+            logger.warning("shm_name: the cache was not closed, or something hangs in it; removed %s", path)
         os.close(descriptor)
 
 
+def _unlink_own(path: Path, descriptor: int) -> bool:
+    """Remove `path` if it is still the file that is open as `descriptor`; return True if it was."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            path.unlink()
+            return True
+    return False
+
+
+def _open_locked(path: Path) -> int:
+    """Open and lock the file `path`, made anew where there is none. Raises ConfigError as `Arena._map_shared` does."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            if os.path.lexists(path):  # without O_CREAT, which the kernel may refuse for a file of another user
+                _check_own(path, os.lstat(path))
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            else:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except (FileNotFoundError, FileExistsError):
+            continue  # another start has removed or made it since
+        except OSError as error:
+            raise ConfigError(f"shm_name: {path} cannot be opened: {error.strerror}") from error
+        try:
+            _check_own(path, os.fstat(descriptor))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return descriptor
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)  # a start that sweeps has the lock for a moment
+        except FileNotFoundError:
+            pass  # another start has removed it since
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    raise ConfigError(f"shm_name: {path} is in use by a living process; choose another name")
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    """Raises ConfigError unless it is a regular file of this user that nobody else may write."""
+    if _is_own(found):
+        return
+    kind = f"a file of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"
+    if stat.S_ISLNK(found.st_mode):
+        kind = "a symbolic link"
+    elif stat.S_ISDIR(found.st_mode):
+        kind = "a directory"
+    elif not stat.S_ISREG(found.st_mode):
+        kind = "a pipe, socket or device"
+    raise ConfigError(
+        f"shm_name: {path}: expected a regular file of user {os.geteuid()} that only this user may write, found {kind}; "
+        "remove it or choose another name"
+    )
+
+
 def _sweep_dead_arenas() -> None:
-    """Remove arenas whose process died: nobody holds their lock. Empty files are left: one may be just being made."""
+    """Remove arenas of this user whose process died: their lock is free. Empty files stay, since they may be being made."""
     for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            if not _is_own(os.lstat(path)):
+                continue
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             size_bytes = os.fstat(descriptor).st_size
-            if size_bytes:
-                path.unlink(missing_ok=True)
+            if size_bytes and _unlink_own(path, descriptor):
                 logger.info("arena: removed %s (%.2f GB), left behind by a dead process", path, size_bytes / 2**30)
         except OSError:
             pass  # its owner lives

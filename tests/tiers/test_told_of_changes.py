@@ -189,6 +189,32 @@ async def test_what_the_kernel_had_no_room_to_tell_is_found_by_looking(
         await followed.comes_to({2, 3})
 
 
+async def test_after_an_overflow_the_loop_goes_on_between_slices_of_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the loop does in one turn is a slice, however many chunks there are."""
+    asked: list[int] = []
+    missing = deletions._missing
+
+    def counted(volume: object, part: list[ChunkKey]) -> list[ChunkKey]:
+        asked.append(len(part))
+        return missing(volume, part)  # type: ignore[arg-type]
+
+    happened = Inotify.happened
+    monkeypatch.setattr(deletions, "_AT_ONCE", 3)
+    monkeypatch.setattr(deletions, "_missing", counted)
+    async with opened(tmp_path) as tier:
+        followed = Followed(tier)
+        await fill(tier, range(20))
+        monkeypatch.setattr(
+            Inotify, "happened", lambda self: [Happening(-1, OVERFLOW, "")] if happened(self) else []
+        )
+        for number in range(10):
+            Path(tier.path(chunk(number)[0])).unlink()
+        await followed.comes_to(set(range(10, 20)))
+    assert asked and max(asked) <= 3
+
+
 async def test_without_watches_the_tier_serves_and_says_what_is_lacking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -125,13 +125,19 @@ class Deletions:
                         self._on_stored(key)
             except FileNotFoundError:
                 self._is_short = True  # the directory was deleted; a write makes it anew
-            numbers = {_NUMBERS[name] for name in new}
-            self._gone.update((key, None) for key in self._shelf.index.order.entries if key[0] in numbers)
+            await self._look_through({_NUMBERS[name] for name in new})
         while self._gone:
-            keys = list(self._gone)[:_AT_ONCE]
-            for key in keys:
-                del self._gone[key]
-            await self._look_for(keys)
+            await self._look_for([self._gone.popitem()[0] for _ in range(min(len(self._gone), _AT_ONCE))])
+
+    async def _look_through(self, numbers: set[int]) -> None:
+        """Look for all chunks known in these subdirectories, a slice in each turn of the loop."""
+        known = self._shelf.index.all_keys()
+        for start in range(0, len(known), _AT_ONCE):
+            keys = [key for key in known[start : start + _AT_ONCE] if key[0] in numbers and key in self._shelf.index]
+            if keys:
+                await self._look_for(keys)
+            else:
+                await asyncio.sleep(0)
 
     async def _look_for(self, keys: list[ChunkKey]) -> None:
         shelf, volume, index = self._shelf, self._shelf.volume, self._shelf.index

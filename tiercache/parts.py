@@ -165,14 +165,18 @@ class Parts:
     async def forget(self, keys: Sequence[ChunkKey], timeout_s: float) -> None:
         only_read = [tier for tier in self.tiers if tier.reads and not tier.writes]
 
-        def from_memory(key: ChunkKey) -> None:
-            self.cpu.forget(key)
+        def from_memory(keys: Sequence[ChunkKey]) -> None:
+            for key in keys:
+                self.cpu.forget(key)
             for mapped in self.reader.mapped:
-                mapped.mappings.forget(key)
+                for key in keys:
+                    mapped.mappings.forget(key)
             if self.on_device is not None:
-                self.on_device.staging.forget(key)
+                for key in keys:
+                    self.on_device.staging.forget(key)
             for tier in only_read:
-                tier.traffic.refuse(key)
+                for key in keys:
+                    tier.traffic.refuse(key)
 
         with self.closing.operations:
             await self.fan_out.forget(keys, timeout_s, from_memory)

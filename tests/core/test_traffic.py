@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tiercache.core.key_filter import KeyFilter
 from tiercache.core.keys import KEY_BYTES, check_key, check_keys, keys_from_hashes
 from tiercache.core.queue import BoundedQueue
 from tiercache.core.traffic import KeyTraffic
@@ -93,3 +94,23 @@ def test_what_is_no_key_is_a_sentence(wrong: object, error: type[Exception], fou
 def test_what_is_no_hash_is_a_sentence(wrong: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="hashes: expected"):
         keys_from_hashes(b"namespace", [A, wrong])  # type: ignore[list-item]
+
+
+def test_what_is_refused_for_good_is_refused_however_many_there_are() -> None:
+    traffic = KeyTraffic()
+    assert traffic.refuses_none and not traffic.refuses(A)
+    traffic.refuse(A)
+    assert not traffic.refuses_none and traffic.refuses(A) and not traffic.refuses(B)
+    for number in range(1 << 20):
+        traffic.refuse(number.to_bytes(24, "big"))
+    assert traffic.refuses(A)
+
+
+def test_a_filter_of_keys_holds_all_that_were_added_and_few_others() -> None:
+    keys = KeyFilter(1 << 14)
+    assert not keys
+    for number in range(8192):
+        keys.add(number.to_bytes(24, "big"))
+    assert keys and all(number.to_bytes(24, "big") in keys for number in range(8192))
+    others = sum(number.to_bytes(24, "big") in keys for number in range(10_000, 20_000))
+    assert others < 100, "one in 400 is expected"

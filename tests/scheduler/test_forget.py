@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import tracemalloc
 
 import pytest
 
 from tests.scheduler.held import CHUNK_BYTES, NEW, OLD, found, is_whole, key, opened, settle, tier
 from tiercache import TierCache
-from tiercache.errors import TierUnavailable
+from tiercache.errors import TierFull, TierUnavailable
 
 K = key(1)
 
@@ -377,3 +378,107 @@ async def test_chunk_of_a_large_forget_is_not_found_as_soon_as_it_has_begun() ->
         assert cache.lookup_hot([keys[-1]]) == 0
         tier("a").let_go("remove")
         await forgetting
+
+
+async def refuse() -> None:
+    raise OSError("connection refused")
+
+
+async def test_dead_tier_is_asked_seldom_to_remove_what_was_forgotten_and_removes_it_when_it_is_well() -> None:
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 5001)]
+        tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget(keys)
+        assert tier("a").entered["remove"] <= 10
+        await asyncio.sleep(200.0)
+        assert tier("a").entered["remove"] <= 20, "the pauses grow"
+        tried = tier("a").entered["remove"]
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget(keys[:1000])
+        assert tier("a").entered["remove"] == tried + 1, "a call tries one"
+        assert sum(await cache.lookup_each(keys)) == 0
+        tier("a").fate = None
+        await asyncio.sleep(70.0)
+        assert tier("a").chunks == {}
+        await cache.forget([K])
+        await new_bytes_are_everywhere(cache, "a")
+
+
+async def test_forget_of_a_tier_that_is_well_again_waits_for_no_pause() -> None:
+    async with opened("a") as cache:
+        await store_cold(cache)
+        others = [key(number) for number in range(10, 20)]
+        tier("a").fate = refuse
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget(others)
+        tier("a").fate = None
+        await cache.forget([K])
+        assert tier("a").chunks == {}
+
+
+async def test_what_is_to_be_removed_takes_little_memory() -> None:
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 20_001)]
+        tier("a").fate = refuse
+        tracemalloc.start()
+        try:
+            with pytest.raises(OSError, match="connection refused"):
+                await cache.forget(keys)
+            held_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held_bytes / len(keys) < 300, "the keys themselves not counted"
+
+
+async def test_chunks_that_are_too_many_to_be_removed_later_are_never_read_or_written_there_again() -> None:
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 70_001)]
+        tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget(keys)
+        assert await cache.put(keys[0], NEW) and await cache.put(keys[-1], NEW)
+        tier("a").fate = None
+        await asyncio.sleep(10.0)
+        left = list(tier("a").chunks)
+        assert 0 < len(left) <= 70_000 - 65_536
+        cache.clear_hot()
+        assert sum(await cache.lookup_each(left)) == 0
+        for one in left[:20]:
+            assert await cache.put(one, NEW)
+        assert (await cache.flush()).complete
+        cache.clear_hot()
+        for one in left[:20]:
+            assert await found(cache, one) is None
+        others = [key(number) for number in range(100_001, 100_101)]
+        for one in others:
+            assert await cache.put(one, NEW)
+        assert (await cache.flush()).complete
+        assert sum(one in tier("a").chunks for one in others) >= 99
+        assert await is_whole(cache)
+
+
+async def test_full_tier_removes_what_is_forgotten_though_it_takes_no_writes() -> None:
+    async def full() -> None:
+        raise TierFull("no room")
+
+    async with opened("a") as cache:
+        await store_cold(cache)
+        tier("a").fate = full
+        assert await cache.put(key(2), NEW)
+        assert (await cache.flush()).dropped == {"a": 1}
+        tier("a").fate = None
+        await cache.forget([K])
+        assert tier("a").chunks == {}
+
+
+async def test_chunk_whose_removal_fails_keeps_no_other_from_being_removed() -> None:
+    async with opened("a", concurrency=1) as cache:
+        keys = [key(number) for number in range(1, 11)]
+        tier("a").chunks = dict.fromkeys(keys, OLD)
+        tier("a").fail_removals = [OSError("not permitted")]
+        with pytest.raises(OSError, match="not permitted"):
+            await cache.forget(keys)
+        assert len(tier("a").chunks) == 1
+        await asyncio.sleep(5.0)
+        assert tier("a").chunks == {}

@@ -63,6 +63,10 @@ class Breaker:
         """As `allows`, without taking the probe."""
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
+    def wait_s(self, now_s: float) -> float:
+        """How long no operation may start, if none that runs reports before."""
+        return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
+
     def probing(self, now_s: float) -> bool:
         """Whether somebody is finding out at this moment: who can wait should wait for what he says."""
         return self.state is BreakerState.HALF_OPEN and now_s < self._probe_at_s

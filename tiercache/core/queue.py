@@ -43,6 +43,11 @@ class BoundedQueue(Generic[V]):
         """Items that may be taken."""
         return len(self._items)
 
+    @property
+    def aside(self) -> list[ChunkKey]:
+        """Keys of the items that were put aside."""
+        return list(self._aside)
+
     def has_room(self, item_bytes: int) -> bool:
         """An item larger than the whole bound is let in when the queue is empty: else it could never be written."""
         if not len(self):

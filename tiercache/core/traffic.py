@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tiercache.core.key_filter import KeyFilter
 from tiercache.core.keys import ChunkKey
-
-_REFUSED_FOR_GOOD = 1 << 20
 
 
 class KeyTraffic:
@@ -21,7 +20,7 @@ class KeyTraffic:
     def __init__(self) -> None:
         self._under_way: dict[ChunkKey, int] = {}
         self._removing: set[ChunkKey] = set()
-        self._refused: dict[ChunkKey, None] = {}
+        self._refused = KeyFilter()
         self.on_clear: Callable[[ChunkKey], None] | None = None
         """Called when the last of what was under way of a key that is to be removed has ended."""
         self.questions: set[Any] = set()
@@ -68,8 +67,6 @@ class KeyTraffic:
         self._removing.discard(key)
 
     def refuse(self, key: ChunkKey) -> None:
-        """For a tier that we only read: what was forgotten is not taken from there any more, while it is among the last
-        million."""
-        self._refused[key] = None
-        if len(self._refused) > _REFUSED_FOR_GOOD:
-            del self._refused[next(iter(self._refused))]
+        """Nothing of `key` begins any more: it was forgotten, and is not removed here. Of other keys few are refused with it
+        (`KeyFilter`)."""
+        self._refused.add(key)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from tiercache.core.keys import ChunkKey
 from tiercache.core.patience import Patience
 from tiercache.errors import TierUnavailable
-from tiercache.scheduler.removals import Outcome
 from tiercache.scheduler.together import all_or_none
 from tiercache.scheduler.writer import TierWriter, WriterStatistics
 from tiercache.tiers.cpu import CpuTier
@@ -97,24 +96,24 @@ class FanOut:
             writer.tier.continued(keys)
 
     async def forget(
-        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[ChunkKey], None]
+        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
         """Remove chunks from every tier, waiting up to `timeout_s` for that; as `TierCache.forget`. `from_memory` is called
-        for each. All keys take effect before the first await: nothing that begins in between may find a chunk in a tier and
-        bring it back, and a cancellation leaves none of them out."""
-        outcomes: dict[str, list[Outcome]] = {writer.tier.name: [] for writer in self.writers}
-        for key in keys:
-            for writer in self.writers:
-                outcomes[writer.tier.name].append(writer.forget(key))
-            from_memory(key)
-        every = [outcome for of_tier in outcomes.values() for outcome in of_tier]
-        if every:
-            await asyncio.wait(every, timeout=max(0.0, timeout_s))
-        for of_tier in outcomes.values():
-            for outcome in of_tier:
-                if outcome.done() and (error := outcome.result()) is not None:
-                    raise error
-        left = {name: sum(not outcome.done() for outcome in of_tier) for name, of_tier in outcomes.items()}
+        with all of them. That takes effect before the first await: nothing that begins in between may find a chunk in a tier
+        and bring it back, and a cancellation leaves none of them out."""
+        keys = list(dict.fromkeys(keys))
+        requests = {writer: writer.forget(keys) for writer in self.writers}
+        from_memory(keys)
+        try:
+            if requests:
+                await asyncio.wait([each.settled for each in requests.values()], timeout=max(0.0, timeout_s))
+        finally:
+            for writer, request in requests.items():
+                writer.leave(request)
+        for request in requests.values():
+            if request.error is not None:
+                raise request.error
+        left = {writer.tier.name: request.left for writer, request in requests.items()}
         if any(left.values()):
             found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
             raise TierUnavailable(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
@@ -16,7 +16,7 @@ from tiercache.core.patience import Patience
 from tiercache.core.queue import BoundedQueue
 from tiercache.errors import TierFull
 from tiercache.memory.workers import retrieve_exception
-from tiercache.scheduler.removals import Outcome, Removals
+from tiercache.scheduler.removals import Removals, Request
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.leases import Lease
 
@@ -69,7 +69,7 @@ class TierWriter:
         self._writing: dict[ChunkKey, int] = {}
         self._wanted: set[ChunkKey] = set()
         """Of those, what the tier has come to want since it was offered."""
-        self._removals = Removals(tier, settings.deadline_s, self._removed, self._give_up_on)
+        self._removals = Removals(tier, settings.deadline_s, self._removed, self._give_up_stalled)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stuck: set[asyncio.Task[bool]] = set()
         self._room = asyncio.Event()
@@ -161,17 +161,28 @@ class TierWriter:
     def skip(self, leases: deque[Lease]) -> None:
         """There is no room for these: do not write them. Takes them out."""
         self.counters.skipped += len(leases)
-        release_all(leases)
+        while leases:
+            leases.pop().release()
 
-    def forget(self, key: ChunkKey) -> Outcome:
-        """Remove a chunk from the queue, and from the tier when what of it is under way there has ended. From now on the
-        tier is not asked for it, and what is put of it now is written after the removal."""
-        lease = self._queue.discard(key)
-        if lease is not None:
+    def forget(self, keys: Sequence[ChunkKey]) -> Request:
+        """Remove chunks, all different, from the queue, and from the tier when what of them is under way there has ended.
+        From now on the tier is not asked for them, and what is put of them now is written after the removal."""
+        self._discard(keys)
+        return self._removals.want(keys)
+
+    def leave(self, request: Request) -> None:
+        """Nobody waits for it any more; as `Removals.leave`."""
+        self._removals.leave(request)
+
+    def _discard(self, keys: Iterable[ChunkKey]) -> int:
+        """Take chunks out of the queue; returns how many there were."""
+        leases = [lease for lease in map(self._queue.discard, keys) if lease is not None]
+        for lease in leases:
             lease.release()
+        if leases:
             self._room.set()
             self._settle()
-        return self._removals.want(key)
+        return len(leases)
 
     async def drained(self) -> None:
         """Wait until all is written or given up. Cancelling it changes nothing."""
@@ -250,14 +261,9 @@ class TierWriter:
         if self._queue.call_up(key):
             self._add_task()
 
-    def _give_up_on(self, key: ChunkKey) -> None:
-        """Its removal does not end: what waits for that holds no memory any longer."""
-        lease = self._queue.discard(key)
-        if lease is not None:
-            self.counters.dropped += 1
-            lease.release()
-            self._room.set()
-            self._settle()
+    def _give_up_stalled(self) -> None:
+        """What waits for removals that do not end holds no memory any longer."""
+        self.counters.dropped += self._discard(filter(self._removals.stalled, self._queue.aside))
 
     def _settle(self) -> None:
         if not self.pending:
@@ -392,9 +398,3 @@ class TierWriter:
             lease.release()
         self._room.set()
         self._settle()
-
-
-def release_all(leases: deque[Lease]) -> None:
-    """Takes them out."""
-    while leases:
-        leases.pop().release()

@@ -130,9 +130,17 @@ class Cluster(Topology):
             raise problem
 
     def _read(self, asked: Endpoint, ranges: Iterable[Any]) -> None:
-        """[first slot, last slot, [host, port, ...] of the master, replicas...]; an empty host is the one that was asked."""
+        """[first slot, last slot, [host, port, ...] of the master, replicas...]; an empty host is the one that was asked.
+
+        Raises BrokenConnection for slots that no cluster has.
+        """
         owners: list[Endpoint | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, (host, port, *_), *_ in ranges:
+            if not 0 <= int(first) <= int(last) < REDIS_CLUSTER_HASH_SLOTS:
+                raise BrokenConnection(
+                    f"{asked}: CLUSTER SLOTS: expected slots from 0 to {REDIS_CLUSTER_HASH_SLOTS - 1}, "
+                    f"found {first} to {last}"
+                )
             found = host.decode() if isinstance(host, bytes) else host
             owner = Endpoint(found if found and found != "?" else asked.host, int(port))
             owners[int(first) : int(last) + 1] = [owner] * (int(last) + 1 - int(first))

@@ -1,4 +1,4 @@
-"""What was just stored or loaded is there for the next request, whatever `cache_policy` says: through the cache itself."""
+"""What was just stored or loaded is there for the next request: through the cache itself."""
 
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
-from tiercache.core.eviction import ORDERS
 
 CHUNK_BYTES = 16384
 LAYOUT = Layout("test-model", chunk_tokens=64, bytes_per_token=256)
@@ -47,10 +46,9 @@ async def put(cache: TierCache, keys: Sequence[bytes], how: str) -> None:
         assert stored == len(keys) or len(keys) > cache.cpu.pool.count
 
 
-@pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("how", ["as a prefix", "as a batch", "one by one"])
-async def test_what_fills_four_fifths_of_a_full_arena_is_read_back_whole(policy: str, how: str) -> None:
-    async with opened(640, cache_policy=policy) as cache:
+async def test_what_fills_four_fifths_of_a_full_arena_is_read_back_whole(how: str) -> None:
+    async with opened(640) as cache:
         await put(cache, numbered(1_000_000, 640), "as a batch")
         for pair in range(5):
             keys = numbered(pair * 512, 512)
@@ -58,13 +56,12 @@ async def test_what_fills_four_fifths_of_a_full_arena_is_read_back_whole(policy:
             assert await got(cache, keys) == 512, f"pair {pair + 1}"
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-async def test_chats_and_now_and_then_a_long_document(policy: str, tmp_path: Path) -> None:
+async def test_chats_and_now_and_then_a_long_document(tmp_path: Path) -> None:
     """Every store and every load is whole for the request after it; the hot cache is always full. What is still being
     written holds up to half of it: only a long document waits for that."""
     slots = 128
     chance = random.Random(7)
-    async with opened(slots, tmp_path, cache_policy=policy) as cache:
+    async with opened(slots, tmp_path) as cache:
         chats: list[list[int]] = []
         fresh = iter(range(1, 1_000_000))
         for step in range(100):
@@ -83,9 +80,8 @@ async def test_chats_and_now_and_then_a_long_document(policy: str, tmp_path: Pat
             assert cache.lookup_hot(keys) == len(keys), f"just stored, step {step}"
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-async def test_of_a_prefix_that_is_larger_than_the_arena_the_head_is_kept(policy: str) -> None:
-    async with opened(128, cache_policy=policy) as cache:
+async def test_of_a_prefix_that_is_larger_than_the_arena_the_head_is_kept() -> None:
+    async with opened(128) as cache:
         await put(cache, numbered(1_000, 128), "as a batch")
         keys = numbered(0, 300)
         for _ in range(3):
@@ -93,22 +89,20 @@ async def test_of_a_prefix_that_is_larger_than_the_arena_the_head_is_kept(policy
             assert cache.lookup_hot(keys) >= 128 - 32, "all but the slots that the last batch went through"
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-async def test_the_same_chunks_may_be_put_as_prefixes_in_different_orders(policy: str) -> None:
+async def test_the_same_chunks_may_be_put_as_prefixes_in_different_orders() -> None:
     """Keys that are not chained allow it. Seen: puts raised KeyError."""
     chance = random.Random(1)
-    async with opened(128, cache_policy=policy) as cache:
+    async with opened(128) as cache:
         for _ in range(150):
             keys = [key(number) for number in chance.sample(range(240), chance.randrange(2, 50))]
             await put(cache, keys, "as a prefix")
             assert await got(cache, keys) == len(keys)
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-async def test_the_same_chunks_may_be_read_from_disk_in_different_orders(policy: str, tmp_path: Path) -> None:
+async def test_the_same_chunks_may_be_read_from_disk_in_different_orders(tmp_path: Path) -> None:
     """Seen: reads of chunks that lie there were misses, then puts of new chunks failed, too."""
     chance = random.Random(4)
-    async with opened(128, tmp_path, cache_policy=policy, disk_durability="none") as cache:
+    async with opened(128, tmp_path, disk_durability="none") as cache:
         for number in range(0, 240, 40):
             await put(cache, numbered(number, 40), "as a batch")
             await cache.flush()

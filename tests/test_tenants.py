@@ -25,7 +25,6 @@ from tiercache.core.budget import PREFETCH, WRITE
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import tenant_of, tenant_tag
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.tenants import TenantCpuTier
 
 GB = 1 << 30
 SLOTS = 32
@@ -193,7 +192,6 @@ async def test_random_uses_leave_right_accounts() -> None:
     chance = random.Random(7)
     async with opened(cache_policy="LRU") as cache:
         cpu = cache.cpu
-        assert isinstance(cpu, TenantCpuTier)
         kept: list[Lease] = []
         for _ in range(400):
             keys = keys_of(cache, chance.choice(["", "a", "b", "c"]), chance.randint(1, 5), chance.randint(0, 9))
@@ -208,14 +206,13 @@ async def test_random_uses_leave_right_accounts() -> None:
                 case _:
                     while len(kept) > chance.randint(0, 6):
                         kept.pop(chance.randrange(len(kept))).release()
-            owners = [owner for owner in cpu._slots._owners if owner is not None]
-            for tenant, holding in cpu._tenants.shares.holdings.items():
-                assert holding.held_bytes == owners.count(tenant) * CHUNK_BYTES <= QUOTA * CHUNK_BYTES
-            assert len(owners) == SLOTS - cpu.pool.free
-            assert {tenant: count for tenant, count in cpu._ahead.items() if count <= 0} == {}
+            tenants = cpu.statistics().tenants.values()
+            assert all(tenant.held_bytes == tenant.chunks * CHUNK_BYTES for tenant in tenants)
+            assert all(tenant.chunks <= QUOTA for tenant in tenants)
+            assert sum(tenant.chunks for tenant in tenants) == SLOTS - cpu.pool.free
         for lease in kept:
             lease.release()
-        assert not cpu._ahead and cpu.obtainable == SLOTS
+        assert cpu.obtainable == SLOTS
 
 
 # On disk

@@ -14,6 +14,7 @@ from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import in_bytes
 from tiercache.core.budget import SlotBudget
+from tiercache.core.eviction import MEAN_LRU
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.cuda import CudaDriver
@@ -40,7 +41,6 @@ from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.registry import BUILT_IN, make_remote
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
-from tiercache.tiers.tenants import TenantCpuTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 logger = logging.getLogger("tiercache")
@@ -103,11 +103,18 @@ def make_twin() -> TwinDriver:
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
     """The hot cache. Raises ConfigError for a quota that holds no chunk."""
-    quota_bytes = in_bytes(config.tenant_max_local_cpu_size)
-    if not quota_bytes or not config.local_cpu:
-        return CpuTier(pool, copiers, policy=config.cache_policy, keep=config.local_cpu)
+    if config.cache_policy.upper() in MEAN_LRU:
+        logger.warning("cache_policy: %s is not built any more and means LRU", config.cache_policy)
+    quota_bytes = in_bytes(config.tenant_max_local_cpu_size) if config.local_cpu else 0
     _check_quota("tenant_max_local_cpu_size", quota_bytes, pool.slot_bytes)
-    return TenantCpuTier(pool, copiers, quota_bytes, config.prefetch_share, policy=config.cache_policy)
+    return CpuTier(
+        pool,
+        copiers,
+        policy=config.cache_policy,
+        keep=config.local_cpu,
+        quota_bytes=quota_bytes,
+        prefetch_share=config.prefetch_share,
+    )
 
 
 def _check_quota(key: str, quota_bytes: int, needed_bytes: int, directories: int = 1) -> None:
@@ -197,7 +204,6 @@ def _shared_memory(config: Config, layout: Layout, device: Device | None, planne
         directories=tuple(map(Path, planned.directories)),
         cap_bytes=planned.cap_bytes or 0,
         threads=config.disk_io_threads,
-        policy=policy_below(config),
         file_access=config.file_access,
         tenant_bytes=planned.tenant_bytes,
     )
@@ -214,7 +220,6 @@ def _disk(config: Config, layout: Layout, device: Device | None, planned: Planne
         threads=config.disk_io_threads,
         direct=config.use_odirect,
         durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
         admission=config.flash_admission,
         bytes_per_day=config.flash_bytes_per_day,
         file_access=config.file_access,
@@ -242,7 +247,6 @@ def _gds(config: Config, layout: Layout, device: Device | None, planned: Planned
         threads=config.disk_io_threads,
         direct=True if config.use_direct_io else None,
         durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
         admission=config.flash_admission,
         bytes_per_day=config.flash_bytes_per_day,
         file_access=config.file_access,
@@ -267,7 +271,6 @@ def _weka(config: Config, layout: Layout, device: Device | None, planned: Planne
         cap_bytes=planned.cap_bytes or 0,
         threads=max(_WEKA_THREADS, config.disk_io_threads),
         durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
         tenant_bytes=planned.tenant_bytes,
@@ -293,7 +296,6 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
         threads=max(_HF3FS_THREADS, config.disk_io_threads),
         direct=False,
         durable=config.disk_durability == "fdatasync",
-        policy=policy_below(config),
         file_access=config.file_access,
         tenant_bytes=planned.tenant_bytes,
         mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
@@ -307,11 +309,6 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
         ),
     )
 
-
-def policy_below(config: Config) -> str:
-    """What the tiers below the hot cache evict by. COST learns from names of evicted chunks, several for each resident: fine
-    for the thousands of a hot cache, too much for the millions of a disk, which hardly differ by policy."""
-    return "LRU" if config.cache_policy == "COST" else config.cache_policy
 
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:

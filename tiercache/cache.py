@@ -184,7 +184,7 @@ class TierCache:
             with parts.closing.operations, parts.on_device.event(after) as event:
                 stored += await parts.on_device.path.put(chunks, event, parts.until_s(deadline_s))
             if prefix:
-                parts.cpu.follow(keys)
+                parts.cpu.link(keys)
         return stored
 
     async def put_from(

@@ -79,7 +79,7 @@ def test_an_unknown_extra_key_and_an_unknown_override_fail(problem_of) -> None:
         ("hf3fs_numa_id: 9999", "hf3fs_numa_id: expected a NUMA node of this machine in -1 .. "),
         ("hf3fs_io_thread_num: 1", "hf3fs_io_thread_num: expected a whole number of threads in 2 .. 16, found 1"),
         ("hf3fs_io_thread_num: 17", "found 17"),
-        ("cache_policy: ARC", "cache_policy: expected one of LRU, LFU, FIFO, MRU, SLRU, S3FIFO, COST, found 'ARC'"),
+        ("cache_policy: ARC", "cache_policy: expected one of LRU, FIFO, LFU, MRU, COST, S3FIFO, SLRU, found 'ARC'"),
         ("on_queue_full: drop", "on_queue_full: expected one of wait, skip, replace, found 'drop'"),
         ("disk_durability: sometimes", "disk_durability: expected fdatasync or none, found 'sometimes'"),
         ("remote_serde: cachegen", "compression of a remote tier loses none), found 'cachegen'"),

@@ -16,7 +16,7 @@ from tiercache.config.reference import reference
 from tiercache.config.rendering import render
 from tiercache.config.schema import KEYS
 from tiercache.core.admission import ADMISSIONS
-from tiercache.core.eviction import ORDERS
+from tiercache.core.eviction import POLICIES
 from tiercache.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_every_key_is_explained_with_its_source(load_text, tmp_path: Path) -> No
         "source": "environment",
         "name": "LMCACHE_LOCAL_CPU",
     }
-    assert values["cache_policy"] == {"value": "COST", "effective": True, "source": "default"}
+    assert values["cache_policy"] == {"value": "LRU", "effective": True, "source": "default"}
 
 
 def test_people_see_tiers_values_sources_and_warnings(load_text) -> None:
@@ -224,7 +224,7 @@ def test_the_examples_load(name: str) -> None:
 
 def test_policies_and_admissions_are_those_that_there_are() -> None:
     """The table names them itself: `core` imports numpy, which reading a configuration does without."""
-    for key, made in (("cache_policy", ORDERS), ("flash_admission", ADMISSIONS)):
+    for key, made in (("cache_policy", POLICIES), ("flash_admission", ADMISSIONS)):
         kind = KEYS[key].kind
         assert isinstance(kind, Choice) and kind.words == tuple(made)
 

@@ -5,7 +5,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.eviction import ORDERS, TenantOrder, make_byte_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
 from tiercache.core.layout import Layout
@@ -20,8 +19,8 @@ def key(number: int, salt: str = "") -> bytes:
     return number.to_bytes(KEY_BYTES, "big") + tenant_tag(salt)
 
 
-def index_of(quota: int, policy: str = "LRU") -> CappedIndex:
-    return CappedIndex(make_byte_order(policy, quota))
+def index_of(quota: int) -> CappedIndex:
+    return CappedIndex(quota)
 
 
 # Keys
@@ -88,9 +87,8 @@ def test_what_is_on_its_way_counts() -> None:
 # Who goes
 
 
-@pytest.mark.parametrize("policy", ORDERS)
-def test_who_is_at_his_quota_gives_up_his_own(policy: str) -> None:
-    index = index_of(3, policy)
+def test_a_tenant_at_its_quota_gives_up_its_own() -> None:
+    index = index_of(3)
     quiet = [key(number, "quiet") for number in range(3)]
     for one in quiet:
         index.add(one, 1)
@@ -102,7 +100,7 @@ def test_who_is_at_his_quota_gives_up_his_own(policy: str) -> None:
     assert index.prefix(quiet) == 3 and len(index) == 6
 
 
-def test_his_own_least_recent_goes() -> None:
+def test_the_tenants_own_least_recently_used_goes() -> None:
     index = index_of(3)
     for number in range(3):
         index.add(key(number, "a"), 1)
@@ -111,7 +109,7 @@ def test_his_own_least_recent_goes() -> None:
     assert index.evict_own(key(9, "nobody"), 1) == []
 
 
-def test_who_is_over_his_quota_gives_up_before_others() -> None:
+def test_a_tenant_over_its_quota_gives_up_before_others() -> None:
     index = index_of(2)
     index.add(key(0, "quiet"), 1)
     for number in range(1, 5):
@@ -122,26 +120,15 @@ def test_who_is_over_his_quota_gives_up_before_others() -> None:
     assert [one for one, _ in index.evict(1)] == [key(0, "quiet")], "now as if there were no tenants"
 
 
-@pytest.mark.parametrize("policy", ["LRU", "COST"])
-def test_a_prefix_that_is_larger_than_the_quota_loses_its_end(policy: str) -> None:
-    index = index_of(4, policy)
-    keys = [key(number, "a") for number in range(8)]
-    for number, one in enumerate(keys):
-        index.evict_own(one, index.lacking_bytes(one, 1))
-        index.add(one, 1, parent=keys[number - 1] if number else None)
-    assert index.prefix(keys) >= 3
-
-
 def test_one_call_may_name_chunks_of_several_tenants() -> None:
     index = index_of(4)
     mixed = [key(number, SALTS[number % 3]) for number in range(9)]
     for one in mixed:
         index.add(one, 1)
-    index.order.touch_prefix(mixed)
-    index.order.follow(mixed)
+    index.touch_prefix(mixed)
     while len(index):
         index.evict(1)
-    assert not index.tenants.shares.holdings and not index.tenants._own  # type: ignore[union-attr]
+    assert index.tenant_statistics() == {} and index.used_bytes == 0
 
 
 class Quotas(RuleBasedStateMachine):
@@ -152,7 +139,7 @@ class Quotas(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = SharedIndex(make_byte_order("COST", self.QUOTA))
+        self.index = SharedIndex(self.QUOTA)
         self.sizes: dict[bytes, int] = {}
         self.coming: dict[bytes, int] = {}
 
@@ -174,12 +161,12 @@ class Quotas(RuleBasedStateMachine):
         assert self.of(tenant_of(key), self.sizes) + self.of(tenant_of(key), self.coming) <= self.QUOTA
 
     @precondition(lambda self: self.coming)
-    @rule(data=st.data(), parent=KEYS)
-    def end_write(self, data: st.DataObject, parent: bytes) -> None:
+    @rule(data=st.data())
+    def end_write(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.coming)))
         size = self.coming.pop(key)
         self.index.expect(key, -size)
-        self.index.add(key, size, parent=parent)
+        self.index.add(key, size)
         self.sizes[key] = size
 
     @rule(key=KEYS, size=st.integers(1, 5))
@@ -217,17 +204,14 @@ class Quotas(RuleBasedStateMachine):
 
     @invariant()
     def accounts_are_a_recount(self) -> None:
-        shares = self.index.tenants.shares  # type: ignore[union-attr]
         assert self.index.used_bytes == sum(self.sizes.values())
         for tenant in map(tenant_tag, SALTS):
-            assert shares.held_bytes(tenant) == self.of(tenant, self.sizes)
             held = self.index.tenant_statistics().get(tenant, TenantStatistics())
+            assert held.held_bytes == self.of(tenant, self.sizes)
             assert held.chunks == sum(tenant_of(one) == tenant for one in self.sizes)
         excess = [max(0, self.of(tenant, self.sizes) - self.QUOTA) for tenant in map(tenant_tag, SALTS)]
         assert self.index.excess_bytes == sum(excess)
-        order = self.index.order
-        assert isinstance(order, TenantOrder)
-        assert {one for own in order._own.values() for one in own.entries} == set(order.entries) == set(self.sizes)
+        assert set(self.index.all_keys()) == set(self.sizes)
 
 
 TestQuotas = Quotas.TestCase

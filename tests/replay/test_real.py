@@ -21,7 +21,7 @@ EXCERPTS = Path(__file__).parent / "excerpts"
 CHUNK_BYTES = 4096
 
 
-@pytest.mark.parametrize("policy", ["LRU", "COST"])
+@pytest.mark.parametrize("policy", ["LRU", "LFU"])
 @pytest.mark.parametrize(
     ("name", "requests", "ram", "flash", "admission"),
     [
@@ -56,7 +56,7 @@ async def test_requests_that_overlap_are_all_answered_with_the_right_bytes(tmp_p
     assert known.unique_blocks is not None
     speeds = Speeds(ram_bytes_per_s=1e9, flash_bytes_per_s=1e8, flash_latency_s=1e-4)
     hardware = Hardware(CHUNK_BYTES // known.block_tokens)
-    setting = compressed(Setting(1000, 1100, policy="COST", prefetch=("hints",), hardware=hardware), 500.0, speeds)
+    setting = compressed(Setting(1000, 1100, prefetch=("hints",), hardware=hardware), 500.0, speeds)
     requests = Renamed(trace, 500.0)
     contents = Contents(CHUNK_BYTES)
     async with opened(setting, CHUNK_BYTES, known.unique_blocks, tmp_path, one_at_a_time=False) as cache:
@@ -103,7 +103,6 @@ def test_a_program_announces_when_its_last_answer_has_ended() -> None:
         (["--sweep", "5%,10%"], "--real: expected one setting, found lists"),
         (["--real-chunk-kib", "6"], "--real-chunk-kib: expected a multiple of 4 KiB and of the 512 tokens of a block"),
         (["--real-chunk-kib", "4", "--sweep", "100"], "--real: expected at least 1024 KiB in RAM, found 400"),
-        (["--policy", "LFU", "--flash", "all"], "--real: a cache that has LFU in RAM has LFU on flash, found LRU"),
         (["--flash", "all", "--prefetch", "sessions"], "--real: expected --prefetch none or hints, found sessions"),
         (["--sweep", "2"], "--real: expected room for 4 blocks in RAM, found 2"),
     ],
@@ -118,7 +117,7 @@ def test_what_cannot_be_played_is_one_sentence(tmp_path: Path, options: list[str
 def test_the_command_prints_both_sides_and_leaves_no_file(tmp_path: Path) -> None:
     files = tmp_path / "files"
     files.mkdir()
-    options = ["--limit", "30", "--sweep", "500", "--flash", "600", "--policy", "COST", "--speed-up", "100"]
+    options = ["--limit", "30", "--sweep", "500", "--flash", "600", "--speed-up", "100"]
     options += ["--real", str(files), "--real-chunk-kib", "16", "--json", str(tmp_path / "rows.json")]
     result = CliRunner().invoke(app, ["replay", str(EXCERPTS / "mooncake_conversation.jsonl"), *options])
     assert result.exit_code == 0, result.output

@@ -297,7 +297,7 @@ async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(bench: Bench,
     keys = [chunk(number)[0] for number in (2, 3, 4)]
     slots = bench.cpu.try_reserve_all(keys)
     with bench.make_hot(3) as first:
-        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known)
+        bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in slots.items()}, known, {})
         lease = bench.cpu.lease(keys[1])
         assert lease is not None
         with lease:
@@ -312,7 +312,7 @@ async def test_who_waits_for_a_slot_gets_one_when_others_have_stored_their_chunk
     waiting = asyncio.ensure_future(bench.cpu.reserve(Purpose.WRITE, 10.0))
     while not bench.cpu.turns.waiters:
         await asyncio.sleep(0)
-    bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in taken.items()}, {})
+    bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in taken.items()}, {}, {})
     given = await waiting
     assert given is not None
     bench.cpu.abandon(given, Purpose.WRITE)

@@ -9,7 +9,6 @@ import pytest
 
 from tests.tiers.test_disk import fill, is_hit, opened
 from tiercache.core.budget import WRITE
-from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
@@ -55,7 +54,7 @@ def keys(*numbers: int) -> set[ChunkKey]:
 
 def test_index_tells_of_what_comes_goes_and_is_evicted() -> None:
     told: list[ChunkKey] = []
-    index = CappedIndex(make_order("LRU"))
+    index = CappedIndex()
     index.on_change = told.append
     one, other = (chunk(number)[0] for number in (1, 2))
     index.add(one, 10)

@@ -14,7 +14,6 @@ from tiercache.bench.figures import Figures
 from tiercache.bench.peer import Peer
 from tiercache.bench.workload import MIB, Plan, config_of, layout_of, new_keys, nothing
 from tiercache.cache import TierCache
-from tiercache.core.eviction import make_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import KEY_BYTES, chunk_keys
 
@@ -55,7 +54,7 @@ def _index(figures: Figures, plan: Plan) -> None:
     """
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    index = CappedIndex(make_order("LRU"))
+    index = CappedIndex()
     for _ in range(plan.sizes.entries):
         index.add(os.urandom(KEY_BYTES), 2 * MIB)
     figures.add("index.bytes_per_entry", (tracemalloc.get_traced_memory()[0] - before) / plan.sizes.entries)

@@ -18,7 +18,7 @@ from tiercache.config.schema import KEYS, Key
 BEGIN, END = "<!-- made by python -m tiercache.config.migrating: {} -->\n", "<!-- end -->\n"
 
 DIFFERS = {
-    "cache_policy": "LMCache's default is LRU. COST evicts as LRU does, but where another chunk is clearly worth less",
+    "cache_policy": "only ends of prefixes are evicted, so a chunk never stays without those before it",
     "max_local_disk_size": "what is allocated counts, for all processes that share the directory, and after a restart",
     "use_odirect": "LMCache's default is false. Unset, it is used where the file system can",
     "disk_io_threads": "threads that read; twice as many write",

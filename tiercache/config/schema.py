@@ -168,9 +168,9 @@ class ConfigFields:
         Optional(Text("auto, or the number of a NUMA node")), None, "auto, or the number of a node", tier="cpu"
     )
     cache_policy: str = _key(
-        Choice(("LRU", "LFU", "FIFO", "MRU", "SLRU", "S3FIFO", "COST")),
-        "COST",
-        "what is evicted first; COST: LRU, but where another is clearly worth less, in RAM (LRU in the tiers below); see "
+        Choice(("LRU", "FIFO", "LFU", "MRU", "COST", "S3FIFO", "SLRU")),
+        "LRU",
+        "which leaf of the prefixes in RAM is evicted first; SLRU, S3FIFO and COST mean LRU; the tiers below use LRU; see "
         "docs/policies.md",
         tier="cpu",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 
-from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
-from tiercache.core.tenants import TenantStatistics
+from tiercache.core.tenants import Shares, TenantStatistics
 
 _STEP = 128
 """Keys that are looked for together: after the first that is nowhere, so many are looked for in vain at most."""
@@ -44,141 +44,156 @@ def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -
 
 
 class CappedIndex:
-    """Keys, occupied bytes and the order of eviction.
+    """Keys and occupied bytes of the chunks in a directory, least recently used first.
 
-    Methods return what the caller has to delete; they never wait and never touch the tier. `used_bytes` counts what
-    is resident. About 150 bytes an entry with LRU (one ordered map; equal sizes share one integer).
-
-    With a QuotaOrder tenants have a quota. What is being written for one counts as his from `expect` on.
+    Methods return what the caller has to delete; they never wait and never touch the tier. With a quota, chunks of a tenant
+    that has more than it go before those of others, and what is being written for a tenant counts from `expect` on.
     """
 
-    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
-        self.order = order
-        self.tenants = order if isinstance(order, QuotaOrder) else None
+    def __init__(self, quota_bytes: int = 0) -> None:
+        """`quota_bytes` limits each tenant; 0 for none."""
+        self.entries: OrderedDict[ChunkKey, int] = OrderedDict()
+        """Occupied bytes by key, coldest first."""
         self.used_bytes = 0
+        """The sum of them."""
+        self._shares = Shares(quota_bytes) if quota_bytes else None
+        self._of_tenant: dict[Tenant, OrderedDict[ChunkKey, None]] = {}
+        """The keys of each tenant in the same order; only with a quota."""
         self._sizes: dict[int, int] = {}
+        """One integer object for each size, which most chunks share."""
         self.on_change: Callable[[ChunkKey], None] | None = None
         """Called when a key has come or gone."""
 
     def __len__(self) -> int:
-        return len(self.order.entries)
+        return len(self.entries)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self.order.entries
+        return key in self.entries
 
     @property
     def keys(self) -> Container[ChunkKey]:
-        return self.order.entries
+        return self.entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """How many of `keys`, from the first on, are resident without a gap."""
-        return prefix_in(self.order.entries, keys)
+        return prefix_in(self.entries, keys)
 
-    def add(
-        self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None
-    ) -> None:
-        """Make `key` resident, or correct its size when it is. `parent` as for `EvictionOrder.insert`."""
+    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
+        """Make `key` resident, or correct its size when it is. A `cold` one, of unknown age, is the first to go."""
         occupied_bytes = self._sizes.setdefault(occupied_bytes, occupied_bytes)
-        entries = self.order.entries
-        before = entries.get(key)
-        if before is not None:
-            entries[key] = occupied_bytes
-            self.used_bytes += occupied_bytes - before
-            if occupied_bytes != before and self.tenants is not None:
-                self.tenants.shares.hold(tenant_of(key), occupied_bytes - before)
-            if not cold:
-                self.order.touch(key)
-            return
-        if cold:
-            self.order.insert_cold(key, occupied_bytes)
-        else:
-            self.order.insert(key, occupied_bytes, parent)
-        self.used_bytes += occupied_bytes
-        if self.on_change is not None:
-            self.on_change(key)
         if len(self._sizes) > 4096:
             self._sizes.clear()
+        before = self.entries.get(key)
+        self.entries[key] = occupied_bytes
+        self.used_bytes += occupied_bytes - (before or 0)
+        if self._shares is not None:
+            tenant = tenant_of(key)
+            self._shares.hold(tenant, occupied_bytes - (before or 0), before is None)
+            self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
+        if before is None and cold:
+            self._move(key, last=False)
+        elif before is not None and not cold:
+            self._move(key, last=True)
+        if before is None and self.on_change is not None:
+            self.on_change(key)
 
     def touch(self, key: ChunkKey) -> None:
-        if key in self.order.entries:
-            self.order.touch(key)
+        """Note an access."""
+        if key in self.entries:
+            self._move(key, last=True)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
-        """Note a use of those of `keys` that are resident; they are a prefix, of which the head is to stay longest."""
-        self.order.touch_prefix(keys)
+        """Note an access to the residents among `keys`, a prefix whose head is to stay longest."""
+        for key in reversed(keys):
+            if key in self.entries:
+                self._move(key, last=True)
 
     def remove(self, key: ChunkKey) -> int | None:
-        """Forget `key`; returns the bytes that it occupied, None when it was not resident."""
-        occupied = self.order.discard(key)
+        """Forget `key`; return the bytes that it occupied, None when it was not resident."""
+        occupied = self.entries.pop(key, None)
         if occupied is not None:
-            self.used_bytes -= occupied
-            if self.on_change is not None:
-                self.on_change(key)
+            self._removed(key, occupied)
         return occupied
 
     def age(self, keys: Sequence[ChunkKey]) -> None:
         """Move resident `keys` behind all others, the last of them to go first."""
         for key in keys:
-            self.order.age(key)
+            if key in self.entries:
+                self._move(key, last=False)
 
     def all_keys(self) -> list[ChunkKey]:
-        """Those that are resident, in no particular order: an OrderedDict takes ten times as long to say them in its own."""
-        return list(dict.keys(self.order.entries))
+        """The resident keys, in no particular order: an OrderedDict takes ten times as long to list them in its own."""
+        return list(dict.keys(self.entries))
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them. First
-        those of tenants who have more than their quota.
+        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them, first
+        those of tenants that have more than their quota.
 
-        Returns their keys and the bytes that each occupies; the caller deletes them.
+        Return their keys and the bytes that each occupies; the caller deletes them.
         """
         victims: list[tuple[ChunkKey, int]] = []
-        while needed_bytes > 0 and self.order.entries and len(victims) != most:
-            key, occupied = self.order.pop_victim()
-            self.used_bytes -= occupied
-            needed_bytes -= occupied
-            victims.append((key, occupied))
-            if self.on_change is not None:
-                self.on_change(key)
+        while needed_bytes > 0 and self.entries and len(victims) != most:
+            tenant = None if self._shares is None else self._shares.over
+            order = self.entries if tenant is None else self._of_tenant[tenant]
+            victims.append(self._evict(next(iter(order))))
+            needed_bytes -= victims[-1][1]
         return victims
+
+    def _evict(self, key: ChunkKey) -> tuple[ChunkKey, int]:
+        occupied = self.entries.pop(key)
+        if self._shares is not None:
+            self._shares.note_evicted(tenant_of(key))
+        self._removed(key, occupied)
+        return key, occupied
+
+    def _move(self, key: ChunkKey, *, last: bool) -> None:
+        self.entries.move_to_end(key, last=last)
+        if self._shares is not None:
+            self._of_tenant[tenant_of(key)].move_to_end(key, last=last)
+
+    def _removed(self, key: ChunkKey, occupied_bytes: int) -> None:
+        self.used_bytes -= occupied_bytes
+        if self._shares is not None:
+            tenant = tenant_of(key)
+            keys = self._of_tenant[tenant]
+            del keys[key]
+            if not keys:
+                del self._of_tenant[tenant]
+            self._shares.hold(tenant, -occupied_bytes, -1)
+        if self.on_change is not None:
+            self.on_change(key)
 
     # Tenants
 
     @property
     def excess_bytes(self) -> int:
         """What tenants have beyond their quotas: these were lowered, or others have written."""
-        return self.tenants.shares.excess_bytes if self.tenants is not None else 0
+        return self._shares.excess_bytes if self._shares is not None else 0
 
     def expect(self, key: ChunkKey, needed_bytes: int) -> None:
-        """So many bytes are being written for the tenant of `key`, or so many less."""
-        if self.tenants is not None:
-            self.tenants.shares.expect(tenant_of(key), needed_bytes)
+        """Count bytes that are being written for the tenant of `key`; a negative number ends that."""
+        if self._shares is not None:
+            self._shares.expect(tenant_of(key), needed_bytes)
 
     def lacking_bytes(self, key: ChunkKey, needed_bytes: int = 0) -> int:
-        """What the tenant of `key` has to give up to be within his quota when `needed_bytes` more have come."""
-        return self.tenants.shares.lacking_bytes(tenant_of(key), needed_bytes) if self.tenants is not None else 0
+        """What the tenant of `key` has to give up to be within its quota when `needed_bytes` more have come."""
+        return self._shares.lacking_bytes(tenant_of(key), needed_bytes) if self._shares is not None else 0
 
     def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
-        """Whether the tenant of `key` can have so many bytes more by giving up what he has."""
-        if self.tenants is None:
+        """Return True if the tenant of `key` can have so many bytes more by giving up what it has."""
+        if self._shares is None:
             return True
         tenant = tenant_of(key)
-        return self.tenants.shares.lacking_bytes(tenant, needed_bytes) <= self.tenants.shares.held_bytes(tenant)
+        return self._shares.lacking_bytes(tenant, needed_bytes) <= self._shares.held_bytes(tenant)
 
     def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
         """As `evict`, of what the tenant of `key` has."""
         victims: list[tuple[ChunkKey, int]] = []
-        while self.tenants is not None and needed_bytes > 0:
-            found = self.tenants.pop_victim_of(tenant_of(key))
-            if found is None:
-                break
-            victim, occupied = found
-            self.used_bytes -= occupied
-            needed_bytes -= occupied
-            victims.append((victim, occupied))
-            if self.on_change is not None:
-                self.on_change(victim)
+        while self._shares is not None and needed_bytes > 0 and (order := self._of_tenant.get(tenant_of(key))):
+            victims.append(self._evict(next(iter(order))))
+            needed_bytes -= victims[-1][1]
         return victims
 
     def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
-        """Of every tenant; empty where there are no quotas."""
-        return self.tenants.shares.statistics() if self.tenants is not None else {}
+        """By tenant; empty where there are no quotas."""
+        return self._shares.statistics() if self._shares is not None else {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiercache.core.eviction import EvictionOrder, QuotaOrder
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 
@@ -15,14 +14,12 @@ DIRECTORIES = 256
 class SharedIndex(CappedIndex):
     """A CappedIndex that can be compared with a listing of one of the directories. About 60 bytes an entry more."""
 
-    def __init__(self, order: EvictionOrder[int] | QuotaOrder) -> None:
-        super().__init__(order)
+    def __init__(self, quota_bytes: int = 0) -> None:
+        super().__init__(quota_bytes)
         self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
 
-    def add(
-        self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False, parent: ChunkKey | None = None
-    ) -> None:
-        super().add(key, occupied_bytes, cold=cold, parent=parent)
+    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
+        super().add(key, occupied_bytes, cold=cold)
         self._groups[key[0]].add(key)
 
     def remove(self, key: ChunkKey) -> int | None:

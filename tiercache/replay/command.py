@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tiercache.commands.findings import complain
 from tiercache.core.admission import ADMISSIONS
-from tiercache.core.eviction import ORDERS
+from tiercache.core.eviction import RANKS
 from tiercache.errors import TierCacheError
 from tiercache.replay.bounds import Survey, optimal_hits, survey
 from tiercache.replay.formats import Trace
@@ -37,7 +37,6 @@ class Options:
     ram: list[str] = field(default_factory=lambda: ["10%"])
     flash: list[str] = field(default_factory=lambda: ["0"])
     policies: list[str] = field(default_factory=lambda: ["LRU"])
-    flash_policy: str = "LRU"
     admissions: list[str] = field(default_factory=lambda: ["all"])
     gib_per_day: list[float] = field(default_factory=lambda: [0.0])
     prefetch: list[str] = field(default_factory=lambda: ["none"])
@@ -166,7 +165,6 @@ def _variants(options: Options, ram_blocks: int, flash_blocks: int | None) -> It
                         ram_blocks=ram_blocks,
                         flash_blocks=flash_blocks,
                         policy=policy.upper(),
-                        flash_policy=options.flash_policy.upper(),
                         admission=admission,
                         flash_bytes_per_day=gib_per_day * 2**30,
                         prefetch=() if prefetch == "none" else tuple(prefetch.split("+")),
@@ -200,8 +198,7 @@ def _needs_unique(options: Options) -> bool:
 
 def _check(options: Options) -> None:
     for option, found, known in (
-        ("--policy", [name.upper() for name in options.policies], tuple(ORDERS)),
-        ("--flash-policy", [options.flash_policy.upper()], tuple(ORDERS)),
+        ("--policy", [name.upper() for name in options.policies], tuple(RANKS)),
         ("--admission", options.admissions, ADMISSIONS),
         ("--prefetch", [part for name in options.prefetch for part in name.split("+")], ("none", *PREDICTORS)),
     ):

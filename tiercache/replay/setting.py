@@ -36,7 +36,6 @@ class Setting:
     ram_blocks: int
     flash_blocks: int | None = 0
     policy: str = "LRU"
-    flash_policy: str = "LRU"
     admission: str = "all"
     flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, make_admission
-from tiercache.core.eviction import make_byte_order
-from tiercache.core.index import CappedIndex
-from tiercache.core.keys import KEY_BYTES, ChunkKey, tenant_of, tenant_tag
+from tiercache.core.eviction import LeafLru, Resident
+from tiercache.core.index import CappedIndex, prefix_in
+from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant, tenant_of, tenant_tag
 from tiercache.core.prefetch import Fetch, PrefetchPlan
+from tiercache.core.tenants import Shares
 from tiercache.replay.figures import Figures
 from tiercache.replay.formats import Request
 from tiercache.replay.programs import Programs
@@ -27,6 +28,57 @@ _NOISY_BLOCKS = 16
 """Of each request of the tenant that scans."""
 
 
+class Ram:
+    """The hot cache: blocks of one size, and optionally a quota of blocks for each tenant."""
+
+    def __init__(self, policy: str, blocks: int, quota_blocks: int = 0) -> None:
+        """`quota_blocks`: 0 for none."""
+        self.blocks = blocks
+        self._order: LeafLru[Resident] = LeafLru(policy, by_tenant=quota_blocks > 0)
+        self._shares = Shares(quota_blocks) if quota_blocks else None
+        self.entries = self._order.entries
+        self.access = self._order.access
+        self.link = self._order.link
+        self.renew = self._order.renew
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    def prefix(self, keys: Sequence[ChunkKey]) -> int:
+        """How many of `keys`, from the first on without a gap, are resident."""
+        return prefix_in(self.entries, keys)
+
+    def add(
+        self, key: ChunkKey, parent: ChunkKey | None, time: int | None = None, *, in_order: bool = False
+    ) -> None:
+        self._order.insert(Resident(key), parent, time, in_order=in_order)
+        if self._shares is not None:
+            self._shares.hold(tenant_of(key), 1, 1)
+
+    def next_victim(self, key: ChunkKey) -> ChunkKey | None:
+        """Return the block that has to go for `key`; None where there is room."""
+        tenant = self._tenant_at_quota(key)
+        if tenant is None and len(self.entries) < self.blocks:
+            return None
+        victim = self._order.victim(tenant)
+        return None if victim is None else victim.key
+
+    def make_room(self, key: ChunkKey) -> list[ChunkKey]:
+        """Evict what has to go for one block; return it."""
+        victims = []
+        while self.entries and self.next_victim(key) is not None:
+            victim = self._order.pop_victim(self._tenant_at_quota(key))
+            assert victim is not None
+            victims.append(victim.key)
+            if self._shares is not None:
+                self._shares.hold(tenant_of(victim.key), -1, -1)
+        return victims
+
+    def _tenant_at_quota(self, key: ChunkKey) -> Tenant | None:
+        tenant = tenant_of(key)
+        return tenant if self._shares is not None and self._shares.lacking_bytes(tenant, 1) else None
+
+
 class Simulator:
     """One setting. `run` once, or piece by piece."""
 
@@ -35,15 +87,13 @@ class Simulator:
         hardware = setting.hardware
         self.block_bytes = block_tokens * hardware.bytes_per_token
         self.figures = Figures()
-        half_bytes = self.block_bytes // 2 if setting.quotas else 0
-        self.ram: CappedIndex = CappedIndex(make_byte_order(setting.policy, setting.ram_blocks * half_bytes))
+        self.ram = Ram(setting.policy, setting.ram_blocks, setting.ram_blocks // 2 if setting.quotas else 0)
         self.flash: CappedIndex | None = None
         if setting.flash_blocks is None or setting.flash_blocks > 0:
-            quota_bytes = (setting.flash_blocks or 0) * half_bytes
-            self.flash = CappedIndex(make_byte_order(setting.flash_policy, quota_bytes))
+            quota_bytes = (setting.flash_blocks or 0) * self.block_bytes // 2 if setting.quotas else 0
+            self.flash = CappedIndex(quota_bytes)
         self.admission = make_admission(setting.admission, REMEMBERED_KEYS)
         self.governor = Governor(setting.flash_bytes_per_day)
-        self._ram_cap_bytes = setting.ram_blocks * self.block_bytes
         self._flash_cap_bytes = None if setting.flash_blocks is None else setting.flash_blocks * self.block_bytes
         self._flash_free_s = 0.0
         self._engines = [0.0] * hardware.engines
@@ -54,7 +104,7 @@ class Simulator:
         self._coming: tuple[Fetch, float] | None = None
         self.programs: Programs | None = None
         if setting.prefetch and self.flash is not None:
-            self.programs = Programs(setting, self.block_bytes, self._renew)
+            self.programs = Programs(setting, self.block_bytes, self.ram.renew)
 
     def run(self, requests: Iterable[Request], measure_from: int = 0) -> Figures:
         """Replay; requests count from the `measure_from`th on."""
@@ -87,7 +137,7 @@ class Simulator:
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
         """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
         assert self.flash is not None
-        ram, flash = self.ram.order.entries, self.flash.order.entries
+        ram, flash = self.ram.entries, self.flash.entries
         block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
         now_s = max(self._prefetched_s, self._flash_free_s)
         while now_s < until_s:
@@ -115,26 +165,19 @@ class Simulator:
         if fetch.key in ram:
             plan.transfers.fetched(fetch.key)
             return
-        at_quota = ram.lacking_bytes(fetch.key, self.block_bytes) > 0
-        if at_quota or ram.used_bytes + self.block_bytes > self._ram_cap_bytes:
-            coldest = ram.order.coldest
-            if at_quota and ram.tenants is not None:
-                coldest = partial(ram.tenants.coldest_of, tenant_of(fetch.key))
-            if not plan.finds_room(coldest, self._renew, fetch, now_s):
+        if ram.next_victim(fetch.key) is not None:
+            if not plan.finds_room(partial(ram.next_victim, fetch.key), ram.renew, fetch, now_s):
                 plan.no_room(fetch, now_s)
                 return
             self._make_room(fetch.key, now_s)
-        ram.add(fetch.key, self.block_bytes, parent=fetch.parent)
-        ram.order.renew(fetch.key)
+        ram.add(fetch.key, fetch.parent)
         plan.transfers.fetched(fetch.key)
 
     def _make_room(self, key: ChunkKey, now_s: float) -> None:
         """In RAM, for one block: what is above the quota of its tenant goes first."""
-        ram = self.ram
-        victims = ram.evict_own(key, ram.lacking_bytes(key, self.block_bytes))
-        victims += ram.evict(ram.used_bytes + self.block_bytes - self._ram_cap_bytes)
+        victims = self.ram.make_room(key)
         if self.programs is not None and victims:
-            self.programs.plan.evicted([victim for victim, _ in victims], now_s)
+            self.programs.plan.evicted(victims, now_s)
 
     def _scan(self, request: Request) -> None:
         """What another tenant stores before that request comes. Nothing of it is counted."""
@@ -146,16 +189,10 @@ class Simulator:
                 self._scanned += 1
                 key = self._scanned.to_bytes(KEY_BYTES, "big") + _NOISY_TAG
                 self._make_room(key, request.time_s)
-                self.ram.add(key, self.block_bytes, parent=parent)
+                self.ram.add(key, parent)
                 if self.flash is not None:
                     self._add_to(self.flash, key)
                 parent = key
-
-    def _renew(self, keys: Sequence[ChunkKey]) -> None:
-        entries, renew = self.ram.order.entries, self.ram.order.renew
-        for key in reversed(keys):
-            if key in entries:
-                renew(key)
 
     def _arrive(self, request: Request) -> None:
         keys = request.keys
@@ -175,7 +212,7 @@ class Simulator:
         """How far the contiguous prefix reaches in both tiers together."""
         if self.flash is None:
             return hot
-        ram, flash = self.ram.order.entries, self.flash.order.entries
+        ram, flash = self.ram.entries, self.flash.entries
         position = hot
         while position < len(keys) and (keys[position] in flash or keys[position] in ram):
             position += 1
@@ -183,7 +220,7 @@ class Simulator:
 
     def _on_flash(self, keys: list[ChunkKey], hot: int, found: int) -> int:
         """How many of the blocks found have to be read."""
-        ram = self.ram.order.entries
+        ram = self.ram.entries
         return sum(key not in ram for key in keys[hot:found])
 
     def _serve(self, request: Request, hot: int, found: int, loaded: int) -> float:
@@ -234,11 +271,11 @@ class Simulator:
 
     def _deliver(self, keys: list[ChunkKey], begin: int, end: int, now_s: float) -> None:
         """One batched get."""
-        entries, part = self.ram.order.entries, keys[begin:end]
-        self.ram.touch_prefix(part)
+        entries, part = self.ram.entries, keys[begin:end]
+        time = self.ram.access(part)
         # Which are read is known before any comes: one that leaves meanwhile was delivered by then.
         for place in [place for place in range(begin, end) if keys[place] not in entries]:
-            self._into_ram(keys[place], keys[place - 1] if place else None, now_s)
+            self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin), now_s)
         if self.flash is not None:
             self.flash.touch_prefix(part)
             if self.setting.admission == "all":
@@ -249,31 +286,28 @@ class Simulator:
 
     def _put(self, keys: list[ChunkKey], begin: int, now_s: float) -> None:
         """What was computed, chunk by chunk."""
-        parent = keys[begin - 1] if begin else None
-        for key in keys[begin:]:
-            self._put_one(key, parent, now_s)
-            parent = key
-        self.ram.order.follow(keys)
+        time = self.ram.access(keys[begin:])
+        for place, key in enumerate(keys[begin:], begin):
+            parent = keys[place - 1] if place else None
+            self._into_ram(key, parent, time - (place - begin), now_s, in_order=True)
+            if self.flash is not None:
+                self.flash.touch(key)
+                self._write(key, self.flash, now_s)
+        self.ram.link(keys)
 
-    def _put_one(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
-        self.ram.touch(key)
-        self._into_ram(key, parent, now_s)
-        if self.flash is not None:
-            self.flash.touch(key)
-            self._write(key, self.flash, now_s)
-
-    def _into_ram(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
+    def _into_ram(
+        self, key: ChunkKey, parent: ChunkKey | None, time: int, now_s: float, *, in_order: bool = False
+    ) -> None:
         """Room is made for one chunk at a time, before it comes."""
-        ram = self.ram
-        if key in ram.order.entries or not self._ram_cap_bytes:
+        if key in self.ram or not self.ram.blocks:
             return
         self._make_room(key, now_s)
-        ram.add(key, self.block_bytes, parent=parent)
+        self.ram.add(key, parent, time, in_order=in_order)
         self.figures.inserted_blocks += 1
 
     def _write(self, key: ChunkKey, flash: CappedIndex, now_s: float) -> None:
         """Offer a block to flash, which may have it, or not want it."""
-        if key in flash.order.entries or not self.admission.admits(key):
+        if key in flash.entries or not self.admission.admits(key):
             return
         if not self.governor.allows(self.block_bytes, now_s):
             self.figures.governed_blocks += 1

@@ -33,8 +33,10 @@ class Cascade(Protocol):
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
         """The chunk if it is hot; `noted`: its use is counted already."""
 
-    async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
-        """The chunk from whichever tier has it; None on a miss or at the deadline."""
+    async def fetch(
+        self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
+    ) -> Lease | None:
+        """The chunk from whichever tier has it; None on a miss or at the deadline. `time` is that of its access."""
 
 
 class WithHeld:
@@ -62,7 +64,7 @@ async def deliver(cascade: Cascade, keys: Sequence[ChunkKey], landing: Landing, 
     or raised, nothing is under way to the landing any more (but for what that says of itself)."""
     loop = asyncio.get_running_loop()
     delivered = bytearray(len(keys))
-    cascade.cpu.touch_prefix(keys)
+    time = cascade.cpu.access(keys)
     hot: dict[int, Lease] = {}
     parts: dict[int, list[tuple[int, Lease]]] = {}
     try:
@@ -86,7 +88,8 @@ async def deliver(cascade: Cascade, keys: Sequence[ChunkKey], landing: Landing, 
             for position in cold:
                 if position > gap:
                     return
-                lease = await cascade.fetch(keys[position], deadline_s, keys[position - 1] if position else None)
+                parent = keys[position - 1] if position else None
+                lease = await cascade.fetch(keys[position], deadline_s, parent, time - position)
                 if lease is not None:
                     await landing.take([(position, lease)], delivered)
                 if not delivered[position]:
@@ -100,7 +103,7 @@ async def deliver(cascade: Cascade, keys: Sequence[ChunkKey], landing: Landing, 
         # A part that was cancelled before its first step, or never begun, never came to its own clean-up.
         for lease in (*hot.values(), *(lease for part in parts.values() for _, lease in part)):
             lease.release()
-    cascade.cpu.follow(keys)
+    cascade.cpu.link(keys, time)
     lost = delivered.find(0)
     return len(keys) if lost < 0 else lost
 

@@ -153,7 +153,7 @@ class DevicePath:
         if staged is not None:
             batch.staged.append(staged)
         if hot is not None or staged is not None:
-            self.cpu.touch([key])
+            self.cpu.access([key])
             batch.there += 1
             return
         wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
@@ -240,14 +240,16 @@ class DevicePath:
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
         return self._host_reader.lease_now(key, noted=noted) or self._device_reader.lease_now(key)
 
-    async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
+    async def fetch(
+        self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
+    ) -> Lease | None:
         """From a device tier that has it, or may; else from the host's cascade."""
         known = any(writer.tier.contains(key) for writer in self._device_writers)
         if known or (self._device_writers and not any(writer.tier.contains(key) for writer in self._host_writers)):
-            lease = await self._device_reader.fetch(key, deadline_s, parent)
+            lease = await self._device_reader.fetch(key, deadline_s, parent, time)
             if lease is not None:
                 return lease
-        return await self._host_reader.fetch(key, deadline_s, parent)
+        return await self._host_reader.fetch(key, deadline_s, parent, time)
 
     async def _has_happened(self, after: Event, deadline_s: float) -> bool:
         """Whether the caller's event came in time. Awaited here and not on the streams, where it would hold up others."""

@@ -11,16 +11,24 @@ from tiercache.tiers.leases import Lease
 
 
 class Flight:
-    __slots__ = ("begun", "deadline_s", "key", "parent", "passage", "purpose", "task", "waiters")
+    __slots__ = ("begun", "deadline_s", "key", "parent", "passage", "purpose", "task", "time", "waiters")
 
     def __init__(
-        self, key: ChunkKey, passage: Passage, purpose: Purpose, deadline_s: float, parent: ChunkKey | None
+        self,
+        key: ChunkKey,
+        passage: Passage,
+        purpose: Purpose,
+        deadline_s: float,
+        parent: ChunkKey | None,
+        time: int | None,
     ) -> None:
         self.key = key
         self.passage = passage
         self.purpose = purpose
         self.parent = parent
         """The chunk before it in its prefix, if that is known."""
+        self.time = time
+        """The time of the access that it serves, if the hot cache has noted it."""
         self.deadline_s = deadline_s
         """The latest of those who wait for it; moves when somebody joins."""
         self.begun = False

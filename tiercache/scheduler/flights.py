@@ -44,9 +44,10 @@ class Flights:
         deadline_s: float,
         purpose: Purpose = Purpose.READ,
         parent: ChunkKey | None = None,
+        time: int | None = None,
     ) -> Lease | None:
         """A lease on a chunk that is not hot, from whichever tier has it; None on a miss or at the deadline. `parent` is the
-        chunk before it in its prefix, if that is known.
+        chunk before it in its prefix, if that is known, and `time` the time of this access.
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
@@ -69,7 +70,7 @@ class Flights:
             self.counters.misses += 1
             return None
         else:
-            flight = self._take_off(key, purpose, deadline_s, parent, overtaken=flight)
+            flight = self._take_off(Flight(key, self.cpu.under_way.begin([key]), purpose, deadline_s, parent, time), flight)
         try:
             lease = await flight.arrival(purpose, deadline_s)
         except TimeoutError:
@@ -93,18 +94,15 @@ class Flights:
             flight.end(None)
         self._flights.clear()
 
-    def _take_off(
-        self, key: ChunkKey, purpose: Purpose, deadline_s: float, parent: ChunkKey | None, overtaken: Flight | None
-    ) -> Flight:
-        flight = Flight(key, self.cpu.under_way.begin([key]), purpose, deadline_s, parent)
+    def _take_off(self, flight: Flight, overtaken: Flight | None) -> Flight:
         if overtaken is not None:
             # It holds nothing yet; who waits for it waits for this one.
             self.counters.overtaken += 1
-            flight.deadline_s = max(deadline_s, overtaken.deadline_s)
+            flight.deadline_s = max(flight.deadline_s, overtaken.deadline_s)
             flight.waiters, overtaken.waiters = overtaken.waiters, []
             assert overtaken.task is not None
             overtaken.task.cancel()
-        self._flights[key] = flight
+        self._flights[flight.key] = flight
         flight.task = asyncio.create_task(self._fly(flight), name="tiercache-read")
         flight.task.add_done_callback(lambda _: self.cpu.under_way.end(flight.passage))
         return flight

@@ -38,6 +38,8 @@ class _Put:
     patience: Patience
     parents: Mapping[ChunkKey, ChunkKey] | None = None
     """What each chunk follows, where they are a prefix."""
+    times: dict[ChunkKey, int] = field(default_factory=dict)
+    """The time of each chunk's access, which falls along a prefix."""
     stored: int = 0
     elsewhere: list[tuple[_Item, _Batch]] = field(default_factory=list)
 
@@ -47,8 +49,6 @@ class _Batch:
     """The chunks that are filled at a time. Others wait for its end, and store theirs only if it fails."""
 
     passage: Passage
-    position: int
-    """Of its first chunk in the put."""
     passed: int = 0
     """Chunks of the put that it deals with."""
     fills: dict[ChunkKey, Fill] = field(default_factory=dict)
@@ -84,19 +84,17 @@ class HostPath:
         # What is here is used before room is made for the rest: nothing of the same put goes for that.
         if prefix:
             put.parents = dict(zip(keys[1:], keys, strict=False))
-            self.cpu.touch_prefix(keys)
-        else:
-            self.cpu.touch(keys)
-        at_once = True
+        latest_first = keys if prefix else keys[::-1]
+        time = self.cpu.access(latest_first, prefix=prefix)
+        put.times = dict(zip(latest_first, range(time, time - len(keys), -1), strict=True))
         try:
             while items:
                 await self._put_all(items, put)
-                at_once = at_once and not put.elsewhere
                 items = await self._left_undone(put) if put.elsewhere else ()
         finally:
             self.cpu.under_way.end(put.passage)
-        if prefix and not (at_once and put.stored == len(keys)):
-            self.cpu.follow(keys)  # batches have said who follows whom in each, and not across what was missing there
+        if prefix:
+            self.cpu.link(keys, time)  # a chunk that came before its parent does not know it
         return put.stored
 
     async def _put_all(self, items: Sequence[_Item], put: _Put) -> None:
@@ -146,7 +144,7 @@ class HostPath:
 
     def _begin(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch | None:
         """As many chunks as there are slots for, handed to the threads; None where that is none."""
-        batch = _Batch(put.passage, position)
+        batch = _Batch(put.passage)
         some = items[position : position + self._batch_items]
         reserved = self._reserve(some, put) if len(some) > 1 else {}
         try:
@@ -179,7 +177,7 @@ class HostPath:
     async def _begin_late(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch:
         """As `_begin`, of one chunk, waiting for a slot as long as the put may."""
         item = key, length, source = items[position]
-        batch = _Batch(put.passage, position, passed=1)
+        batch = _Batch(put.passage, passed=1)
         left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
         slot = await self.cpu.reserve(WRITE, left_s, key)
         if slot is None:
@@ -234,13 +232,11 @@ class HostPath:
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
         put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
         if self._fan_out.writers or not cpu.keep or len(fills) == 1:  # for one, the way of many costs more than its lease
-            leases += [cpu.publish(key, slot, n, WRITE, parents.get(key)) for key, (slot, n, _) in fills.items()]
+            for key, (slot, n, _) in fills.items():
+                leases.append(cpu.publish(key, slot, n, WRITE, parents.get(key), put.times.get(key)))
         else:
-            cpu.publish_all(fills, parents)
+            cpu.publish_all(fills, parents, put.times)
         self._end(batch)
-        if put.parents is not None:
-            first = batch.position
-            cpu.follow([key for key, _, _ in items[max(0, first - 1) : first + batch.passed + 1]])
         if leases:
             await self._fan_out.offer(leases, put.patience)
 

@@ -107,13 +107,15 @@ class Reader:
             position += 1
         return position
 
-    async def fetch(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
+    async def fetch(
+        self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
+    ) -> Lease | None:
         """A lease on the chunk from whichever tier has it; None on a miss or at the deadline. `parent` is the chunk before
-        it in its prefix, if that is known.
+        it in its prefix, if that is known, and `time` the time of this access.
 
         Cancelled, it leaves the flight to the others who wait for it, and to the hot cache.
         """
-        return self.lease_now(key) or await self.flights.fetch(key, deadline_s, parent=parent)
+        return self.lease_now(key) or await self.flights.fetch(key, deadline_s, parent=parent, time=time)
 
     async def promote(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
         """As `fetch`, for somebody who may come: any demand read goes first, and the lease is a hold, no use."""

@@ -43,6 +43,7 @@ class _Read:
     """None: the chunk is mapped where it lies."""
     purpose: Purpose
     parent: ChunkKey | None
+    time: int | None
     passage: Passage
     task: asyncio.Task[_Outcome]
     joined: int = 0
@@ -236,7 +237,7 @@ class TierReader:
             task = asyncio.create_task(self._bring(key, slot, purpose))
             if purpose is READ or not self._apart:
                 self._begun[task] = asyncio.get_running_loop().time()
-            begun = _Read(key, slot, purpose, flight.parent, self.cpu.under_way.begin([key]), task)
+            begun = _Read(key, slot, purpose, flight.parent, flight.time, self.cpu.under_way.begin([key]), task)
             slot, placed = None, False
         finally:
             if slot is not None:
@@ -391,7 +392,7 @@ class TierReader:
         if read.slot is not None and isinstance(came, int) and not unwanted:
             if not self.cpu.on_device:
                 zero_padding(self.cpu.pool.view(read.slot), came)  # tiers leave there what the slot held before
-            lease = self.cpu.publish(read.key, read.slot, came, read.purpose, read.parent)
+            lease = self.cpu.publish(read.key, read.slot, came, read.purpose, read.parent, read.time)
         elif read.slot is not None:
             self.cpu.abandon(read.slot, read.purpose)
         self.tier.traffic.end(read.key)

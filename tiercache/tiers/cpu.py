@@ -1,7 +1,10 @@
 """The CPU tier: the hot cache, and the staging memory of everything that passes through.
 
-Residency is decided synchronously on the loop. A chunk is here while its slot is; a lease keeps the slot from being
+Residency is decided synchronously on the loop. A chunk is resident while it has a slot. A lease keeps the slot from being
 reused, and every chunk that a write queue still has to write is leased by it.
+
+A tenant at its quota gets the next slot from its own coldest leaf, or waits, and other tenants do not wait for it. Pins and
+prefetches take a part of the quota at most, as they do of the whole hot cache, so that reads and writes find room.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
-from tiercache.core.eviction import Order, make_order
+from tiercache.core.eviction import LeafLru
 from tiercache.core.index import prefix_in
-from tiercache.core.keys import ChunkKey
+from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+from tiercache.core.tenants import Shares, shown
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
@@ -24,30 +28,87 @@ from tiercache.memory.turns import Turns
 from tiercache.memory.workers import Workers, once_ended, to_the_end
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
-from tiercache.tiers.leases import ONE, Entry, Lease
-from tiercache.tiers.parked import Parked
+from tiercache.tiers.leases import ONE, Entry, Lease, pins_in, purpose_of
+
+
+class SlotQuotas:
+    """The slots of each tenant: also those that are being filled, and those of removed chunks that are still leased."""
+
+    def __init__(self, quota_bytes: int, slots: int, slot_bytes: int, prefetch_share: float) -> None:
+        """`quota_bytes` is every tenant's; `prefetch_share` the part of it for pins and prefetches."""
+        self.shares = Shares(quota_bytes)
+        self.slots = quota_bytes // slot_bytes
+        """The quota of a tenant."""
+        self._slot_bytes = slot_bytes
+        self._owners: list[Tenant | None] = [None] * slots
+        self._most_pinned = int(prefetch_share * self.slots)
+        self._pinned: dict[Tenant, int] = {}
+        """Slots that are pinned, or being read into for a prefetch."""
+
+    def owner(self, slot: Slot) -> Tenant | None:
+        return self._owners[slot]
+
+    def own(self, slot: Slot, tenant: Tenant | None) -> None:
+        before = self._owners[slot]
+        if before == tenant:
+            return
+        self._owners[slot] = tenant
+        if before is not None:
+            self.shares.hold(before, -self._slot_bytes, -1)
+        if tenant is not None:
+            self.shares.hold(tenant, self._slot_bytes, 1)
+
+    def at_quota(self, tenant: Tenant) -> bool:
+        return self.shares.lacking_bytes(tenant, self._slot_bytes) > 0
+
+    def may_pin(self, tenant: Tenant) -> bool:
+        return self._pinned.get(tenant, 0) < self._most_pinned
+
+    def pin(self, tenant: Tenant | None, change: int) -> None:
+        assert tenant is not None
+        count = self._pinned.get(tenant, 0) + change
+        if count:
+            self._pinned[tenant] = count
+        else:
+            del self._pinned[tenant]
 
 
 class CpuTier(Tier):
-    """Slots, residents, leases. `keep` is `local_cpu`: without it a chunk goes when its last lease ends."""
+    """Slots, residents, leases."""
 
     name = "cpu"
     traits = Traits()
     on_device = False
 
-    def __init__(self, pool: Pool, copiers: Workers, *, policy: str = "LRU", keep: bool = True) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        copiers: Workers,
+        *,
+        policy: str = "LRU",
+        keep: bool = True,
+        quota_bytes: int = 0,
+        prefetch_share: float = 1.0,
+    ) -> None:
+        """`keep` is `local_cpu`: without it a chunk goes when its last lease ends.
+
+        `quota_bytes` limits each tenant, 0 for none; pins and prefetches may take `prefetch_share` of a quota.
+        """
         self.pool = pool
         self.copiers = copiers
         self.keep = keep
         self.budget = SlotBudget.for_arena(pool.count)
-        self._entries: dict[ChunkKey, Entry] = {}
-        self._order: Order[Entry] = make_order(policy)
-        self._evictable = 0
-        self._parked = Parked(self._order)
+        self._order: LeafLru[Entry] = LeafLru(policy, by_tenant=quota_bytes > 0)
+        self._entries = self._order.entries
+        self._quotas: SlotQuotas | None = None
+        if quota_bytes:
+            self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
         self.under_way = UnderWay()
         """What will be a chunk here when it is filled, so that a forget reaches it."""
         self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
         """Of those who wait for a slot."""
+        if quota_bytes:
+            self.turns.stands_aside = self._waits_for_itself
         self._readers: dict[Slot, str] = {}
         """Which tier reads into a slot that is not a chunk yet."""
         self._statistics = TierStatistics()
@@ -103,52 +164,44 @@ class CpuTier(Tier):
         entry = self._entries.get(key)
         return None if entry is None else self.begin_lease(entry, PREFETCH)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Note a use of those of `keys` that are resident."""
-        for entry in filter(None, map(self._entries.get, keys)):
-            self._parked.note_use(entry)
-
-    def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
-        """Note one use of those of `keys` that are resident, so that the tail of the prefix is colder than its head."""
-        self._order.touch_prefix(keys)
-        self._parked.note_prefix(keys, self._entries)
+    def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
+        """Refresh the residents among `keys`, which follow one another where they are a prefix. Return the time of the
+        access, which `publish` takes for the chunks that are missing."""
+        return self._order.access(keys, prefix=prefix)
 
     def renew(self, keys: Sequence[ChunkKey]) -> None:
-        """`keys` are expected soon: those that are resident are as far from going as if they had been used, from the last of
-        the prefix to the first. No use is counted."""
-        for entry in map(self._entries.get, reversed(keys)):
-            if entry is not None and not entry.parked:
-                self._order.renew(entry.key)
+        """Make the residents among `keys`, a prefix that is expected soon, as recent as an access would. None is counted."""
+        self._order.renew(keys)
 
-    def follow(self, keys: Sequence[ChunkKey]) -> None:
-        """Learn that `keys` follow one another in a prefix: the order evicts none of them before those behind it."""
-        self._order.follow(keys)
+    def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
+        """Record that `keys` follow one another in a prefix: none is evicted before those behind it. `time` is what `access`
+        returned for them."""
+        self._order.link(keys, time)
 
     # Slots
 
     @property
     def most_slots(self) -> int:
-        """What one tenant may hold."""
-        return self.pool.count
+        """The slots that one tenant may have."""
+        return self.pool.count if self._quotas is None else min(self.pool.count, self._quotas.slots)
 
     @property
     def obtainable(self) -> int:
         """Slots that are free or evictable now."""
-        return self.pool.free + self._evictable
+        return self.pool.free + self._order.evictable
 
     def next_victim(self, key: ChunkKey | None = None) -> ChunkKey | None:
-        """Which chunk would be evicted for a slot for `key` now; None where one is free, or none can be had."""
-        while not self.pool.free and self._evictable:
-            victim = self._order.coldest()
-            assert victim is not None
-            if not self._entries[victim].leases:
-                return victim
-            self._parked.park(self._order.pop_victim()[1])
-        return None
+        """Return the chunk that a slot for `key` would evict now; None where a slot is free, or none can be had."""
+        tenant = self._tenant_at_quota(key)
+        if tenant is None and self.pool.free:
+            return None
+        victim = self._order.victim(tenant)
+        return None if victim is None else victim.key
 
     def spares(self, key: ChunkKey) -> bool:
-        """Whether a resident may be kept from eviction for somebody who may come: reads and writes have enough."""
-        return self.budget.allows(PREFETCH, self.obtainable)
+        """Return True if a resident may be pinned: reads and writes have enough slots besides."""
+        pinnable = self._quotas is None or self._quotas.may_pin(tenant_of(key))
+        return pinnable and self.budget.allows(PREFETCH, self.obtainable)
 
     def try_reserve(self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None) -> Slot | None:
         """A slot to fill, evicting the first victim when none is free; None when the budget says wait, or somebody waits
@@ -156,19 +209,28 @@ class CpuTier(Tier):
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
-        if self.turns.waiting[purpose]:
+        waiting = self.turns.waiting[purpose]
+        if waiting and (self._quotas is None or any(not self._waits_for_itself(purpose, turn.key) for turn in waiting)):
             return None
         return self._take_slot(purpose, tier, key)
 
     def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
         """As `try_reserve` for the write of each of `keys`, all different, up to the first one that gets none."""
+        if self._quotas is not None:
+            reserved: dict[ChunkKey, Slot] = {}
+            for key in keys:
+                slot = self.try_reserve(WRITE, None, key)
+                if slot is None:
+                    break
+                reserved[key] = slot
+            return reserved
         if self.turns.waiting[WRITE]:
             return {}
         count = min(len(keys), self.budget.writes_allowed(self.obtainable))
         slots: list[Slot] = []
         while len(slots) < count and (slot := self.pool.take()) is not None:
             slots.append(slot)
-        slots += self._evict(self._order.pop_victim, count - len(slots))
+        slots += self._evict(count - len(slots))
         self.budget.held[WRITE] += count
         return dict(zip(keys, slots, strict=False))
 
@@ -188,24 +250,38 @@ class CpuTier(Tier):
         return slot
 
     def publish(
-        self, key: ChunkKey, slot: Slot, payload_bytes: int, purpose: Purpose, parent: ChunkKey | None = None
+        self,
+        key: ChunkKey,
+        slot: Slot,
+        payload_bytes: int,
+        purpose: Purpose,
+        parent: ChunkKey | None = None,
+        time: int | None = None,
     ) -> Lease:
-        """Make a filled slot the chunk `key`, and hold it with a lease of that purpose. `parent` is the chunk before it.
+        """Make a filled slot the chunk `key`, and take a lease of that purpose. `parent` is the chunk before it in its
+        prefix, `time` that of its access.
 
-        When the key became resident meanwhile the first copy stays and the slot is free again: whoever has a lease on the
-        first copy keeps it, and equal keys have equal bytes.
+        When the key is resident by now, the first copy stays and the slot is free again: leases on the first copy go on, and
+        equal keys have equal bytes.
         """
         tier = self._readers.pop(slot, None) if self._readers else None
+        quotas = self._quotas
+        if quotas is not None and purpose is PREFETCH:
+            quotas.pin(quotas.owner(slot), -1)
         entry = self._entries.get(key)
         if entry is not None:
             self.budget.give_back(purpose, tier)
-            self.pool.give_back(slot)
+            self._free(slot)
             lease = self.begin_lease(entry, purpose)
             self.turns.serve()
             return lease
-        entry = self._entries[key] = Entry(key, slot, payload_bytes)
+        entry = Entry(key, slot, payload_bytes)
         entry.leases = ONE[purpose]
-        self._order.insert(key, entry, parent)
+        if quotas is not None:
+            quotas.own(slot, tenant_of(key))
+            if purpose is PREFETCH:
+                quotas.pin(tenant_of(key), 1)
+        self._order.insert(entry, parent, time, in_order=purpose is WRITE)
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         self._changed(key)
@@ -214,28 +290,29 @@ class CpuTier(Tier):
             self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
         return Lease(self, entry, purpose)
 
-    def publish_all(self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey]) -> None:
-        """As `publish` of what a put has filled, with no lease: nobody writes it to another tier, so it may go at once."""
-        new: dict[ChunkKey, Entry] = {}
+    def publish_all(
+        self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey], times: Mapping[ChunkKey, int]
+    ) -> None:
+        """As `publish` of what a put has filled, without leases: no tier writes it, so it may be evicted at once."""
         for key, (slot, payload_bytes, _) in fills.items():
             if key in self._entries:
-                self.pool.give_back(slot)
-            else:
-                new[key] = Entry(key, slot, payload_bytes)
-        self._order.insert_all(new, parents)
-        self._entries.update(new)
-        self._evictable += len(new)
-        self.budget.held[WRITE] -= len(fills)
-        self._statistics.writes += len(new)
-        self._statistics.written_bytes += sum(entry.payload_bytes for entry in new.values())
-        for key in new if self._on_change is not None else ():
+                self._free(slot)
+                continue
+            if self._quotas is not None:
+                self._quotas.own(slot, tenant_of(key))
+            self._order.insert(Entry(key, slot, payload_bytes), parents.get(key), times.get(key), in_order=True)
+            self._statistics.writes += 1
+            self._statistics.written_bytes += payload_bytes
             self._changed(key)
+        self.budget.held[WRITE] -= len(fills)
         self.turns.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
+        if self._quotas is not None and purpose is PREFETCH:
+            self._quotas.pin(self._quotas.owner(slot), -1)
         self.budget.give_back(purpose, self._readers.pop(slot, None))
-        self.pool.give_back(slot)
+        self._free(slot)
         self.turns.serve()
 
     def forget(self, key: ChunkKey) -> bool:
@@ -245,22 +322,20 @@ class CpuTier(Tier):
         return self._drop(key)
 
     def _drop(self, key: ChunkKey) -> bool:
-        if (entry := self._entries.pop(key, None)) is None:
+        if (entry := self._order.discard(key)) is None:
             return False
         entry.hot = False
-        self._parked.discard(entry)
         self._changed(key)
         if not entry.leases:
-            self._evictable -= 1
-            self.pool.give_back(entry.slot)
+            self._free(entry.slot)
             self.turns.serve()
-        elif entry.holds and self.on_forget is not None:
+        elif pins_in(entry.leases) and self.on_forget is not None:
             self.on_forget(key)
         return True
 
     def clear(self) -> int:
         """Let every chunk go that is not being written; returns how many. What is on its way arrives."""
-        clean = [key for key, entry in self._entries.items() if entry.held_for is not WRITE]
+        clean = [key for key, entry in self._entries.items() if purpose_of(entry.leases) is not WRITE]
         for key in clean:
             self._drop(key)
         return len(clean)
@@ -302,62 +377,67 @@ class CpuTier(Tier):
 
     def statistics(self) -> TierStatistics:
         occupied_bytes = (self.pool.count - self.pool.free) * self.pool.slot_bytes
-        return replace(self._statistics, resident=len(self._entries), occupied_bytes=occupied_bytes)
+        counters = replace(self._statistics, resident=len(self._entries), occupied_bytes=occupied_bytes)
+        if self._quotas is not None:
+            counters.tenants = shown(self._quotas.shares.statistics())
+        return counters
 
     # Leases
 
     def serve(self, entry: Entry, purpose: Purpose, *, noted: bool) -> Lease:
-        kept = entry.leases and entry.holds
+        pinned = entry.leases and pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
         if purpose is READ:
             statistics = self._statistics
             statistics.reads += 1
             statistics.read_bytes += entry.payload_bytes
-            if not noted:
-                self._parked.note_use(entry)
-            if kept and self.on_use is not None:
-                self.on_use(entry.key)  # which ends the hold: by now the lease keeps it from whoever waits for a slot
+            if not noted and entry.hot:
+                self._order.access((entry.key,))
+            if pinned and self.on_use is not None:
+                self.on_use(entry.key)  # which ends the pin: the lease keeps it from those who wait for a slot
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
+        if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):
+            self._quotas.pin(tenant_of(entry.key), 1)
         if not entry.leases:
             entry.leases = ONE[purpose]
-            self._evictable -= 1
+            self._order.leased(entry)
             self.budget.held[purpose] += 1
         else:
             self._count(entry, ONE[purpose])
         return Lease(self, entry, purpose)
 
     def end_lease(self, entry: Entry, purpose: Purpose) -> None:
+        if purpose is PREFETCH and self._quotas is not None and pins_in(entry.leases) == 1:
+            self._quotas.pin(tenant_of(entry.key), -1)
         if entry.leases != ONE[purpose]:
             self._count(entry, -ONE[purpose])
             return
-        entry.leases = 0
         self.budget.give_back(purpose)
-        if not entry.hot:
-            self.pool.give_back(entry.slot)
-        elif not self.keep:
-            del self._entries[entry.key]
-            self._parked.discard(entry)
-            self._changed(entry.key)
-            self.pool.give_back(entry.slot)
+        if entry.hot and self.keep:
+            entry.leases = 0
+            self._order.released(entry)
         else:
-            self._evictable += 1
-            if entry.parked:
-                self._parked.take_back(entry)
+            if entry.hot:
+                self._order.discard(entry.key)
+                entry.hot = False
+                self._changed(entry.key)
+            entry.leases = 0
+            self._free(entry.slot)
         if self.turns.waiters:
             self.turns.serve()
 
     def _count(self, entry: Entry, change: int) -> None:
-        """A lease more or less on a chunk that others hold as well."""
-        before = entry.held_for
+        """Change the leases of a chunk that others lease as well."""
+        before = purpose_of(entry.leases)
         entry.leases += change
-        after = entry.held_for
+        after = purpose_of(entry.leases)
         if before is not after:
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.turns.serve()  # a slot that counts for another purpose leaves somebody one more
+            self.turns.serve()  # a slot that counts for another purpose leaves one more to somebody
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -367,33 +447,62 @@ class CpuTier(Tier):
         if self._on_change is not None:
             self._on_change(key)
 
-    def _evict(self, pop_victim: Callable[[], tuple[ChunkKey, Entry] | None], most: int) -> list[Slot]:
-        """The slots of the first victims that nobody holds, so many or as many as there are."""
+    def _free(self, slot: Slot) -> None:
+        if self._quotas is not None:
+            self._quotas.own(slot, None)
+        self.pool.give_back(slot)
+
+    def _evict(self, most: int, tenant: Tenant | None = None) -> list[Slot]:
+        """Evict the coldest leaves, of one tenant where it is given. Return their slots, `most` or as many as there are."""
         evicted: list[ChunkKey] = []
         slots: list[Slot] = []
-        while len(slots) < most and (victim := pop_victim()) is not None:
-            key, entry = victim
-            if entry.leases:
-                self._parked.park(entry)
-                continue
-            del self._entries[key]
+        while len(slots) < most and (victim := self._order.pop_victim(tenant)) is not None:
+            victim.hot = False
             if self._on_change is not None:
-                self._on_change(key)
-            evicted.append(key)
-            slots.append(entry.slot)
-        self._evictable -= len(slots)
+                self._on_change(victim.key)
+            if self._quotas is not None:
+                self._quotas.shares.note_evicted(tenant_of(victim.key))
+                self._quotas.own(victim.slot, None)
+            evicted.append(victim.key)
+            slots.append(victim.slot)
         self._statistics.evicted += len(slots)
         if evicted and self.on_evict is not None:
             self.on_evict(evicted)
         return slots
 
     def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
-        free = self.pool.free
-        if not self.budget.allows(purpose, free + self._evictable, tier):
+        if not self.budget.allows(purpose, self.obtainable, tier):
             return None
-        slot = self.pool.take() if free else self._evict(self._order.pop_victim, 1)[0]
-        assert slot is not None
+        quotas, owner = self._quotas, b"" if key is None else tenant_of(key)
+        if quotas is not None and purpose is PREFETCH and not quotas.may_pin(owner):
+            return None
+        tenant = self._tenant_at_quota(key)
+        slot = self.pool.take() if tenant is None else None
+        if slot is None:
+            slot = next(iter(self._evict(1, tenant)), None)
+            if slot is None:
+                return None
+        if quotas is not None:
+            quotas.own(slot, owner)
+            if purpose is PREFETCH:
+                quotas.pin(owner, 1)
         self.budget.take(purpose, tier)
         if tier is not None and purpose is READ:
             self._readers[slot] = tier
         return slot
+
+    # Quotas
+
+    def _tenant_at_quota(self, key: ChunkKey | None) -> Tenant | None:
+        """Return the tenant of `key` if it has to give up a chunk of its own for this one."""
+        if self._quotas is None:
+            return None
+        tenant = b"" if key is None else tenant_of(key)
+        return tenant if self._quotas.at_quota(tenant) else None
+
+    def _waits_for_itself(self, purpose: Purpose, key: ChunkKey | None) -> bool:
+        """Return True if a waiter is blocked only by its own quota, so that others do not wait for it."""
+        if self._quotas is None:
+            return False
+        tenant = b"" if key is None else tenant_of(key)
+        return self._quotas.at_quota(tenant) or (purpose is PREFETCH and not self._quotas.may_pin(tenant))

@@ -7,57 +7,47 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose
+from tiercache.core.eviction import Resident
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.slots import Slot
 
 ONE = (1 << 32, 1 << 64, 1)
-"""A lease more, by its purpose, in the number that counts those of a chunk (`Held.leases`). One for writes is more than any
-number of those for reads, and one for reads more than any number of holds: who may take the memory is one comparison."""
+"""One lease, by its purpose, in the sum of a chunk's leases (`Leased.leases`). A lease for a write is more than any number
+of leases for reads, and one for a read more than any number of pins, so one comparison finds the purpose."""
 
 
-class Held:
-    """A chunk in memory, and who holds it."""
-
-    __slots__ = ("hot", "key", "leases", "payload_bytes")
-
-    def __init__(self, key: ChunkKey, payload_bytes: int) -> None:
-        self.key = key
-        self.payload_bytes = payload_bytes
-        self.leases = 0
-        """`ONE` of its purpose for each; 0: it may go."""
-        self.hot = True
-        """Whether others find it."""
-
-    @property
-    def held_for(self) -> Purpose | None:
-        """The purpose that its memory counts for."""
-        leases = self.leases
-        return WRITE if leases >= ONE[WRITE] else READ if leases >= ONE[READ] else PREFETCH if leases else None
-
-    @property
-    def holds(self) -> int:
-        """How often it is kept for somebody who may come."""
-        return self.leases % ONE[READ]
+def purpose_of(leases: int) -> Purpose | None:
+    """Return the purpose that the memory of a chunk with these leases counts for; None without a lease."""
+    return WRITE if leases >= ONE[WRITE] else READ if leases >= ONE[READ] else PREFETCH if leases else None
 
 
-class Entry(Held):
-    """A chunk in a slot."""
+def pins_in(leases: int) -> int:
+    """Return how many of these leases are pins."""
+    return leases % ONE[READ]
 
-    __slots__ = ("parent", "parked", "slot", "used_meanwhile")
+
+class Leased(Protocol):
+    """A chunk in memory that leases are taken on: a resident of the hot cache, or a mapping."""
+
+    key: ChunkKey
+    payload_bytes: int
+    leases: int
+    """The sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
+    hot: bool
+    """Whether a look-up still finds the chunk."""
+
+
+class Entry(Resident):
+    """A chunk in a slot of the hot cache."""
+
+    __slots__ = ("hot", "payload_bytes", "slot")
 
     def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
-        # As `Held` does it: to call that would cost a put as much as all of this.
-        self.key = key
-        self.payload_bytes = payload_bytes
-        self.leases = 0
-        self.hot = True
+        super().__init__(key)
         self.slot = slot
-        self.parked = False
-        """Passed over when its turn to go had come, and out of the order since; `parent` is what it follows."""
-        self.parent: ChunkKey | None = None
-        self.used_meanwhile = False
-        """Whether it was used while it was out of the order, which does not know it then."""
+        self.payload_bytes = payload_bytes
+        self.hot = True
 
 
 class Keeper(Protocol):
@@ -91,9 +81,9 @@ class Lease:
 
     __slots__ = ("_entry", "_keeper", "_purpose")
 
-    def __init__(self, keeper: Keeper, entry: Held, purpose: Purpose) -> None:
+    def __init__(self, keeper: Keeper, entry: Leased, purpose: Purpose) -> None:
         self._keeper = keeper
-        self._entry: Held | None = entry
+        self._entry: Leased | None = entry
         self._purpose = purpose
 
     @property
@@ -144,7 +134,7 @@ class Lease:
             self._entry = None
             self._keeper.end_lease(entry, self._purpose)
 
-    def _held(self) -> Held:
+    def _held(self) -> Leased:
         if self._entry is None:
             raise ValueError("the lease was released; its memory may hold another chunk by now")
         return self._entry

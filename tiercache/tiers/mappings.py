@@ -18,16 +18,21 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.tiers.files.mapped_file import MappedFile
-from tiercache.tiers.leases import ONE, Held, Lease
+from tiercache.tiers.leases import ONE, Lease, pins_in
 
 _NOTHING = np.empty(0, dtype=np.uint8)
 
 
-class Mapped(Held):
-    __slots__ = ("file", "is_ahead", "length_bytes", "unlinked")
+class Mapped:
+    """A mapped chunk, see `Leased`."""
+
+    __slots__ = ("file", "hot", "is_ahead", "key", "leases", "length_bytes", "payload_bytes", "unlinked")
 
     def __init__(self, key: ChunkKey, file: MappedFile) -> None:
-        super().__init__(key, file.payload_bytes)
+        self.key = key
+        self.payload_bytes = file.payload_bytes
+        self.leases = 0
+        self.hot = True
         self.file: MappedFile | None = file
         """None once it is unmapped."""
         self.length_bytes = file.memory.nbytes
@@ -141,7 +146,7 @@ class Mappings:
         return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
     def serve(self, entry: Mapped, purpose: Purpose, *, noted: bool) -> Lease:
-        held = entry.holds
+        held = pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
         if purpose is READ and held and self.on_use is not None:
             self.on_use(entry.key)  # which ends the hold
@@ -179,7 +184,7 @@ class Mappings:
         if entry is not None:
             self._mark(entry)
             self._drop(entry)
-            if entry.holds and self.on_forget is not None:
+            if pins_in(entry.leases) and self.on_forget is not None:
                 self.on_forget(key)
 
     def clear(self) -> None:

@@ -151,12 +151,6 @@ def _check(setting: Setting, known: Survey, options: RealOptions) -> None:
             f"--real-chunk-kib: expected a multiple of 4 KiB and of the {known.block_tokens} tokens of a block, found "
             f"{options.chunk_bytes / 1024:g} KiB"
         )
-    below = "LRU" if setting.policy == "COST" else setting.policy
-    if setting.flash_blocks != 0 and setting.flash_policy != below:
-        raise SettingError(
-            f"--real: a cache that has {setting.policy} in RAM has {below} on flash, found {setting.flash_policy}; "
-            f"add --flash-policy {below}"
-        )
     if setting.prefetch not in ((), ("hints",)):
         raise SettingError(f"--real: expected --prefetch none or hints, found {'+'.join(setting.prefetch)}")
     if setting.flash_bytes_per_day or setting.hint_error:

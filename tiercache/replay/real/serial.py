@@ -3,13 +3,12 @@ the same for each request.
 
 A request looks up its chunks, gets the hot ones in one batch and the others one by one, and puts what is lacking one by one.
 Nothing happens beside anything else: where reads overlap, the machine's speed decides when room is made and which chunks
-are leased at that moment, and the order of eviction (COST above all, whose clock is insertions) chooses a little differently
-from run to run.
+are leased at that moment, and eviction chooses a little differently from run to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 
 from tiercache.cache import TierCache
@@ -69,15 +68,13 @@ class OneByOne(Simulator):
         while place < found and (keys[place] in self.ram or (self.flash is not None and keys[place] in self.flash)):
             loaded += keys[place] not in self.ram
             self._deliver([keys[place]], 0, 1, now_s)
-            self.ram.order.follow(keys[max(0, place - 1) : place + 1])
+            self.ram.link(keys[max(0, place - 1) : place + 1])
             place += 1
-        self._put(keys, place, now_s)
+        for position in range(place, len(keys)):
+            self._put(keys[position : position + 1], 0, now_s)
+            self.ram.link(keys[max(0, position - 1) : position + 1])
+        self.ram.link(keys)
         self._count(request, hot, place, loaded, 0.0)
-
-    def _put_one(self, key: ChunkKey, parent: ChunkKey | None, now_s: float) -> None:
-        super()._put_one(key, None, now_s)
-        if parent is not None:
-            self.ram.order.follow([parent, key])
 
 
 async def play_serial(
@@ -111,17 +108,17 @@ async def play(cache: TierCache, contents: Contents, request: Request) -> None:
     delivered = await cache.get_to(keys[:hot], [contents.sink(key) for key in keys[:hot]])
     await _flushed(cache)
     while delivered < found and await cache.get_to([keys[delivered]], [contents.sink(keys[delivered])]):
-        cache.cpu.follow(keys[max(0, delivered - 1) : delivered + 1])
+        cache.cpu.link(keys[max(0, delivered - 1) : delivered + 1])
         delivered += 1
         await _flushed(cache)
     previous = keys[:delivered][-1:]
     for key in keys[delivered:]:
         if not await cache.put_from([(key, contents.chunk_bytes, contents.source(key))]):
             raise ReplayFailed("a chunk could not be put: no room came free in the hot cache")
-        cache.cpu.follow([*previous, key])
+        cache.cpu.link([*previous, key])
         previous = [key]
         await _flushed(cache)
-    cache.cpu.follow(keys)
+    cache.cpu.link(keys)
     check(contents)
 
 
@@ -162,12 +159,13 @@ async def _flushed(cache: TierCache) -> None:
 def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
     """Whether the tiers hold the same chunks at the end."""
     known = cache.statistics()
-    tiers = [("RAM", simulator.ram, cache.cpu.contains, known.tiers["cpu"].resident)]
+    tiers: list[tuple[str, Collection[ChunkKey], Callable[[ChunkKey], bool], int]] = []
+    tiers.append(("RAM", simulator.ram.entries, cache.cpu.contains, known.tiers["cpu"].resident))
     disk = disk_of(cache)
     if simulator.flash is not None and disk is not None:
-        tiers.append(("flash", simulator.flash, disk.contains, known.tiers[DISK].resident))
-    for name, index, contains, resident in tiers:
-        missing = sum(not contains(key) for key in index.order.entries)
-        if missing or resident != len(index):
-            return f"at the end, {name} holds {resident} chunks, simulated {len(index)}, of which {missing} are missing"
+        tiers.append(("flash", simulator.flash.entries, disk.contains, known.tiers[DISK].resident))
+    for name, entries, contains, resident in tiers:
+        missing = sum(not contains(key) for key in entries)
+        if missing or resident != len(entries):
+            return f"at the end, {name} holds {resident} chunks, simulated {len(entries)}, of which {missing} are missing"
     return ""

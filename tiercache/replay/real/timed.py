@@ -159,7 +159,7 @@ class Player:
         items = [(key, length, self._contents.source(key)) for key in keys[delivered:]]
         stored = await cache.put_from(items, prefix=True)
         found.skipped_blocks += len(keys) - delivered - stored
-        cache.cpu.follow(keys)
+        cache.cpu.link(keys)
         if self._announcements is not None:
             end_s = first_token_s + request.output_tokens / self._hardware.decode_tokens_per_s
             await self._until(end_s if request.duration_s is None else request.time_s + request.duration_s)

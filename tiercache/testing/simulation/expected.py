@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from tiercache.cache import TierCache
 from tiercache.core.breaker import BreakerState
-from tiercache.core.eviction import EvictionOrder
 from tiercache.testing.simulation.deletions import Deletions
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.plan import Operation
@@ -192,15 +191,14 @@ class Expected:
             raise Violation(f"the head of a prefix that was just stored is not hot: {hot}")
 
     def used(self, began: Began, groups: list[tuple[int, ...]] | None) -> None:
-        """What was used last is hot, up to four fifths of the arena, whatever the policy thinks of it."""
+        """With LRU, the prefixes that were used last are hot, as far as they fit into four fifths of the arena."""
         cpu = self.cache.cpu
-        disturbed = began.callers != self.begun or self.on_device
+        disturbed = began.callers != self.begun or self.on_device or cpu._order.policy != "LRU"
         if groups is None or disturbed or not cpu.keep or not self._is_open():
             self.recent.clear()
             return
         self.recent += groups
-        assert isinstance(cpu._order, EvictionOrder), "simulations are without quotas"
-        left = int(_SPARED * cpu._order._most)
+        left = int(_SPARED * cpu.pool.count)
         held = sum(map(len, groups)) if self.cache.tiers else 0
         for group in reversed(self.recent):
             left -= max(group) % self._prefix + 1  # what it follows stays with it

@@ -10,6 +10,7 @@ import numpy as np
 from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
 from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import purpose_of
 
 _NAME = struct.Struct("<II")
 _LENGTHS = (4096, 4096, 4088, 2504, 8)
@@ -99,10 +100,10 @@ def check_memory(cache: TierCache) -> None:
 
 
 def _check_slots(cpu: CpuTier) -> None:
-    evictable = [entry.held_for for entry in cpu._entries.values()].count(None)
+    evictable = [purpose_of(entry.leases) for entry in cpu._entries.values()].count(None)
     held = len(cpu._entries) - evictable
-    if evictable != cpu._evictable:
-        raise Violation(f"{cpu.name}: slots: {evictable} can be evicted, the tier counts {cpu._evictable}")
+    if evictable != cpu._order.evictable:
+        raise Violation(f"{cpu.name}: slots: {evictable} can be evicted, the tier counts {cpu._order.evictable}")
     elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
     if elsewhere < 0 or sum(cpu.budget.held) != held + elsewhere:
         raise Violation(

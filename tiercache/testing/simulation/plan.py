@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tiercache.core.eviction import ORDERS
+from tiercache.core.eviction import POLICIES
 from tiercache.testing.simulation.fittings import KINDS_BY_PLACE, SHARED, Fittings, fittings_of, tiers_of
 from tiercache.testing.simulation.weather import KINDS_OF_DISKS
 
@@ -119,7 +119,7 @@ def setting_of(seed: int, *, own: str = "", own_options: Mapping[str, str] | Non
     slots = chance.choice([4, 8, 8, 16, 32])
     cap = chance.choice([6, 12, 24, 64])
     options: dict[str, Any] = {
-        "cache_policy": chance.choice(sorted(ORDERS)),
+        "cache_policy": chance.choice(sorted(POLICIES)),
         "blocking_timeout_secs": chance.choice([1, 2, 5]),
         "lookup_timeout_ms": chance.choice([20, 200, 1000]),
         "close_timeout_s": chance.choice([0.5, 5.0]),

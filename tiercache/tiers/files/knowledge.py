@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
-from tiercache.core.eviction import make_byte_order
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.sharing import SharedIndex
@@ -28,8 +27,7 @@ class OwnIndex(Knowledge):
         self._shelves = shelves
 
     def make_index(self) -> CappedIndex:
-        settings = self._shelves.settings
-        return CappedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
+        return CappedIndex(self._shelves.settings.tenant_share_bytes)
 
     def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         deletions = Deletions(self._shelves, shelf, on_stored)
@@ -76,8 +74,7 @@ class FollowedIndex(OwnIndex):
         self._watchers = Workers(f"{shelves.name}-refresh", len(shelves.settings.directories))
 
     def make_index(self) -> CappedIndex:
-        settings = self._shelves.settings
-        return SharedIndex(make_byte_order(settings.policy, settings.tenant_share_bytes))
+        return SharedIndex(self._shelves.settings.tenant_share_bytes)
 
     def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
         """Its refresher does."""

@@ -68,7 +68,7 @@ class Shelf:
         self.take(volume)
         index.on_change = known.on_change
         if index.on_change is not None:
-            for key in known.order.entries:
+            for key in known.entries:
                 index.on_change(key)
 
     def take(self, volume: Volume) -> Volume:

@@ -24,7 +24,6 @@ class FileSettings:
     """fdatasync each file before it gets its name. Its name follows with the file system's next commit (seconds): a power
     cut can lose the newest chunks but never show half of one. Without, all that was written lately may be lost, and what is
     torn is found by verification. Neither matters for kill -9."""
-    policy: str = "LRU"
     admission: str = "all"
     """Which chunks are worth writing, see tiercache.core.admission."""
     bytes_per_day: float = 0.0

@@ -1,0 +1,354 @@
+"""Leaf LRU: which resident of the hot cache is evicted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tiercache.core.eviction import MEAN_LRU, POLICIES, RANKS, LeafLru, Resident, rank_policy
+from tiercache.core.keys import tenant_of, tenant_tag
+
+TENANTS = (b"", tenant_tag("a"), tenant_tag("b"))
+
+
+def key(number: int, tenant: bytes = b"") -> bytes:
+    return number.to_bytes(24, "big") + tenant
+
+
+def keys_of(numbers: Sequence[int]) -> list[bytes]:
+    return [key(number) for number in numbers]
+
+
+def made(policy: str = "LRU") -> LeafLru[Resident]:
+    return LeafLru(policy)
+
+
+def put(order: LeafLru[Resident], numbers: Sequence[int], slots: int | None = None) -> list[int]:
+    """Put a prefix as the hot cache does. Return what was evicted where there are only so many slots."""
+    keys, evicted = keys_of(numbers), []
+    time = order.access(keys)
+    for position, one in enumerate(keys):
+        if one in order:
+            continue
+        if slots is not None and len(order) >= slots:
+            victim = order.pop_victim()
+            assert victim is not None
+            evicted.append(number_of(victim))
+        parent = keys[position - 1] if position else None
+        order.insert(Resident(one), parent, time - position, in_order=True)
+    order.link(keys)
+    return evicted
+
+
+def number_of(entry: Resident | None) -> int | None:
+    return None if entry is None else int.from_bytes(entry.key[:24], "big")
+
+
+def all_victims(order: LeafLru[Resident]) -> list[int | None]:
+    return [number_of(order.pop_victim()) for _ in range(len(order))]
+
+
+def lease(order: LeafLru[Resident], number: int) -> Resident:
+    entry = order.entries[key(number)]
+    entry.leases += 1
+    order.leased(entry)
+    return entry
+
+
+def release(order: LeafLru[Resident], entry: Resident) -> None:
+    entry.leases -= 1
+    order.released(entry)
+
+
+@pytest.mark.parametrize("policy", RANKS)
+def test_a_prefix_is_evicted_from_its_end(policy: str) -> None:
+    order = made(policy)
+    put(order, range(5))
+    assert all_victims(order) == [4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("policy", RANKS)
+def test_a_shared_head_outlives_every_branch(policy: str) -> None:
+    order = made(policy)
+    put(order, [0, 1, 10, 11])
+    put(order, [0, 1, 20, 21])
+    victims = all_victims(order)
+    assert victims[-2:] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [("LRU", [2, 3, 1]), ("FIFO", [1, 2, 3]), ("LFU", [3, 2, 1]), ("MRU", [1, 3, 2])],
+)
+def test_the_rank_decides_among_leaves(policy: str, expected: list[int]) -> None:
+    order = made(policy)
+    for number in (1, 2, 3):
+        put(order, [number])
+    for number in (1, 1, 2, 2, 3, 1):
+        order.access([key(number)])
+    assert all_victims(order) == expected
+
+
+@pytest.mark.parametrize("policy", MEAN_LRU)
+def test_policies_that_are_not_built_mean_lru(policy: str) -> None:
+    assert policy in POLICIES
+    assert made(policy.lower()).policy == "LRU"
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(KeyError):
+        rank_policy("ARC")
+
+
+def test_of_one_access_the_tail_is_colder_than_the_head() -> None:
+    order = made()
+    for number in range(4):
+        order.insert(Resident(key(number)))
+    order.access(keys_of([2, 0, 3, 1]))
+    assert all_victims(order) == [1, 3, 0, 2]
+
+
+def test_a_prefix_that_is_larger_than_the_cache_keeps_its_head() -> None:
+    order = made()
+    put(order, range(100, 110), slots=10)
+    evicted = put(order, range(30), slots=10)
+    assert evicted[:10] == list(range(109, 99, -1)), "first what was used before"
+    assert sorted(int.from_bytes(one[:24], "big") for one in order.entries)[:9] == list(range(9))
+    assert evicted[10:] == list(range(9, 29)), "then the prefix's own end"
+
+
+def test_a_leased_leaf_stays_and_its_parent_may_go() -> None:
+    order = made()
+    put(order, [0, 1, 2])
+    leased = lease(order, 2)
+    assert order.evictable == 2
+    assert number_of(order.pop_victim()) == 1, "all that continues it is leased"
+    assert number_of(order.pop_victim()) == 0
+    assert order.pop_victim() is None
+    release(order, leased)
+    assert order.evictable == 1
+    assert number_of(order.pop_victim()) == 2
+
+
+def test_an_access_while_leased_counts() -> None:
+    order = made()
+    put(order, [1])
+    put(order, [2])
+    leased = lease(order, 1)
+    order.access(keys_of([1]))
+    release(order, leased)
+    assert all_victims(order) == [2, 1]
+
+
+def test_what_continues_a_chunk_that_was_removed_becomes_a_root() -> None:
+    order = made()
+    put(order, [0, 1, 2])
+    order.discard(key(1))
+    child = order.entries[key(2)]
+    assert child.parent is None
+    order.access(keys_of([2]))
+    assert all_victims(order) == [0, 2]
+
+
+def test_a_resident_knows_its_children() -> None:
+    order = made()
+    put(order, [0, 1])
+    put(order, [0, 2])
+    children = order.entries[key(0)].children
+    assert children is not None and set(children) == {key(1), key(2)}
+    assert number_of(order.pop_victim()) == 1
+    assert set(children) == {key(2)}
+
+
+def test_a_chunk_that_came_before_its_parent_is_linked_later() -> None:
+    order = made()
+    order.insert(Resident(key(1)), key(0))
+    order.insert(Resident(key(0)))
+    assert order.entries[key(1)].parent is None
+    order.link(keys_of([0, 1]))
+    assert all_victims(order) == [1, 0]
+
+
+def test_links_in_contradicting_orders_never_close_a_circle() -> None:
+    order = made()
+    chance = random.Random(1)
+    for number in range(40):
+        order.insert(Resident(key(number)))
+    for _ in range(300):
+        order.link(keys_of([chance.randrange(40) for _ in range(chance.randrange(2, 12))]))
+    assert sorted(all_victims(order)) == list(range(40))
+
+
+def test_a_renewed_leaf_outlives_its_equals_and_counts_no_access() -> None:
+    order = made()
+    put(order, [1])
+    put(order, [2])
+    order.renew(keys_of([1]))
+    assert all_victims(order) == [2, 1]
+    often = made("LFU")
+    put(often, [1])
+    put(often, [2])
+    often.access(keys_of([2]))
+    for _ in range(5):
+        often.renew(keys_of([1]))
+    assert all_victims(often) == [1, 2]
+
+
+def test_looking_at_the_victim_changes_nothing() -> None:
+    order = made()
+    put(order, [0, 1])
+    put(order, [2])
+    order.access(keys_of([0, 1]))
+    assert [number_of(order.victim()) for _ in range(3)] == [2, 2, 2]
+    assert len(order) == 3
+    assert number_of(order.pop_victim()) == 2
+
+
+def test_accesses_do_not_grow_the_heap() -> None:
+    for policy in RANKS:
+        order = made(policy)
+        for number in range(0, 100, 4):
+            put(order, range(number, number + 4))
+        for number in range(10_000):
+            order.access(keys_of([number % 100]))
+            assert order.queued <= 2 * len(order) + 64, policy
+
+
+def test_the_coldest_leaf_of_a_tenant() -> None:
+    order: LeafLru[Resident] = LeafLru(by_tenant=True)
+    for number in range(6):
+        order.insert(Resident(key(number, TENANTS[number % 3])))
+    assert order.victim(tenant_tag("nobody")) is None
+    victim = order.pop_victim(TENANTS[1])
+    assert victim is not None and victim.key == key(1, TENANTS[1])
+    victim = order.pop_victim()
+    assert victim is not None and victim.key == key(0)
+    order.access([key(4, TENANTS[1])])
+    victim = order.pop_victim(TENANTS[1])
+    assert victim is not None and victim.key == key(4, TENANTS[1])
+    assert order.pop_victim(TENANTS[1]) is None
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """Random histories: the victim is the unleased resident of lowest rank that no unleased resident continues."""
+
+    policy = "LRU"
+    by_tenant = False
+    KEYS = st.integers(0, 11)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: LeafLru[Resident] = LeafLru(self.policy, by_tenant=self.by_tenant)
+        self.parents: dict[bytes, bytes | None] = {}
+        self.chain: dict[bytes, bytes] = {}
+        """The only parent that a key ever has, as with chained keys."""
+
+    def key(self, number: int) -> bytes:
+        return key(number, TENANTS[number % 3] if self.by_tenant else b"")
+
+    def expected(self, tenant: bytes | None = None) -> bytes | None:
+        entries = self.order.entries
+        blocked = {parent for one, parent in self.parents.items() if not entries[one].leases}
+        leaves = [one for one in entries if not entries[one].leases and one not in blocked]
+        leaves = [one for one in leaves if tenant is None or tenant_of(one) == tenant]
+        return min(leaves, key=lambda one: (entries[one].rank, one), default=None)
+
+    @rule(number=KEYS, leased=st.booleans(), in_order=st.booleans(), before=KEYS)
+    def insert(self, number: int, leased: bool, in_order: bool, before: int) -> None:
+        one = self.key(number)
+        if one in self.order:
+            return
+        parent = self.chain.setdefault(one, self.key(min(before, number - 1))) if number else None
+        entry = Resident(one)
+        entry.leases = int(leased)
+        self.order.insert(entry, parent, in_order=in_order)
+        self.parents[one] = parent if parent in self.order else None
+
+    @rule(numbers=st.lists(KEYS, max_size=6))
+    def access(self, numbers: list[int]) -> None:
+        self.order.access([self.key(number) for number in numbers])
+
+    @rule(number=KEYS)
+    def renew(self, number: int) -> None:
+        self.order.renew([self.key(number)])
+
+    @rule(number=KEYS)
+    def link_to_its_parent(self, number: int) -> None:
+        one = self.key(number)
+        parent = self.chain.get(one)
+        if one in self.order and parent in self.order:
+            self.order.link([parent, one])
+            self.parents[one] = parent
+
+    @rule(number=KEYS)
+    def discard(self, number: int) -> None:
+        one = self.key(number)
+        known = one in self.order
+        assert (self.order.discard(one) is not None) == known
+        self.left(one)
+
+    @rule(number=KEYS)
+    def lease_or_release(self, number: int) -> None:
+        entry = self.order.entries.get(self.key(number))
+        if entry is not None:
+            entry.leases = 1 - entry.leases
+            (self.order.leased if entry.leases else self.order.released)(entry)
+
+    @precondition(lambda self: self.parents)
+    @rule()
+    def evict(self) -> None:
+        expected = self.expected()
+        victim = self.order.pop_victim()
+        assert (None if victim is None else victim.key) == expected
+        if victim is not None:
+            self.left(victim.key)
+
+    @precondition(lambda self: self.by_tenant and self.parents)
+    @rule(number=KEYS)
+    def evict_of_one_tenant(self, number: int) -> None:
+        tenant = TENANTS[number % 3]
+        expected = self.expected(tenant)
+        victim = self.order.pop_victim(tenant)
+        assert (None if victim is None else victim.key) == expected
+        if victim is not None:
+            self.left(victim.key)
+
+    def left(self, one: bytes) -> None:
+        self.parents.pop(one, None)
+        for child, parent in self.parents.items():
+            if parent == one:
+                self.parents[child] = None
+
+    @invariant()
+    def the_victim_is_the_coldest_leaf(self) -> None:
+        victim = self.order.victim()
+        assert (None if victim is None else victim.key) == self.expected()
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        entries = self.order.entries
+        assert set(entries) == set(self.parents)
+        assert self.order.evictable == sum(not entry.leases for entry in entries.values())
+        for one, parent in self.parents.items():
+            found = entries[one].parent
+            assert (None if found is None else found.key) == parent
+        assert self.order.queued <= 2 * len(entries) + 64
+
+
+def machine(name: str, tenants: bool = False) -> type[AgainstModel]:
+    return type(f"LeafLruWith{name}{tenants}", (AgainstModel,), {"policy": name, "by_tenant": tenants})
+
+
+TestLru = machine("LRU").TestCase
+TestFifo = machine("FIFO").TestCase
+TestLfu = machine("LFU").TestCase
+TestMru = machine("MRU").TestCase
+TestTenants = machine("LRU", True).TestCase
+TestTenantsMru = machine("MRU", True).TestCase
+for case in (TestLru, TestFifo, TestLfu, TestMru, TestTenants, TestTenantsMru):
+    case.settings = settings(max_examples=50, stateful_step_count=50, deadline=None, phases=[Phase.generate])

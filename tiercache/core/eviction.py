@@ -1,0 +1,306 @@
+"""Eviction from the hot cache: least recently used leaf first.
+
+Chunk keys are chained, so the residents form a forest of prefixes. A chunk is of no use without the chunks before it, so
+only leaves are evicted: residents that no other evictable resident continues. Among the leaves the policy's rank decides,
+the lowest first.
+
+The leaves are in a heap of (rank, key) with lazy deletion: an item counts only while it matches the rank that its resident
+was queued with. An access that raises the rank of a queued leaf leaves the heap as it is; the leaf is queued again when the
+old item surfaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+
+_USE = 1 << 64
+"""One access in an LFU rank, whose lower bits are the time of the last one."""
+
+_ORPHAN = -_USE
+"""The rank of a chunk whose parent is known and not resident, and of those that continue it: they are of no use until the
+parent comes, and are evicted before all others."""
+
+Rank = Callable[[int, int], int]
+"""The new rank of a resident from its old one (0 when it is inserted) and the time of the access."""
+
+RANKS: dict[str, Rank] = {
+    "LRU": lambda _rank, time: time,
+    "FIFO": lambda rank, time: rank or time,
+    "LFU": lambda rank, time: (max(rank, 0) // _USE + 1) * _USE + time,
+    "MRU": lambda _rank, time: -time,
+}
+
+MEAN_LRU = ("COST", "S3FIFO", "SLRU")
+"""Policies of the first edition. The configuration accepts their names; the cache then uses LRU."""
+
+POLICIES = (*RANKS, *MEAN_LRU)
+"""All values of `cache_policy`."""
+
+
+def rank_policy(policy: str) -> str:
+    """Return the rank function's name for a `cache_policy`. Raises KeyError for an unknown one."""
+    name = policy.upper()
+    if name in MEAN_LRU:
+        return "LRU"
+    RANKS[name]
+    return name
+
+
+class Resident:
+    """A chunk in the hot cache. Subclasses add where it lies."""
+
+    __slots__ = ("children", "key", "leases", "parent", "queued_rank", "rank", "unleased_children")
+
+    def __init__(self, key: ChunkKey) -> None:
+        self.key = key
+        self.leases = 0
+        """Any number; 0 means that the chunk may be evicted."""
+        self.parent: Resident | None = None
+        self.children: dict[ChunkKey, Resident] | None = None
+        """The residents that continue this chunk, by key; None stands for none."""
+        self.unleased_children = 0
+        self.rank = 0
+        self.queued_rank: int | None = None
+        """The rank of this resident's item in the heap; None when it has no item."""
+
+
+R = TypeVar("R", bound=Resident)
+
+
+class _Queue:
+    """Leaves by rank, with stale items among them."""
+
+    __slots__ = ("heap", "residents")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, ChunkKey]] = []
+        self.residents = 0
+        """Residents that may have an item here."""
+
+
+class LeafLru(Generic[R]):
+    """The residents of the hot cache and their order of eviction.
+
+    Time is a counter. An access to n chunks of a prefix advances it by n; the first chunk gets the new time and each later
+    one a time lower by one, so the tail of a prefix is colder than its head.
+
+    Every operation takes O(1), or O(log n) where a leaf enters or leaves the heap, which holds at most twice as many items
+    as there are residents, and 64 more.
+    """
+
+    def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
+        """`policy` is a name in `POLICIES`. With `by_tenant` the coldest leaf of a single tenant can be asked for."""
+        self.policy = rank_policy(policy)
+        self.entries: dict[ChunkKey, R] = {}
+        self.evictable = 0
+        """Residents without a lease."""
+        self._rank = RANKS[self.policy]
+        self._clock = 0
+        self._queue = _Queue()
+        self._tenants: dict[Tenant, _Queue] | None = {} if by_tenant else None
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    def access(self, keys: Sequence[ChunkKey], *, prefix: bool = True) -> int:
+        """Refresh the residents among `keys`, which follow one another in a prefix.
+
+        Return the time of the first of them: the chunk at position i has this time less i, also one that is inserted later.
+        An orphan of the prefix that is not its first chunk is left to `link`. Without `prefix` the keys do not belong
+        together, and the latest comes first.
+        """
+        self._clock = time = self._clock + len(keys)
+        get, rank_of, lru = self.entries.get, self._rank, self.policy == "LRU"
+        at = time
+        for key in keys:
+            entry = get(key)
+            if entry is not None and (entry.rank != _ORPHAN or not prefix or at == time):
+                rank = entry.rank = at if lru else rank_of(entry.rank, at)
+                queued = entry.queued_rank
+                if not entry.unleased_children and (queued is None or rank < queued or self._tenants is not None):
+                    self._enqueue(entry)
+            at -= 1
+        return time
+
+    def renew(self, keys: Sequence[ChunkKey]) -> None:
+        """Make the residents among `keys` as recent as by an access without counting one. Only LRU has recency to renew."""
+        if self.policy == "LRU":
+            self.access(keys)
+
+    def insert(
+        self, entry: R, parent_key: ChunkKey | None = None, time: int | None = None, *, in_order: bool = False
+    ) -> None:
+        """Add a resident whose key is not resident, with the leases that it has.
+
+        `parent_key` is the chunk before it in its prefix. `in_order` says that the chunks of the prefix come in their order:
+        where the parent is not resident, as in a prefix that is larger than the cache, the new resident is an orphan and the
+        first to go. `time` is the time of its access, by default a new one.
+        """
+        if time is None:
+            self._clock = time = self._clock + 1
+        key = entry.key
+        entry.rank = self._rank(0, time)
+        self.entries[key] = entry
+        self._queue.residents += 1
+        if self._tenants is not None:
+            self._tenants.setdefault(tenant_of(key), _Queue()).residents += 1
+        parent = self.entries.get(parent_key) if parent_key is not None else None
+        if parent is not None and parent is not entry:
+            self._attach(entry, parent)
+        if in_order and parent_key is not None and (parent is None or parent.rank == _ORPHAN):
+            entry.rank = _ORPHAN
+        if not entry.leases:
+            self.evictable += 1
+            self._enqueue(entry)
+
+    def link(self, keys: Sequence[ChunkKey], time: int | None = None) -> None:
+        """Record that `keys` follow one another in a prefix, where two neighbours are resident. `time` is that of the first
+        of them in the access that brought them, by default a new one.
+
+        A resident that has a parent keeps it: a chained key has only one. Keys that are not chained can be named in any
+        order; a link that would close a circle is left out. An orphan gets the rank of an access again.
+        """
+        if time is None:
+            self._clock = time = self._clock + len(keys)
+        get = self.entries.get
+        before: R | None = None
+        root: Resident | None = None
+        for position, key in enumerate(keys):
+            entry = get(key)
+            if entry is None or before is None:
+                root = None
+            elif entry.parent is not before:
+                if entry.parent is None and entry is not (root := root or _root_of(before)):
+                    self._attach(entry, before)
+                else:
+                    root = None
+            if entry is not None and entry.rank == _ORPHAN and (parent := entry.parent) and parent.rank != _ORPHAN:
+                entry.rank = self._rank(0, time - position)
+                self._enqueue(entry)
+            before = entry
+
+    def discard(self, key: ChunkKey) -> R | None:
+        """Remove a resident wherever it stands; None when `key` is not resident. Its children become roots."""
+        entry = self.entries.pop(key, None)
+        if entry is None:
+            return None
+        if not entry.leases:
+            self.evictable -= 1
+        self._queue.residents -= 1
+        if self._tenants is not None:
+            tenant = tenant_of(key)
+            queue = self._tenants[tenant]
+            queue.residents -= 1
+            if not queue.residents:
+                del self._tenants[tenant]
+        entry.queued_rank = None
+        for child in (entry.children or {}).values():
+            child.parent = None
+        entry.children, entry.unleased_children = None, 0
+        parent = entry.parent
+        if parent is not None:
+            entry.parent = None
+            children = parent.children
+            assert children is not None
+            del children[key]
+            if not children:
+                parent.children = None
+            if not entry.leases:
+                self._less_unleased(parent)
+        return entry
+
+    def leased(self, entry: R) -> None:
+        """Called when a resident gets its first lease."""
+        self.evictable -= 1
+        if entry.parent is not None:
+            self._less_unleased(entry.parent)
+
+    def released(self, entry: R) -> None:
+        """Called when the last lease on a resident ends."""
+        self.evictable += 1
+        if entry.parent is not None:
+            entry.parent.unleased_children += 1
+        self._enqueue(entry)
+
+    def victim(self, tenant: Tenant | None = None) -> R | None:
+        """Return the leaf that `pop_victim` would remove now; None where every resident is leased."""
+        queue = self._queue
+        if tenant is not None:
+            assert self._tenants is not None, "made without by_tenant"
+            found = self._tenants.get(tenant)
+            if found is None:
+                return None
+            queue = found
+        heap = queue.heap
+        while heap:
+            rank, key = heap[0]
+            entry = self.entries.get(key)
+            if entry is not None and entry.queued_rank == rank:
+                if entry.rank == rank and not entry.leases and not entry.unleased_children:
+                    return entry
+                heappop(heap)
+                entry.queued_rank = None
+                self._enqueue(entry)
+            else:
+                heappop(heap)
+        return None
+
+    def pop_victim(self, tenant: Tenant | None = None) -> R | None:
+        """Remove and return the coldest leaf, of one tenant where it is given; None where every resident is leased."""
+        entry = self.victim(tenant)
+        if entry is not None:
+            self.discard(entry.key)
+        return entry
+
+    @property
+    def queued(self) -> int:
+        """Items in the heap of all leaves."""
+        return len(self._queue.heap)
+
+    def _attach(self, entry: R, parent: Resident) -> None:
+        entry.parent = parent
+        if parent.children is None:
+            parent.children = {}
+        parent.children[entry.key] = entry
+        if not entry.leases:
+            parent.unleased_children += 1
+
+    def _less_unleased(self, parent: Resident) -> None:
+        """A child of `parent` does not keep it from being a leaf any more."""
+        parent.unleased_children -= 1
+        if not parent.unleased_children:
+            self._enqueue(parent)
+
+    def _enqueue(self, entry: Resident) -> None:
+        """Queue a resident that may be a leaf, unless it has an item that surfaces early enough."""
+        if entry.leases or entry.unleased_children:
+            return
+        rank, queued = entry.rank, entry.queued_rank
+        if queued is not None and (queued == rank or (queued < rank and self._tenants is None)):
+            return
+        entry.queued_rank = rank
+        item = (rank, entry.key)
+        self._push(self._queue, item)
+        if self._tenants is not None:
+            self._push(self._tenants[tenant_of(entry.key)], item)
+
+    def _push(self, queue: _Queue, item: tuple[int, ChunkKey]) -> None:
+        heappush(queue.heap, item)
+        if len(queue.heap) > 2 * queue.residents + 64:
+            get = self.entries.get
+            current = {item for item in queue.heap if (entry := get(item[1])) is not None and entry.queued_rank == item[0]}
+            queue.heap[:] = current
+            heapify(queue.heap)
+
+
+def _root_of(entry: Resident) -> Resident:
+    while entry.parent is not None:
+        entry = entry.parent
+    return entry

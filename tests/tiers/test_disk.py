@@ -565,7 +565,6 @@ async def test_chunks_deleted_before_the_first_scan_came_to_them_are_not_deducte
             return scan(top)
 
         volume.surveyor.scan = slow  # type: ignore[method-assign]
-        tier.shelves.metadata.threads = 2  # the scan has the one, the look-up wants another
         assert await tier.probe([chunk(number)[0] for number in range(1, 21)]) == 20
         await fill(tier, range(101, 111))
         gate.set()

@@ -84,11 +84,11 @@ async def test_a_write_to_a_full_directory_waits_for_the_first_chunk_that_is_fou
 
         def first_is_found(_: bytes) -> None:
             if not found.is_set():
-                tier.shelves.metadata.submit(gates[1].wait)  # the only thread that looks
+                tier.shelves.metadata.background.submit(gates[1].wait)  # the only thread that looks
                 found.set()
 
         tier.tell(first_is_found)
-        tier.shelves.metadata.submit(gates[0].wait)
+        tier.shelves.metadata.background.submit(gates[0].wait)
         try:
             writing = asyncio.create_task(tier.write(chunk(1)[0], payload, CHUNK_BYTES))
             await asyncio.wait([writing], timeout=0.1)

@@ -19,7 +19,9 @@ class MetadataWorkers(Workers):
     """The mount may hang, and the loop must not: whatever is closed is closed here."""
 
     def __init__(self, name: str, threads: int) -> None:
-        super().__init__(name, threads)
+        super().__init__(f"{name}-metadata", threads)
+        self.background = Workers(f"{name}-scan", threads)
+        """For scans, and deletions after one: look-ups do not wait for them. The next scan waits for those deletions."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
     async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
@@ -59,6 +61,10 @@ class MetadataWorkers(Workers):
             threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
             return
         self.watch(work)
+
+    def close(self) -> None:
+        super().close()
+        self.background.close()
 
     def watch(self, work: asyncio.Future[Any]) -> None:
         """Something that is still at work, though nobody waits for it any more."""

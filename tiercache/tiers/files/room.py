@@ -75,7 +75,7 @@ class OwnRoom(Room):
             if not victims:
                 return
             with shelf.leaving(victims):
-                done = await self._shelves.metadata.submit(volume.delete_all, victims)
+                done = await self._shelves.metadata.background.submit(volume.delete_all, victims)
             self._shelves.catch_up_soon(shelf)
             if done.error is not None:
                 logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)

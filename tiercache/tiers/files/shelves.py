@@ -70,7 +70,7 @@ class Shelves:
         self.counters = TierStatistics()
         self.refused: dict[ChunkKey, None] = {}
         """Bad chunks that may still lie there (read-only directory): a look into the directory does not take them up."""
-        self.metadata = MetadataWorkers(f"{name}-metadata", metadata_threads)
+        self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
         self._unclosed: list[Shelf] = []
@@ -238,7 +238,7 @@ class Shelves:
         volume = shelf.volume
         is_missing = False
         try:
-            found = await scan(shelf, self.metadata, self.refused, first=first)
+            found = await scan(shelf, self.metadata.background, self.refused, first=first)
             if found is not None:
                 self.counters.strays += found.strays
         except (OSError, TierUnavailable) as error:

@@ -56,6 +56,7 @@ async def put_that_waits(cache: TierCache, held: list[Lease]) -> asyncio.Task[bo
         lease = cache.cpu.lease(key(number))
         assert lease is not None
         held.append(lease)
+    assert (await cache.flush()).complete, "a write that goes on would keep the memory mapped"
     waiting = asyncio.create_task(cache.put(key(998), payload(998), deadline_s=60.0))
     await asyncio.sleep(0)
     return waiting

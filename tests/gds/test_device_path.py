@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,9 +106,10 @@ class Bench:
     async def forget(self, key: ChunkKey) -> None:
         """As `TierCache.forget`."""
 
-        def from_memory(key: ChunkKey) -> None:
-            self.cpu.forget(key)
-            self.staging.forget(key)
+        def from_memory(keys: Sequence[ChunkKey]) -> None:
+            for each in keys:
+                self.cpu.forget(each)
+                self.staging.forget(each)
 
         await self.fan_out.forget([key], 10.0, from_memory)
 

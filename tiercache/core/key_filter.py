@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import xxhash
+
 from tiercache.core.keys import ChunkKey
 
 _PLACES = 4
@@ -35,7 +37,7 @@ class KeyFilter:
             self._bits[place >> 3] |= 1 << (place & 7)
 
     def _places(self, key: ChunkKey) -> list[int]:
-        first = hash(key)
+        first = xxhash.xxh3_64_intdigest(key)
         step = (first >> 32) | 1
         last_place = 8 * self._size_bytes - 1
         return [(first + number * step) & last_place for number in range(_PLACES)]

@@ -82,8 +82,8 @@ class Removals:
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         """For the next attempt at those that failed."""
-        self._requests: set[Request] = set()
-        """Those that are not settled."""
+        self._requests: dict[Request, None] = {}
+        """Those that are not settled, in their order."""
         self._error: Exception | None = None
         """Why the latest one that failed did."""
         self._closed = False
@@ -108,7 +108,7 @@ class Removals:
         if not keys:
             request.settled.set_result(None)
             return request
-        self._requests.add(request)
+        self._requests[request] = None
         request.timer = loop.call_later(self.patience_s, self._on_stall)
         new = [key for key in keys if key not in wanted]
         if len(new) < len(keys):
@@ -254,7 +254,7 @@ class Removals:
         request.left -= keys
         request.error = request.error or error
         if not request.left and request in self._requests:
-            self._requests.remove(request)
+            del self._requests[request]
             request.settled.set_result(None)
             if request.timer is not None:
                 request.timer.cancel()

@@ -22,7 +22,7 @@ mapped = arena.Arena(arena.ArenaSettings(size_bytes=int(sys.argv[2]), shm_name="
 mapped.memory[:] = 9
 os.kill(os.getpid(), signal.SIGKILL)
 """
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+as_root = pytest.mark.needs("root")
 
 
 @pytest.fixture

@@ -197,9 +197,7 @@ def _held_slots(slots: _Slots) -> Iterator[str]:
     tier = slots.tier()
     if any(held):
         counts = ", ".join(f"{count} for {purpose.name}" for purpose, count in zip(Purpose, held, strict=True) if count)
-        keys = [
-            entry.key.hex()[:12] for entry in (tier._entries.values() if tier else ()) if entry.held_for is not None
-        ]
+        keys = [entry.key.hex()[:12] for entry in (tier._entries.values() if tier else ()) if entry.leases]
         chunks = f"; leases on {', '.join(keys)}" if keys else ""
         yield f"{counts}{chunks}, of the tier made at {slots.made_at}"
     elif tier is not None and tier.pool.free and tier.obtainable != tier.pool.count:

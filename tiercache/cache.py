@@ -379,9 +379,10 @@ class TierCache:
         What began before this - a put, a read, a prefetch, a write, even a stuck one - brings nothing of them back; what
         begins after it is stored, and read back from every tier. Leases that somebody has stay valid. A tier that fails
         keeps no other from it; its error is raised at the end, and TierUnavailable where a chunk could not be removed in
-        time. Also then, and when this is cancelled, nobody gets it from there any more, and its removal is tried again until
-        it succeeds or the cache is closed, for 65,536 keys a tier: others are never read or written there again. A durable
-        tier that kept a chunk has it again after a restart. Tiers that are only read are not asked for it any more.
+        time. A chunk that could not be removed, also because this call was cancelled, is not read from that tier any more.
+        Its removal is tried again until it succeeds or the cache is closed, for up to 65,536 keys a tier; for keys beyond
+        those the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart. Tiers that
+        are only read are not asked for the chunk any more.
         """
         parts = self._in_use()
         check_keys(keys)

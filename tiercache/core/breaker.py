@@ -64,7 +64,7 @@ class Breaker:
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
     def wait_s(self, now_s: float) -> float:
-        """How long no operation may start, if none that runs reports before."""
+        """Return the seconds until an operation may start, unless a running one reports before."""
         return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
 
     def probing(self, now_s: float) -> bool:

@@ -13,7 +13,7 @@ _STEP = 128
 
 
 def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
-    """How many of `keys`, from the first on, are there without a gap."""
+    """Return the length of the prefix of `keys` whose chunks are all in `entries`."""
     for position, key in enumerate(keys):
         if key not in entries:
             return position
@@ -75,7 +75,7 @@ class CappedIndex:
         return self.entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of `keys`, from the first on, are resident without a gap."""
+        """Return the length of the prefix of `keys` whose chunks are all resident."""
         return prefix_in(self.entries, keys)
 
     def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
@@ -167,7 +167,7 @@ class CappedIndex:
 
     @property
     def excess_bytes(self) -> int:
-        """What tenants have beyond their quotas: these were lowered, or others have written."""
+        """Bytes above their quotas that tenants have, after a quota was lowered or another process has written."""
         return self._shares.excess_bytes if self._shares is not None else 0
 
     def expect(self, key: ChunkKey, needed_bytes: int) -> None:
@@ -176,7 +176,7 @@ class CappedIndex:
             self._shares.expect(tenant_of(key), needed_bytes)
 
     def lacking_bytes(self, key: ChunkKey, needed_bytes: int = 0) -> int:
-        """What the tenant of `key` has to give up to be within its quota when `needed_bytes` more have come."""
+        """Return the bytes that the tenant of `key` has to give up to be within its quota with `needed_bytes` more."""
         return self._shares.lacking_bytes(tenant_of(key), needed_bytes) if self._shares is not None else 0
 
     def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
@@ -195,5 +195,5 @@ class CappedIndex:
         return victims
 
     def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
-        """By tenant; empty where there are no quotas."""
+        """Return what each tenant holds; empty without quotas."""
         return self._shares.statistics() if self._shares is not None else {}

@@ -153,7 +153,7 @@ class Arena:
 
         A file that a crashed process left has no lock: under this name it is emptied, not reused (its bytes mean nothing
         here), under other names it is removed. Raises ConfigError for a name that a living process uses, and for anything
-        but a regular file of this user that nobody else may write: whoever may write it can change verified chunks.
+        but a regular file of this user that no other user may write: another writer could change verified chunks.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
@@ -297,7 +297,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError unless it is a regular file of this user that nobody else may write."""
+    """Raises ConfigError unless it is a regular file of this user that no other user may write."""
     if _is_own(found):
         return
     kind = f"a file of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"

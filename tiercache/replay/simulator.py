@@ -45,7 +45,7 @@ class Ram:
         return key in self.entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of `keys`, from the first on without a gap, are resident."""
+        """Return the length of the prefix of `keys` whose blocks are all resident."""
         return prefix_in(self.entries, keys)
 
     def add(

@@ -70,8 +70,8 @@ def test_two_ranks_have_states_of_their_own(kind: str, tmp_path: Path) -> None:
     (_, (first,), _, _, _, (hot,), _, _, _, (disk,), corrupted, _, _, (wrong,)), _ = drive(cached, steps)
     (_, (later,)), _ = drive(cached, [["loads_always"], GENERATE])
     assert first["cached"] == 0
-    for answer in (hot, disk, later):
-        assert answer["cached"] == hit_tokens and same_answer(answer, reference)
+    for place, answer in {"hot": hot, "disk": disk, "later": later}.items():
+        assert answer["cached"] == hit_tokens and same_answer(answer, reference), place
     assert all(corrupted) and wrong["cached"] == hit_tokens and not same_answer(wrong, reference)
 
 

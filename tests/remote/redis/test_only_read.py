@@ -14,6 +14,8 @@ from tiercache.core.header import PACKED_BYTES
 from tiercache.testing import chunk
 from tiercache.tiers.remote.redis.layout import segment_names
 
+pytestmark = pytest.mark.needs("redis-server")
+
 LAYOUT = Layout("m", chunk_tokens=64, bytes_per_token=4096)
 CHUNKS = [chunk(number, LAYOUT.chunk_bytes) for number in range(1, 6)]
 KEYS = [key for key, _ in CHUNKS]

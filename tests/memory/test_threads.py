@@ -31,7 +31,7 @@ async def test_thread_that_could_not_start_does_not_count_and_the_next_call_star
             with pytest.raises(TierUnavailable, match="no thread.*can't start new thread"):
                 workers.submit(int, 7)
     assert workers.unfinished == 0
-    assert await asyncio.wait_for(workers.submit(int, 7), 5) == 7
+    assert await asyncio.wait_for(workers.submit(int, 7), 60) == 7
     workers.close()
 
 
@@ -42,7 +42,7 @@ async def test_threads_that_there_are_run_the_calls_of_those_that_could_not_star
     with no_thread_to_be_had():
         others = [workers.submit(int, number) for number in range(5)]
     go_on.set()
-    assert await asyncio.wait_for(asyncio.gather(first, *others), 5) == [True, *range(5)]
+    assert await asyncio.wait_for(asyncio.gather(first, *others), 60) == [True, *range(5)]
     assert workers.unfinished == 0
     workers.close()
 
@@ -55,9 +55,9 @@ async def test_put_while_no_thread_can_start_fails_at_once_holds_nothing_and_lat
         with no_thread_to_be_had():
             for key in keys[:3]:
                 with pytest.raises(TierUnavailable, match="no thread"):
-                    await asyncio.wait_for(cache.put(key, bytearray(65536), deadline_s=1.0), 5)
+                    await asyncio.wait_for(cache.put(key, bytearray(65536), deadline_s=1.0), 60)
         assert cache.cpu.obtainable == cache.cpu.pool.count
-        assert await asyncio.wait_for(cache.put(keys[3], bytearray(65536), deadline_s=1.0), 5)
+        assert await asyncio.wait_for(cache.put(keys[3], bytearray(65536), deadline_s=1.0), 60)
 
 
 def test_arena_is_touched_by_the_threads_that_there_are() -> None:

@@ -34,7 +34,7 @@ class Stepped(RemoteTier):
         await go_on.wait()
 
     async def next(self, expected: str) -> asyncio.Event:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             name, go_on = await self.requests.get()
         assert name == expected
         return go_on
@@ -108,7 +108,7 @@ async def test_a_put_goes_after_a_removal_that_is_under_way() -> None:
             (await tier.next("get")).set()
         removal = await tier.next("delete")
         write = asyncio.create_task(tier.write(KEY, PADDED, 5000))
-        await asyncio.wait([reads[1]], timeout=5)
+        await asyncio.wait([reads[1]], timeout=60)
         assert tier.requests.empty(), "neither a put nor a second removal"
         removal.set()
         (await tier.next("put")).set()
@@ -144,7 +144,7 @@ async def test_who_only_reads_leaves_a_bad_value_where_it_is() -> None:
         read = asyncio.create_task(tier.read(KEY, np.empty(8192, np.uint8)))
         for _ in range(2):
             (await tier.next("get")).set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(CorruptChunk):
                 await read
         assert tier.value == b"TI"

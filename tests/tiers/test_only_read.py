@@ -133,7 +133,7 @@ class TestFs(ReaderContract):
 
 
 async def test_a_reader_that_comes_before_the_directory_serves_it_later(tmp_path: Path) -> None:
-    tier = tier_on(tmp_path / "kv", timeout_s=0.2)
+    tier = tier_on(tmp_path / "kv", timeout_s=1.0)
     tier.writes = False
     await tier.open()
     found = asyncio.Event()

@@ -141,22 +141,6 @@ async def test_what_is_deleted_while_it_is_being_mapped_is_not_kept(in_memory: P
             assert tier.statistics().mapped_bytes == tier.statistics().unlinked_bytes == 0
 
 
-async def test_news_of_an_earlier_file_take_nothing_away(in_memory: Path) -> None:
-    """As they come of chunks in directories that are not watched yet."""
-    async with opened(in_memory) as tier:
-        await store(tier, 1)
-        mapping = asyncio.ensure_future(tier.map(key_of(1), READ))
-        await asyncio.sleep(0)  # it has begun
-        tier.mappings.gone(key_of(1))
-        lease = await mapping
-        assert lease is not None and lease.findable
-        lease.release()
-        tier.shelves.deleted([key_of(1)])
-        await tier.shelves.metadata.submit(int)  # behind it
-        await asyncio.sleep(0)
-        assert key_of(1) in tier.mappings and not tier.statistics().unlinked_bytes
-
-
 async def test_what_was_evicted_here_is_unmapped(in_memory: Path) -> None:
     async with opened(in_memory, cap_chunks=4) as tier:
         await store(tier, 1)

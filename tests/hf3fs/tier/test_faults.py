@@ -251,7 +251,7 @@ async def test_close_does_not_wait_for_a_paused_daemon(
             while not any(worker.unfinished for worker in (tier3.mover.file_threads, tier3.mover._readers)):
                 await asyncio.sleep(0)  # a turn of the loop
         closing = asyncio.create_task(tier3.close())
-        await asyncio.wait_for(closing, 5)
+        await asyncio.wait_for(closing, 60)
         mortal.resume()
         for outcome in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S):
             assert isinstance(outcome, (OSError, TierUnavailable, RuntimeError)), outcome

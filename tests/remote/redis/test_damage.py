@@ -99,7 +99,7 @@ async def test_damaged_heads_do_not_open_the_breaker(server: Server) -> None:
         "remote_storage_plugins": ["redis"],
         "remote_storage_plugin.redis.url": f"redis://127.0.0.1:{server.port}",
         "remote_storage_plugin.redis.segment_bytes": 8192,
-        "remote_storage_plugin.redis.timeout_s": 0.5,
+        "remote_storage_plugin.redis.timeout_s": 1.0,
     }
     config = Config.load(environ={}, overrides=values)
     chunks = [chunk(number, layout.chunk_bytes) for number in range(1, 15)]

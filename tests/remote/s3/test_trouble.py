@@ -88,7 +88,7 @@ async def server(answer: Answer, tls: ssl.SSLContext | None = None, port: int = 
 
 @asynccontextmanager
 async def opened(endpoint: str, **options: Any) -> AsyncIterator[S3Tier]:
-    tier = S3Tier(settings_for(endpoint, **{"timeout_s": 0.5} | options))
+    tier = S3Tier(settings_for(endpoint, **{"timeout_s": 1.0} | options))
     await tier.open()
     try:
         yield tier
@@ -245,7 +245,7 @@ async def test_a_store_that_is_down_does_not_stop_the_start_and_comes_back_by_it
     async with server(say_nothing) as endpoint:
         port = int(endpoint.rpartition(":")[2])
     with caplog.at_level(logging.WARNING, "tiercache.s3"):
-        tier = S3Tier(settings_for(endpoint, timeout_s=0.5))
+        tier = S3Tier(settings_for(endpoint, timeout_s=1.0))
         await tier.open()
     assert "s3.test: get of s3://chunks/tiercache" in caplog.text and "connection was refused" in caplog.text
     for operation in operations(tier):
@@ -258,7 +258,7 @@ async def test_a_store_that_is_down_does_not_stop_the_start_and_comes_back_by_it
 
 async def test_a_store_that_hangs_costs_no_more_than_its_time_out() -> None:
     loop = asyncio.get_running_loop()
-    async with server(say_nothing) as endpoint, opened(endpoint, timeout_s=0.3) as tier:
+    async with server(say_nothing) as endpoint, opened(endpoint, timeout_s=1.0) as tier:
         for operation in operations(tier):
             began_s = loop.time()
             with pytest.raises(TierUnavailable, match="no answer in time"):
@@ -286,7 +286,7 @@ async def test_a_transfer_that_stalls_is_given_up() -> None:
         )
         await reader.read()
 
-    async with server(stall) as endpoint, opened(endpoint, timeout_s=0.3) as tier:
+    async with server(stall) as endpoint, opened(endpoint, timeout_s=1.0) as tier:
         with pytest.raises(TierUnavailable):
             await tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES))
 

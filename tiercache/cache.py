@@ -155,9 +155,10 @@ class TierCache:
         """Store a chunk; returns once it is hot, and True if it is. Other tiers are written in the background.
 
         `payload` is bytes-like, a numpy array or a torch tensor of at most `layout.chunk_bytes`, and is read until this
-        returns. False: no slot came free by the deadline (in seconds; `blocking_timeout_secs` by default), or the chunk was
-        forgotten meanwhile. Cancelled before it is copied it stores nothing; while it waits for room in a tier's queue, the
-        chunk is hot. It no longer reads `payload` when CancelledError comes out.
+        returns. False: no slot, or no thread to copy with, came free by the deadline (in seconds; `blocking_timeout_secs` by
+        default), or the chunk was forgotten meanwhile. TierUnavailable: the copy has not ended 30 s after the deadline, and
+        still reads `payload`. Cancelled before it is copied it stores nothing; while it waits for room in a tier's queue,
+        the chunk is hot. It no longer reads `payload` when CancelledError comes out.
         """
         if self._running is not None and self._running.on_device is not None:
             return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
@@ -251,10 +252,11 @@ class TierCache:
         """Copy verified chunks into writable buffers, arrays, tensors or `PagedChunk`s of exactly their length.
 
         Returns how many chunks of the contiguous prefix were delivered by the deadline. Buffers behind a gap may have been
-        written. When this has returned or raised, nothing touches the buffers any more (but for a device that hangs in a
-        copy for 30 s, which DeviceError says). Buffers are either all in host memory or all in device memory; the latter
-        are written after the driver's event `after`, by default after what the calling thread's stream has been given.
-        `held` are leases that the caller has: their chunks are delivered also if they were forgotten meanwhile.
+        written. When this has returned or raised, nothing touches the buffers any more (but for a copy that has not ended
+        30 s after the deadline, which TierUnavailable says, and DeviceError of a device). Buffers are either all in host
+        memory or all in device memory; the latter are written after the driver's event `after`, by default after what the
+        calling thread's stream has been given. `held` are leases that the caller has: their chunks are delivered also if
+        they were forgotten meanwhile.
         """
         parts = self._in_use()
         check_one_each(keys, buffers, "buffer")

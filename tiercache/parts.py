@@ -38,6 +38,7 @@ from tiercache.tiers.staging import StagingTier
 logger = logging.getLogger("tiercache")
 
 _COPYING_THREADS = 2
+"""One direction has so many. Puts have their own, so that slow sources keep no get from what is hot."""
 
 
 @dataclass
@@ -234,7 +235,9 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     tiers = await make_tiers_in_time(config, layout, device)
     closing.arena = arena = await make_arena(settings)
     copiers = Workers("copy", _COPYING_THREADS)
-    closing.taken.callback(copiers.close)
+    fillers = Workers("fill", _COPYING_THREADS)
+    for workers in (copiers, fillers):
+        closing.taken.callback(workers.close)
     closing.pool = pool = SlotPool(arena, layout.chunk_bytes)
     if device is not None:
         device.begin()
@@ -250,13 +253,13 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         tier.use_arena(arena)
         await open_tier(tier, closing.lingering)
         opened.append((tier.name, tier.close))
-    return await _connected(config, layout, closing, arena, cpu, tiers)
+    return await _connected(config, layout, closing, arena, cpu, tiers, fillers)
 
 
 async def _connected(
-    config: Config, layout: Layout, closing: Closing, arena: Arena, cpu: CpuTier, tiers: list[Tier]
+    config: Config, layout: Layout, closing: Closing, arena: Arena, cpu: CpuTier, tiers: list[Tier], fillers: Workers
 ) -> Parts:
-    """With readers, writers and the prefetcher, on tiers that are open."""
+    """Add readers, writers and the prefetcher to tiers that are open. `fillers` run the sources of puts."""
     loop, device = asyncio.get_running_loop(), closing.device
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
     fan_out = make_fan_out(config, layout, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
@@ -291,7 +294,7 @@ async def _connected(
         cpu=cpu,
         tiers=tiers,
         fan_out=fan_out,
-        host_path=HostPath(cpu, fan_out),
+        host_path=HostPath(cpu, fan_out, fillers),
         reader=reader,
         on_device=on_device,
         ahead=ahead,

@@ -15,6 +15,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.host_path import HostPath
 from tiercache.scheduler.writer import TierWriter
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -43,6 +44,10 @@ class Bench:
     cpu: CpuTier
     tier: FaultyTier
     memory: MemoryTier
+    fillers: Workers
+
+    def host_path(self, fan_out: FanOut) -> HostPath:
+        return HostPath(self.cpu, fan_out, self.fillers)
 
     def keep_on_tier(self, numbers: range) -> list[ChunkKey]:
         for number in numbers:
@@ -66,10 +71,11 @@ class Bench:
 def bench() -> Iterator[Bench]:
     arena = Arena(ArenaSettings(size_bytes=SLOTS * SMALL_BYTES))
     pool = SlotPool(arena, SMALL_BYTES)
-    copiers = Workers("copy", 2)
+    copiers, fillers = Workers("copy", 2), Workers("fill", 2)
     memory = MemoryTier("disk", Traits(durable=True, read_concurrency=2, write_concurrency=2))
-    yield Bench(CpuTier(pool, copiers), FaultyTier(memory), memory)
+    yield Bench(CpuTier(pool, copiers), FaultyTier(memory), memory, fillers)
     copiers.close()
+    fillers.close()
 
 
 def expect(number: int) -> Callable[[np.ndarray], None]:

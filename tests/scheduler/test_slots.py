@@ -15,7 +15,6 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.host_path import HostPath
 from tiercache.testing import chunk
 
 _RANK = (Purpose.WRITE, Purpose.READ, Purpose.PREFETCH)
@@ -146,7 +145,7 @@ async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench
 
 async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
     """There a request to cancel is still pending, which says nothing about the put."""
-    path = HostPath(bench.cpu, FanOut([]))
+    path = bench.host_path(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     stored: list[int] = []
 

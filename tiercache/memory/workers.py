@@ -7,38 +7,49 @@ of the engine; and its hand-over to the loop costs about a third more (62-80 us 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Sequence
 from contextvars import Context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from tiercache.errors import CacheClosed, TierUnavailable
+from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
 
 logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
 
 GIVE_UP_S = 30.0
-"""How long who was cancelled waits for a call that touches his memory."""
+"""How long a caller waits, after it was cancelled or its deadline has passed, for a call that touches its memory."""
+
+_AGAIN_S = 0.01
+"""A call whose deadline has passed, and that a free thread is about to begin, is looked at again after this time."""
 
 _Waiter = Callable[["asyncio.Future[Any]"], object]
-_Job = tuple[Callable[..., Any], tuple[Any, ...], "asyncio.Future[Any]"]
+
+
+class NotBegun(TierCacheError):
+    """No thread was free for a call by its deadline, or its caller was cancelled before: the call never runs."""
 
 
 class Workers:
     """`threads` daemon threads that run calls for one event loop, started when first needed.
 
     The queue has no bound of its own: callers bound what they submit (tiers by their concurrency, copies by the slots of
-    the arena). A call that never returns occupies its thread and nothing else.
+    the arena). A call that never returns occupies its thread and nothing else; calls that wait behind it can be withdrawn.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
         self.threads = threads
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._waiting: OrderedDict[asyncio.Future[Any], tuple[Callable[..., Any], tuple[Any, ...]]] = OrderedDict()
+        """Calls that have not begun, oldest first. A thread that takes one out runs it; withdrawing takes it out as well."""
+        self._running: set[asyncio.Future[Any]] = set()
+        self._tickets: SimpleQueue[None] = SimpleQueue()
+        """At least one for each waiting call, and one for each thread that has to end. Threads sleep on it."""
         self._started = 0
         self._short = False
         """Whether it was said that there are fewer threads than there should be."""
@@ -69,15 +80,58 @@ class Workers:
             self._start_thread()
         future: asyncio.Future[T] = loop.create_future()
         self._unfinished += 1
-        self._jobs.put((call, arguments, future))
+        self._waiting[future] = call, arguments
+        self._tickets.put(None)
         return future
+
+    async def ended_by(self, work: asyncio.Future[T], deadline_s: float) -> T:
+        """Wait for a submitted call that touches the caller's memory, and return its result.
+
+        A call that no thread was free for by `deadline_s`, a loop time, is withdrawn: raises NotBegun. One that has begun is
+        waited for, as in `to_the_end`. Raises TierUnavailable when it has not ended 30 s after the deadline; then it still
+        touches that memory. Cancellation withdraws a call that has not begun, and else waits for its end.
+        """
+        loop = work.get_loop()
+        withdrawing: asyncio.TimerHandle | None = None
+
+        def withdraw() -> None:
+            nonlocal withdrawing
+            if self._is_next(work):
+                withdrawing = loop.call_later(_AGAIN_S, withdraw)
+            else:
+                self.withdraw(work)
+
+        if work in self._waiting:
+            withdrawing = loop.call_at(deadline_s, withdraw)
+        try:
+            return await _Uncancelled(work, GIVE_UP_S, deadline_s + GIVE_UP_S, self.withdraw)
+        finally:
+            if withdrawing is not None:
+                withdrawing.cancel()
+
+    def withdraw(self, work: asyncio.Future[Any]) -> bool:
+        """Take back a submitted call, whose future raises NotBegun then. Return False if a thread has begun it."""
+        if self._waiting.pop(work, None) is None:
+            return False
+        if not self._closed:  # the tickets that are left are for the threads then
+            with contextlib.suppress(Empty):
+                self._tickets.get_nowait()
+        self._unfinished -= 1
+        if not work.done():
+            work.set_exception(NotBegun(f"{self.name}: no thread was free for a call by its deadline"))
+        return True
+
+    def _is_next(self, work: asyncio.Future[Any]) -> bool:
+        """Return True if a thread is free for this call, and merely has not taken it yet."""
+        free = self._started - len(self._running)
+        return free > 0 and work in list(self._waiting)[:free]
 
     def close(self) -> None:
         """Let the threads end after the calls already submitted. Does not wait: a hung call must not hang us."""
         if not self._closed:
             self._closed = True
             for _ in range(self._started):
-                self._jobs.put(None)
+                self._tickets.put(None)
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"tiercache-{self.name}-{self._started + 1}", daemon=True)
@@ -98,14 +152,22 @@ class Workers:
     def _run(self) -> None:
         loop = self._loop
         assert loop is not None
-        while (job := self._jobs.get()) is not None:
-            call, arguments, future = job
+        while True:
+            self._tickets.get()
+            try:
+                future, (call, arguments) = self._waiting.popitem(last=False)
+            except KeyError:
+                if self._closed:
+                    return
+                continue  # it was withdrawn
+            self._running.add(future)
             result: Any = None
             error: BaseException | None = None
             try:
                 result = call(*arguments)
             except BaseException as caught:  # handed to the waiter, whatever it is
                 error = caught
+            self._running.discard(future)
             self._done.append((future, result, error))
             # One wake-up settles every call that has ended by then. The flag is set after the append and cleared before
             # the loop drains, so a result is never left without a wake-up behind it.
@@ -117,7 +179,7 @@ class Workers:
                     # The loop is closed: nobody is left to tell. What was submitted before `close` may be clean-ups.
                     if not self._closed:
                         return
-            del job, call, arguments, future, result, error
+            del call, arguments, future, result, error
 
     def _settle(self) -> None:
         self._wake_pending = False
@@ -169,11 +231,31 @@ class _Uncancelled(Generic[T]):
     `asyncio.shield` would do as well, for a second future and one more round of the loop.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_give_up_s", "_giving_up", "_waiter", "_work")
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_cancelled",
+        "_give_up_s",
+        "_giving_up",
+        "_until_s",
+        "_waiter",
+        "_withdraw",
+        "_work",
+    )
 
-    def __init__(self, work: asyncio.Future[T], give_up_s: float) -> None:
+    def __init__(
+        self,
+        work: asyncio.Future[T],
+        give_up_s: float,
+        until_s: float | None = None,
+        withdraw: Callable[[asyncio.Future[T]], bool] | None = None,
+    ) -> None:
+        """A cancelled task waits for `give_up_s` more, and any task until the loop time `until_s`. `withdraw` is asked at a
+        cancellation whether the work can be taken back instead."""
         self._work = work
         self._give_up_s = give_up_s
+        self._until_s = until_s
+        self._withdraw = withdraw
+        self._cancelled = False
         self._giving_up: asyncio.TimerHandle | None = None
         self._waiter: tuple[_Waiter, Context | None] | None = None
 
@@ -181,15 +263,17 @@ class _Uncancelled(Generic[T]):
         work = self._work
         if not work.done():
             self._asyncio_future_blocking = True
+            if self._until_s is not None:
+                self._give_up_by(self._until_s)
             try:
                 yield self
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, TierUnavailable):
                 work.add_done_callback(retrieve_exception)
-                if self._giving_up is not None:
-                    self._giving_up.cancel()
                 raise
             finally:
                 self._waiter = None  # a task that ends with the exception of `work` would hold itself
+                if self._giving_up is not None:
+                    self._giving_up.cancel()
         return work.result()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
@@ -201,9 +285,17 @@ class _Uncancelled(Generic[T]):
 
     def cancel(self, msg: object = None) -> bool:
         """False: the task that awaits this has to remember it."""
-        if self._giving_up is None:
-            self._giving_up = self.get_loop().call_later(self._give_up_s, self._give_up)
+        if not self._cancelled:
+            self._cancelled = True
+            if self._withdraw is None or not self._withdraw(self._work):
+                self._give_up_by(self.get_loop().time() + self._give_up_s)
         return False
+
+    def _give_up_by(self, until_s: float) -> None:
+        if self._giving_up is None or until_s < self._giving_up.when():
+            if self._giving_up is not None:
+                self._giving_up.cancel()
+            self._giving_up = self.get_loop().call_at(until_s, self._give_up)
 
     def _give_up(self) -> None:
         if self._work.done():
@@ -212,7 +304,11 @@ class _Uncancelled(Generic[T]):
         waiter, context = self._waiter
         self._work.remove_done_callback(waiter)
         nothing: asyncio.Future[T] = self.get_loop().create_future()
-        nothing.cancel()
+        if self._cancelled:
+            nothing.cancel()
+        else:
+            hangs = f"a copy has not ended {self._give_up_s:.0f} s after its deadline; its memory is still in use"
+            nothing.set_exception(TierUnavailable(hangs))
         nothing.add_done_callback(waiter, context=context)
 
 

@@ -13,7 +13,7 @@ from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Fill, Slot, fill_slot
-from tiercache.memory.workers import GIVE_UP_S, once_ended, retrieve_exception, to_the_end
+from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, to_the_end
 from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
@@ -41,6 +41,7 @@ class _Put:
     times: dict[ChunkKey, int] = field(default_factory=dict)
     """The time of each chunk's access, which falls along a prefix."""
     stored: int = 0
+    skipped: int = 0
     elsewhere: list[tuple[_Item, _Batch]] = field(default_factory=list)
 
 
@@ -64,8 +65,10 @@ class _Batch:
 class HostPath:
     """All methods belong to the event loop. Of several puts of one chunk at a time, one copies."""
 
-    def __init__(self, cpu: CpuTier, fan_out: FanOut) -> None:
+    def __init__(self, cpu: CpuTier, fan_out: FanOut, copiers: Workers) -> None:
+        """`copiers` run the sources of puts, and nothing that a get waits for."""
         self.cpu = cpu
+        self.copiers = copiers
         self.skipped = 0
         self._fan_out = fan_out
         self._filling: dict[ChunkKey, _Batch] = {}
@@ -91,8 +94,11 @@ class HostPath:
             while items:
                 await self._put_all(items, put)
                 items = await self._left_undone(put) if put.elsewhere else ()
+        except NotBegun:
+            put.skipped = sum(key not in self.cpu.residents and not put.passage.forgot(key) for key in keys)
         finally:
             self.cpu.under_way.end(put.passage)
+            self.skipped += put.skipped
         if prefix:
             self.cpu.link(keys, time)  # a chunk that came before its parent does not know it
         return put.stored
@@ -119,8 +125,12 @@ class HostPath:
         except BaseException as error:
             begun = [each for each in (before, batch) if each is not None and not each.over]
             try:
+                fillings = [filling for each in begun for filling in each.filling]
+                for filling in fillings:
+                    if self.copiers.withdraw(filling):
+                        retrieve_exception(filling)
                 if not isinstance(error, GeneratorExit):  # then nobody runs what waits
-                    await _all_to_the_end([filling for each in begun for filling in each.filling])
+                    await _all_to_the_end(fillings, put.patience.deadline_s + GIVE_UP_S)
             finally:
                 for each in begun:
                     self._drop(each)
@@ -139,7 +149,7 @@ class HostPath:
             if batch.over:
                 undone.append(item)
             else:
-                self.skipped += 1
+                put.skipped += 1
         return undone
 
     def _begin(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch | None:
@@ -181,7 +191,7 @@ class HostPath:
         left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
         slot = await self.cpu.reserve(WRITE, left_s, key)
         if slot is None:
-            self.skipped += 1
+            put.skipped += 1
         # While we waited, somebody else may have begun the same chunk, or finished it.
         elif put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
             self.cpu.abandon(slot, WRITE)
@@ -200,7 +210,7 @@ class HostPath:
         if self._may_copy_here(work):
             _fill(work)
         elif work:
-            copiers = self.cpu.copiers
+            copiers = self.copiers
             parts = max(1, min(copiers.threads, len(work) * self.cpu.pool.slot_bytes // _PART_BYTES))
             size = -(-len(work) // parts)
             batch.filling = [copiers.submit(_fill, work[n : n + size]) for n in range(0, len(work), size)]
@@ -221,9 +231,10 @@ class HostPath:
         self._copied_bytes = 0
 
     async def _finish(self, batch: _Batch, items: Sequence[_Item], put: _Put) -> None:
-        """Make its chunks hot when they are filled, and give them to the tiers."""
+        """Make its chunks hot when they are filled, and give them to the tiers. Raises NotBegun when no thread came free for
+        them by the deadline."""
         for filling in batch.filling:
-            await to_the_end(filling)
+            await self.copiers.ended_by(filling, put.patience.deadline_s)
         parents = put.parents or {}
         forgotten, cpu, fills, leases = put.passage.forgotten, self.cpu, batch.fills, batch.leases
         if forgotten:
@@ -292,13 +303,14 @@ def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
         fill_slot(slot, length, source)
 
 
-async def _all_to_the_end(fillings: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all of them, as long as `to_the_end` does for one and whatever comes of them: only a cancellation of this
-    comes out."""
+async def _all_to_the_end(fillings: Sequence[asyncio.Future[None]], until_s: float) -> None:
+    """Wait for all of them, as long as `to_the_end` does for one and at most until the loop time `until_s`. Whatever comes
+    of them, only a cancellation of this comes out."""
     left = [filling for filling in fillings if not filling.done()]
+    left_s = min(GIVE_UP_S, until_s - asyncio.get_running_loop().time())
     try:
-        if left:
-            await to_the_end(asyncio.ensure_future(asyncio.wait(left, timeout=GIVE_UP_S)))
+        if left and left_s > 0:
+            await to_the_end(asyncio.ensure_future(asyncio.wait(left, timeout=left_s)))
     finally:
         for filling in fillings:
             if filling.done():

@@ -13,7 +13,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.estimate import worth_waiting_s
 from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, once_ended
 from tiercache.payloads import Sink
 from tiercache.scheduler.deliverer import WithHeld, deliver
 from tiercache.scheduler.flights import Flights
@@ -131,10 +131,11 @@ class Reader:
         """Hand each chunk to its sink on a worker thread; returns how many of the contiguous prefix were delivered.
 
         Hot chunks go in one hand-over for each copying thread; the others are read meanwhile. Sinks behind a gap may have
-        run. No sink runs after this has returned or raised. A sink that raises ends the prefix. Chunks that are `held` are
-        there whatever happened to them meanwhile, and worth waiting for.
+        run. No sink runs after this has returned or raised, but for one that hangs: TierUnavailable says so 30 s after the
+        deadline. A sink that raises ends the prefix, and so does one that no thread was free for by the deadline. Chunks
+        that are `held` are there whatever happened to them meanwhile, and worth waiting for.
         """
-        landing = _Sinks(sinks, self.cpu.copiers, self.undelivered)
+        landing = _Sinks(sinks, self.cpu.copiers, self.undelivered, deadline_s)
         if held is not None:
             return await deliver(WithHeld(self, held), keys, landing, deadline_s)
         if (wait_s := self.worth_waiting_s(keys)) is not None:
@@ -250,25 +251,33 @@ class Reader:
 class _Sinks:
     """The landing in host memory. A failure of a sink ends the prefix, and is counted."""
 
-    def __init__(self, sinks: Sequence[Sink], copiers: Workers, undelivered: Undelivered) -> None:
+    def __init__(self, sinks: Sequence[Sink], copiers: Workers, undelivered: Undelivered, deadline_s: float) -> None:
         self._sinks = sinks
         self._copiers = copiers
         self._undelivered = undelivered
+        self._deadline_s = deadline_s
 
     def part_of(self, chunks: int) -> int:
         """One part for each copying thread; small batches are not worth a second one."""
         return max(1, -(-chunks // max(1, min(self._copiers.threads, chunks // 4))))
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
-        try:
-            todo = [(position, lease.view, self._sinks[position]) for position, lease in part]
-            try:
-                await to_the_end(self._copiers.submit(_run_sinks, todo, delivered))
-            except Exception as error:
-                self._undelivered.note(error)
-        finally:
+        copying: list[asyncio.Future[None]] = []
+
+        def release() -> None:
             for _, lease in part:
                 lease.release()
+
+        try:
+            todo = [(position, lease.view, self._sinks[position]) for position, lease in part]
+            copying.append(self._copiers.submit(_run_sinks, todo, delivered))
+            await self._copiers.ended_by(copying[0], self._deadline_s)
+        except Exception as error:
+            if not all(copy.done() for copy in copying):  # it hangs, and still writes to the caller's memory
+                raise
+            self._undelivered.note(error)
+        finally:
+            once_ended(copying, release)
 
 
 def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearray) -> None:

@@ -98,7 +98,10 @@ def drive(
 
 
 def tiercache_settings(directory: Path, **settings: Any) -> dict[str, Any]:
+    """Settings with a disk tier in `directory`. Waits are long, for machines whose cores are busy."""
     return {
+        "lookup_timeout_ms": 60_000,
+        "blocking_timeout_secs": 60,
         "chunk_size": CHUNK_TOKENS,
         "save_unfull_chunk": True,
         "max_local_cpu_size": 0.25,

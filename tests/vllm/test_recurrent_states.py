@@ -109,4 +109,4 @@ def test_a_crowd_is_answered_as_without_a_cache_and_leaves_nothing_behind(tmp_pa
     for one in (left, left_later):
         assert one.pop("prefetched") < 20  # promoted for requests that were then given up
         assert one == {"claims": 0, "leases": 0, "blocks": 0, "requests": 0}
-    assert min(statistics["reader"]["hits"].values()) > 0 and preempted["preempted"] > 3
+    assert sum(statistics["reader"]["hits"].values()) > 0 and preempted["preempted"] > 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +173,6 @@ async def test_a_transfer_that_hangs_closes_the_connection_and_a_new_one_is_made
     await tier.open()
     assert await tier.write(KEY, PAYLOAD, CHUNK_BYTES)
     server.hang = True
-    began = time.monotonic()
     outcomes = await asyncio.gather(
         *(tier.read(KEY, page_aligned(CHUNK_BYTES)) for _ in range(3)), return_exceptions=True
     )
@@ -240,6 +238,7 @@ def test_the_url_may_name_the_device() -> None:
 )
 def test_the_fake_has_the_signatures_of_the_real_module(method: str) -> None:
     import infinistore as real
+
     theirs = inspect.getattr_static(real.InfinityConnection, method)
     theirs = getattr(theirs, "func", theirs)  # register_mr is a singledispatchmethod
     ours = getattr(fake.InfinityConnection, method)
@@ -252,6 +251,7 @@ def test_the_fake_has_the_signatures_of_the_real_module(method: str) -> None:
 @pytest.mark.needs("libibverbs1")
 def test_the_fake_has_the_constants_of_the_real_module() -> None:
     import infinistore as real
+
     for name in ("TYPE_RDMA", "TYPE_TCP", "LINK_ETHERNET", "LINK_IB"):
         assert getattr(real, name) == getattr(fake, name)
     assert issubclass(real.InfiniStoreKeyNotFound, real.InfiniStoreException)

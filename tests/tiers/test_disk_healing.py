@@ -37,6 +37,7 @@ from tests.tiers.test_disk import (
 from tiercache.errors import CacheClosed, ConfigError, TierFull, TierUnavailable
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.processes import stop_process
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.settings import FileSettings
@@ -812,7 +813,7 @@ async def test_a_peer_that_is_frozen_with_the_lock_costs_seconds_and_not_the_thr
         await fill(tier, range(1, 3))
         peer = run(HOLDER, tmp_path / ".tiercache" / "ledger")
         assert peer.stdout is not None and peer.stdout.readline() == "held\n"
-        peer.send_signal(signal.SIGSTOP)
+        stop_process(peer.pid)
         try:
             async with asyncio.timeout(25):
                 with pytest.raises(TierUnavailable, match="kept its lock"):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
+from tiercache.testing.processes import stop_process
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.record import Record, read_record
 from tiercache.tiers.files.volume import Volume
@@ -271,9 +272,7 @@ def physical_bytes(place: Path) -> int:
 def physical_bytes_now(place: Path, children: "list[subprocess.Popen[str]]") -> int:
     """As they are at one moment: the processes stand still while we count."""
     for child in children:
-        child.send_signal(signal.SIGSTOP)
-    for child in children:
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        stop_process(child.pid)
     found = physical_bytes(place)
     for child in children:
         child.send_signal(signal.SIGCONT)

@@ -1,8 +1,6 @@
 """The Weka tier beside other processes, which are killed with SIGKILL."""
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +11,7 @@ import pytest
 
 from tests.tiers.test_disk import is_hit
 from tests.tiers.weka import evictor_of, key_of, opened, physical_bytes, store, until
+from tiercache.testing.processes import stop_process
 from tiercache.tiers.weka import WekaTier
 
 REPOSITORY = Path(__file__).parents[2]
@@ -109,7 +108,10 @@ async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Pat
 
 
 async def test_elected_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier, other(tmp_path, 20) as process:
+    async with (
+        opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier,
+        other(tmp_path, 20) as process,
+    ):
         await process.do("elect")
         write = asyncio.create_task(store(tier, range(1, 40)))
         await until(lambda: evictor_of(tier).elections >= 2)
@@ -134,7 +136,7 @@ async def test_cap_holds_while_processes_write_evict_and_are_killed(tmp_path: Pa
                     await process.line()
                     await store(tier, range(number, number + 1))
                     number += 1
-                os.kill(process.process.pid, signal.SIGSTOP)
+                stop_process(process.process.pid)
                 assert physical_bytes(tmp_path) <= cap_bytes
                 await process.kill()
             await store(tier, range(number, number + 10))

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tiercache.testing.processes import stop_process
+
 START_S = 20.0
 
 _HOLDER = """
@@ -74,9 +76,7 @@ class Process:
 
     def freeze(self) -> None:
         assert self.process is not None
-        pid = self.process.pid
-        self.process.send_signal(signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        stop_process(self.process.pid)
 
     def thaw(self) -> None:
         if self.process is not None:

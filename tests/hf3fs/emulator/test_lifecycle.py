@@ -16,6 +16,7 @@ from hf3fs_fuse.io import extract_mount_point
 from tests.hf3fs.emulator.client import PATIENCE_S, Client, fails, run
 from tests.needs import needs_fuse
 from tiercache.testing.hf3fs import SITE, Hf3fsEmulator, install
+from tiercache.testing.processes import stop_process
 
 CLIENT = """
 import os, sys
@@ -109,7 +110,7 @@ def test_stopped_daemon_goes_with_its_owner(kind: str) -> None:
         pid, directory = owner.stdout.readline().split()
         daemon = os.pidfd_open(int(pid))
         try:
-            os.kill(int(pid), signal.SIGSTOP)
+            stop_process(int(pid))
             owner.kill()
             owner.wait()
             assert select.select([daemon], [], [], PATIENCE_S)[0], "it ends"

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tiercache.testing.campaign.processes import stands_still
+from tiercache.testing.processes import stop_process
 
 _MOUNTED_S = 20.0
 
@@ -103,10 +103,7 @@ class FragileMount:
     def hang(self) -> None:
         """From here on nothing is answered: all threads of the server stand still."""
         assert self._process is not None
-        self._send(signal.SIGSTOP)
-        until_s = time.monotonic() + 5.0
-        while not stands_still(self._process.pid):
-            assert time.monotonic() < until_s, "the server goes on"
+        stop_process(self._process.pid)
 
     def go_on(self) -> None:
         self._send(signal.SIGCONT)

@@ -13,6 +13,8 @@ from typing import Any
 
 import redis
 
+from tiercache.testing.processes import stop_process
+
 START_S = 15.0
 
 
@@ -83,7 +85,7 @@ class Server:
 
     def freeze(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop_process(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiercache.testing.campaign.messages import Command, Order, Report, now_s, packed, report_of
+from tiercache.testing.processes import stands_still
 
 START_S = 30.0
 DEATH_S = 30.0
@@ -209,14 +210,3 @@ class Process:
         for _, future in self._waiting:
             if not future.done():
                 future.set_result(None)
-
-
-def stands_still(pid: int) -> bool:
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/stat") as file:
-                if file.read().rpartition(")")[2].split()[0] not in "TtZX":
-                    return False
-    except OSError:
-        pass  # a thread, or the process, has ended
-    return True

@@ -18,6 +18,7 @@ from tiercache.testing.hf3fs.control import Control
 from tiercache.testing.hf3fs.daemon.engine import THREADS
 from tiercache.testing.hf3fs.install import SITE
 from tiercache.testing.hf3fs.wire import SHARED_MEMORY, SOCKET_NAME, VIRTUAL_DIRECTORY
+from tiercache.testing.processes import stop_process
 
 _START_S = 30.0
 _STOP_S = 10.0
@@ -131,7 +132,7 @@ class Hf3fsEmulator:
 
     def pause(self) -> None:
         """Stop the whole daemon (SIGSTOP): rings do not move, and every system call on the mount hangs."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def resume(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercache.testing.campaign.places.base import Place, Skipped
+from tiercache.testing.processes import stop_process
 
 _READY_S = 15.0
 _END_S = 10.0
@@ -57,7 +58,7 @@ class RedisPlace(Place):
     def strike(self, kind: str) -> bool:
         assert self._server is not None
         if kind == "freeze":
-            self._server.send_signal(signal.SIGSTOP)
+            stop_process(self._server.pid)
             return False
         self.close()
         return True

@@ -95,12 +95,13 @@ def test_rule_7_slot_frees_when_its_completion_was_waited_for(client: Client) ->
 
 def test_rule_7_early_operation_holds_back_the_room_of_later_ones(client: Client, emulator: Hf3fsEmulator) -> None:
     descriptor, ring = client.open("file", os.O_RDONLY, b"123"), client.ring(entries=2, io_depth=1)
-    emulator.control.delay(0.5)
+    emulator.control.hold()
     slow, fast, later = client.iov[:1], client.iov[1:2], client.iov[2:3]
     ring.prepare(slow, True, descriptor, 0).prepare(fast, True, descriptor, 1).submit()
     assert ring.wait(min_results=1, timeout=PATIENCE_S) == [fast]
     with pytest.raises(BlockingIOError):  # one of two entries is free, and yet
         ring.prepare(later, True, descriptor, 2)
+    emulator.control.resume()
     assert ring.wait(min_results=1, timeout=PATIENCE_S) == [slow]
     assert run(ring, later, True, descriptor, 2) == 1
 

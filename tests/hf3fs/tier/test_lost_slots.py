@@ -84,12 +84,13 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
     async with opened(mortal.mount / "chunks", rings=replace(HASTY, entries=64)) as tier:
         await put(tier, memory, 99, *range(1, LOST + 1))
         struck = mortal.control.statistics().faults_struck
-        mortal.control.delay(4.0, count=2 * LOST, direction="read")
+        mortal.control.hold(2 * LOST, direction="read")
         reads = start(tier, memory)
         await asyncio.to_thread(mortal.control.until_struck, struck + 2 * LOST)
         left = await serve_until(tier, memory, lambda: tier.mover.engine.restarts)
         assert not any(read.done() for read in reads), "the daemon may still write there"
         assert all((slot == 0xEE).all() for slot in reads.values())
+        mortal.control.resume()
         left |= await serve_until(tier, memory, lambda: all(read.done() for read in reads))
         for slot in reads.values():
             assert not (slot == 0xEE).all(), "given back before it was written to"

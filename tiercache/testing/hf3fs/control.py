@@ -41,6 +41,10 @@ class Control:
         """Begin so much later. Others pass by, but those of the same batch are reported with it."""
         self._channel.ask("fault", action="delay", value=seconds, count=count, direction=direction)
 
+    def hold(self, count: int | None = 1, direction: Direction | None = None) -> None:
+        """Begin after `resume` or `clear`. Others pass by, but those of the same batch are reported with it."""
+        self._channel.ask("fault", action="hold", count=count, direction=direction)
+
     def lose(self, count: int | None = 1, direction: Direction | None = None) -> None:
         """Transfer, and never report it: the entry of the ring is gone for good."""
         self._channel.ask("fault", action="lose", count=count, direction=direction)

@@ -119,6 +119,9 @@ class Engine:
                 functools.partial(self._work.put, (batch, position, buffer, None, due_s)),
             )
             return
+        if fault is not None and fault.action == "hold":
+            self._faults.hold(functools.partial(self._work.put, (batch, position, buffer, None, due_s)))
+            return
         result: int | None
         try:
             result = self._transfer(batch, position, buffer, fault)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Action = Literal["errno", "short", "delay", "lose"]
+Action = Literal["errno", "short", "delay", "hold", "lose"]
 
 
 @dataclass
 class Fault:
-    """`value` is the errno, the bytes to transfer at most, or the delay in s; "lose" has none."""
+    """`value` is the errno, the bytes to transfer at most, or the delay in s; "hold" and "lose" have none."""
 
     action: Action
     value: float = 0
@@ -121,6 +121,12 @@ class Faults:
             self._parked.append(begin)
             self._lock.notify_all()
             return True
+
+    def hold(self, begin: Callable[[], None]) -> None:
+        """Keep `begin` until `resume`."""
+        with self._lock:
+            self._parked.append(begin)
+            self._lock.notify_all()
 
     def until_hanging(self, operations: int) -> None:
         """Wait until so many operations hang."""

@@ -22,7 +22,7 @@ from tiercache.device.driver import Driver, Event
 from tiercache.device.payloads import DevicePayload, device_payload
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.opening import DEVICE_S, close_device, made, make_arena, make_tiers_in_time, open_tier
 from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
@@ -241,7 +241,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     closing.pool = pool = SlotPool(arena, layout.chunk_bytes)
     if device is not None:
         device.begin()
-        await to_the_end(copiers.submit(device.pin, arena.memory))
+        await wait_shielded(copiers.submit(device.pin, arena.memory))
     cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     closing.taken.push_async_callback(closing.let_end)

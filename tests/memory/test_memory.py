@@ -18,7 +18,7 @@ import pytest
 from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena, ArenaSettings, numa_node_for
 from tiercache.memory.slots import FEWEST_SLOTS, SlotPool
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, wait_shielded
 
 SIZE = 8 << 20
 
@@ -230,7 +230,7 @@ async def test_cancelling_many_times_still_waits_for_work_on_foreign_memory() ->
         release.wait()
         memory[:] = 1
 
-    waiting = asyncio.create_task(to_the_end(workers.submit(write_late)))
+    waiting = asyncio.create_task(wait_shielded(workers.submit(write_late)))
     for _ in range(3):
         await asyncio.sleep(0)
         waiting.cancel()
@@ -256,7 +256,7 @@ async def test_work_that_fails_after_its_waiter_was_cancelled_is_no_exception_th
     for give_up_s in (0.0, 20.0):
         release.clear()
         work = workers.submit(fail_late)
-        waiting = asyncio.create_task(to_the_end(work, give_up_s))
+        waiting = asyncio.create_task(wait_shielded(work, give_up_s))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.sleep(0)

@@ -11,10 +11,9 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Sequence
-from contextvars import Context
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
 
@@ -27,8 +26,6 @@ GIVE_UP_S = 30.0
 
 _AGAIN_S = 0.01
 """A call whose deadline has passed, and that a free thread is about to begin, is looked at again after this time."""
-
-_Waiter = Callable[["asyncio.Future[Any]"], object]
 
 
 class NotBegun(TierCacheError):
@@ -87,27 +84,28 @@ class Workers:
     async def ended_by(self, work: asyncio.Future[T], deadline_s: float) -> T:
         """Wait for a submitted call that touches the caller's memory, and return its result.
 
-        A call that no thread was free for by `deadline_s`, a loop time, is withdrawn: raises NotBegun. One that has begun is
-        waited for, as in `to_the_end`. Raises TierUnavailable when it has not ended 30 s after the deadline; then it still
-        touches that memory. Cancellation withdraws a call that has not begun, and else waits for its end.
+        A call that no thread was free for by `deadline_s`, a loop time, is withdrawn: raises NotBegun. A call that has begun
+        is waited for. Raises TierUnavailable when it has not ended 30 s after the deadline; then it still touches that
+        memory. Cancellation withdraws a call that has not begun, and else is passed on as by `wait_shielded`.
         """
         loop = work.get_loop()
-        withdrawing: asyncio.TimerHandle | None = None
-
-        def withdraw() -> None:
-            nonlocal withdrawing
-            if self._is_next(work):
-                withdrawing = loop.call_later(_AGAIN_S, withdraw)
-            else:
-                self.withdraw(work)
-
-        if work in self._waiting:
-            withdrawing = loop.call_at(deadline_s, withdraw)
         try:
-            return await _Uncancelled(work, GIVE_UP_S, deadline_s + GIVE_UP_S, self.withdraw)
-        finally:
-            if withdrawing is not None:
-                withdrawing.cancel()
+            if not work.done():
+                await asyncio.wait([work], timeout=deadline_s - loop.time())
+            while self._is_next(work):
+                await asyncio.wait([work], timeout=_AGAIN_S)
+            if not work.done() and not self.withdraw(work):
+                await asyncio.wait([work], timeout=deadline_s + GIVE_UP_S - loop.time())
+        except asyncio.CancelledError:
+            self.withdraw(work)
+            await wait_uncancelled([work], GIVE_UP_S)
+            raise
+        if not work.done():
+            work.add_done_callback(retrieve_exception)
+            raise TierUnavailable(
+                f"a copy has not ended {GIVE_UP_S:.0f} s after its deadline; its memory is still in use"
+            )
+        return work.result()
 
     def withdraw(self, work: asyncio.Future[Any]) -> bool:
         """Take back a submitted call, whose future raises NotBegun then. Return False if a thread has begun it."""
@@ -198,17 +196,33 @@ class Workers:
                 future.set_result(result)
 
 
-async def to_the_end(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
-    """Wait for work that touches the caller's memory: cancellation, however often, is passed on only after it has ended.
+async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
+    """Wait for work that touches the caller's memory: cancellation is passed on only after the work has ended.
 
-    A call that hangs in a device is left after `give_up_s`: a loop that shuts down must not hang with it. Its memory is the
-    arena's then, which stays mapped (`TierCache.close`).
+    A call that hangs in a device is left `give_up_s` after the cancellation, since a loop that shuts down must not hang with
+    it. The memory is the arena's then, which stays mapped.
     """
-    return await _Uncancelled(work, give_up_s)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await wait_uncancelled([work], give_up_s)
+        raise
+
+
+async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: float) -> None:
+    """Wait until all of `works` have ended, for `timeout_s` at most. Cancellation does not end the wait, and is forgotten: a
+    caller that handles a cancellation already has one to raise. Exceptions of `works` count as retrieved."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + timeout_s
+    while (left := [work for work in works if not work.done()]) and (left_s := until_s - loop.time()) > 0:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait(left, timeout=left_s)
+    for work in works:
+        work.add_done_callback(retrieve_exception)
 
 
 def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object]) -> None:
-    """`call` when all of `works` have ended; at once where they have. What `to_the_end` gave up on goes on."""
+    """`call` when all of `works` have ended; at once where they have. What `wait_shielded` gave up on goes on."""
     left = [work for work in works if not work.done()]
     if not left:
         call()
@@ -222,94 +236,6 @@ def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object])
 
     for work in tuple(left):
         work.add_done_callback(ended)
-
-
-class _Uncancelled(Generic[T]):
-    """A future that a task can await and not cancel. What asyncio asks of one (`asyncio.isfuture`), and no more.
-
-    A task that is cancelled while it awaits this gets its CancelledError with the next step, so when the work has ended.
-    `asyncio.shield` would do as well, for a second future and one more round of the loop.
-    """
-
-    __slots__ = (
-        "_asyncio_future_blocking",
-        "_cancelled",
-        "_give_up_s",
-        "_giving_up",
-        "_until_s",
-        "_waiter",
-        "_withdraw",
-        "_work",
-    )
-
-    def __init__(
-        self,
-        work: asyncio.Future[T],
-        give_up_s: float,
-        until_s: float | None = None,
-        withdraw: Callable[[asyncio.Future[T]], bool] | None = None,
-    ) -> None:
-        """A cancelled task waits for `give_up_s` more, and any task until the loop time `until_s`. `withdraw` is asked at a
-        cancellation whether the work can be taken back instead."""
-        self._work = work
-        self._give_up_s = give_up_s
-        self._until_s = until_s
-        self._withdraw = withdraw
-        self._cancelled = False
-        self._giving_up: asyncio.TimerHandle | None = None
-        self._waiter: tuple[_Waiter, Context | None] | None = None
-
-    def __await__(self) -> Generator[_Uncancelled[T], None, T]:
-        work = self._work
-        if not work.done():
-            self._asyncio_future_blocking = True
-            if self._until_s is not None:
-                self._give_up_by(self._until_s)
-            try:
-                yield self
-            except (asyncio.CancelledError, TierUnavailable):
-                work.add_done_callback(retrieve_exception)
-                raise
-            finally:
-                self._waiter = None  # a task that ends with the exception of `work` would hold itself
-                if self._giving_up is not None:
-                    self._giving_up.cancel()
-        return work.result()
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._work.get_loop()
-
-    def add_done_callback(self, waiter: _Waiter, *, context: Context | None = None) -> None:
-        self._waiter = waiter, context
-        self._work.add_done_callback(waiter, context=context)
-
-    def cancel(self, msg: object = None) -> bool:
-        """False: the task that awaits this has to remember it."""
-        if not self._cancelled:
-            self._cancelled = True
-            if self._withdraw is None or not self._withdraw(self._work):
-                self._give_up_by(self.get_loop().time() + self._give_up_s)
-        return False
-
-    def _give_up_by(self, until_s: float) -> None:
-        if self._giving_up is None or until_s < self._giving_up.when():
-            if self._giving_up is not None:
-                self._giving_up.cancel()
-            self._giving_up = self.get_loop().call_at(until_s, self._give_up)
-
-    def _give_up(self) -> None:
-        if self._work.done():
-            return
-        assert self._waiter is not None
-        waiter, context = self._waiter
-        self._work.remove_done_callback(waiter)
-        nothing: asyncio.Future[T] = self.get_loop().create_future()
-        if self._cancelled:
-            nothing.cancel()
-        else:
-            hangs = f"a copy has not ended {self._give_up_s:.0f} s after its deadline; its memory is still in use"
-            nothing.set_exception(TierUnavailable(hangs))
-        nothing.add_done_callback(waiter, context=context)
 
 
 def retrieve_exception(work: asyncio.Future[Any]) -> None:

@@ -13,7 +13,7 @@ from tiercache.device.driver import DeviceError, Span, Stream
 from tiercache.device.payloads import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
-from tiercache.memory.workers import Workers, retrieve_exception, to_the_end
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 from tiercache.scheduler.undelivered import Undelivered
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
@@ -35,7 +35,7 @@ class DeviceCopies:
     ) -> None:
         """Have a payload enqueue its gather or scatter."""
         if payload.takes_long:
-            await to_the_end(self._copiers.submit(enqueue, chunk, stream))
+            await wait_shielded(self._copiers.submit(enqueue, chunk, stream))
         else:
             enqueue(chunk, stream)
 
@@ -43,7 +43,7 @@ class DeviceCopies:
         """Enqueue a copy between host and device; in a thread where that waits for the copy."""
         copy = self.device.driver.copy
         if self.device.copies_block:
-            await to_the_end(self._copiers.submit(copy, destination, source, length, stream))
+            await wait_shielded(self._copiers.submit(copy, destination, source, length, stream))
         else:
             copy(destination, source, length, stream)
 
@@ -51,7 +51,7 @@ class DeviceCopies:
         """Until what is enqueued has ended (`Device.end_of`). Cancellation waits for it too: it touches the caller's memory.
         Raises DeviceError after 30 s."""
         done.add_done_callback(retrieve_exception)  # for whoever was cancelled meanwhile
-        await to_the_end(asyncio.ensure_future(asyncio.wait([done], timeout=_LONGEST_COPY_S)), _LONGEST_COPY_S)
+        await wait_shielded(asyncio.ensure_future(asyncio.wait([done], timeout=_LONGEST_COPY_S)), _LONGEST_COPY_S)
         if not done.done():
             raise DeviceError(
                 f"{self.device.driver.name}: a copy did not end within {_LONGEST_COPY_S:.0f} s; its memory is still in use"

@@ -13,7 +13,7 @@ from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.under_way import Passage
 from tiercache.memory.slots import Fill, Slot, fill_slot
-from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, to_the_end
+from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.tiers.cpu import CpuTier
@@ -130,7 +130,8 @@ class HostPath:
                     if self.copiers.withdraw(filling):
                         retrieve_exception(filling)
                 if not isinstance(error, GeneratorExit):  # then nobody runs what waits
-                    await _all_to_the_end(fillings, put.patience.deadline_s + GIVE_UP_S)
+                    left_s = put.patience.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
+                    await wait_uncancelled(fillings, min(GIVE_UP_S, left_s))
             finally:
                 for each in begun:
                     self._drop(each)
@@ -242,7 +243,9 @@ class HostPath:
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
         put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
-        if self._fan_out.writers or not cpu.keep or len(fills) == 1:  # for one, the way of many costs more than its lease
+        if (
+            self._fan_out.writers or not cpu.keep or len(fills) == 1
+        ):  # for one, the way of many costs more than its lease
             for key, (slot, n, _) in fills.items():
                 leases.append(cpu.publish(key, slot, n, WRITE, parents.get(key), put.times.get(key)))
         else:
@@ -301,17 +304,3 @@ class HostPath:
 def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
     for slot, length, source in work:
         fill_slot(slot, length, source)
-
-
-async def _all_to_the_end(fillings: Sequence[asyncio.Future[None]], until_s: float) -> None:
-    """Wait for all of them, as long as `to_the_end` does for one and at most until the loop time `until_s`. Whatever comes
-    of them, only a cancellation of this comes out."""
-    left = [filling for filling in fillings if not filling.done()]
-    left_s = min(GIVE_UP_S, until_s - asyncio.get_running_loop().time())
-    try:
-        if left and left_s > 0:
-            await to_the_end(asyncio.ensure_future(asyncio.wait(left, timeout=left_s)))
-    finally:
-        for filling in fillings:
-            if filling.done():
-                retrieve_exception(filling)

@@ -25,7 +25,7 @@ from tiercache.core.under_way import UnderWay
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
 from tiercache.memory.turns import Turns
-from tiercache.memory.workers import Workers, once_ended, to_the_end
+from tiercache.memory.workers import Workers, once_ended, wait_shielded
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.leases import ONE, Entry, Lease, pins_in, purpose_of
@@ -347,7 +347,7 @@ class CpuTier(Tier):
             self._statistics.read_misses += 1
             return None
         with lease:
-            await to_the_end(self.copiers.submit(np.copyto, into[: lease.payload_bytes], lease.view))
+            await wait_shielded(self.copiers.submit(np.copyto, into[: lease.payload_bytes], lease.view))
             return lease.payload_bytes
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
@@ -360,7 +360,7 @@ class CpuTier(Tier):
         try:
             _, source = source_of(payload[:payload_bytes])
             filling = [self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source)]
-            await to_the_end(filling[0])
+            await wait_shielded(filling[0])
         except BaseException:
             once_ended(filling, lambda: self.abandon(slot, WRITE))
             raise

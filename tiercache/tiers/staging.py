@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.cpu import CpuTier
 
 
@@ -37,11 +37,11 @@ class StagingTier(CpuTier):
             arguments = (into.ctypes.data, span.address, span.length_bytes, stream)
             try:
                 if device.copies_block:
-                    await to_the_end(self.copiers.submit(device.driver.copy, *arguments))
+                    await wait_shielded(self.copiers.submit(device.driver.copy, *arguments))
                 else:
                     device.driver.copy(*arguments)
             finally:
-                await to_the_end(device.end_of(device.gather, stream))
+                await wait_shielded(device.end_of(device.gather, stream))
             return int(span.length_bytes)
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:

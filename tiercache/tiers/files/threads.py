@@ -15,7 +15,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
 from tiercache.device.driver import DeviceError, Span
 from tiercache.errors import ConfigError, CorruptChunk
-from tiercache.memory.workers import Workers, to_the_end
+from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.chunk_file import read_chunk
 from tiercache.tiers.files.cufile import CuFileFiles
@@ -85,7 +85,9 @@ class TwiceMover(ThreadMover):
         return self._precedence.read(self._readers.submit(self._read, volume, key, into))
 
     def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(self._read, volume, key, into, pause))
+        return self._precedence.prefetch(
+            key, lambda pause: self._prefetchers.submit(self._read, volume, key, into, pause)
+        )
 
     def _read(
         self, volume: Volume, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None
@@ -108,9 +110,7 @@ class DeviceMover(ThreadMover):
     """Moves device memory as well: through cuFile where GPUDirect Storage works on this file system, through pinned host
     memory where it does not, which is found out once, at the start. Without a device: host memory only."""
 
-    def __init__(
-        self, shelves: Shelves, device: Device | None, way: str, files: DeviceFiles | None = None
-    ) -> None:
+    def __init__(self, shelves: Shelves, device: Device | None, way: str, files: DeviceFiles | None = None) -> None:
         """`way`: auto (cuFile where it works), cufile (or ConfigError), posix (pinned memory). `files` skips the search."""
         super().__init__(shelves)
         self.device = device
@@ -132,7 +132,9 @@ class DeviceMover(ThreadMover):
             return
         shelves = self._shelves
         if self.device is None:
-            logger.warning("%s: no GPU is in use here: chunks go through host memory, like the disk tier's", shelves.option)
+            logger.warning(
+                "%s: no GPU is in use here: chunks go through host memory, like the disk tier's", shelves.option
+            )
             return
         driver, pool = self.device.driver, self.device.pool
         directories, chunk_bytes = shelves.settings.directories, shelves.settings.chunk_bytes
@@ -201,7 +203,7 @@ class DeviceMover(ThreadMover):
     async def _take(self, files: DeviceFiles) -> None:
         """Open them, and use them from now on. What they have taken when that fails or is cancelled goes again."""
         try:
-            await to_the_end(self._shelves.metadata.submit(files.open))
+            await wait_shielded(self._shelves.metadata.submit(files.open))
         except BaseException:
             self._shelves.metadata.later(files.close)
             raise

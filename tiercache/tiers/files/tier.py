@@ -21,7 +21,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import added_up, shown
 from tiercache.device.driver import Span
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
-from tiercache.memory.workers import to_the_end
+from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
 from tiercache.tiers.files.access import NotAFile
 from tiercache.tiers.files.allocation import NO_ROOM
@@ -180,7 +180,7 @@ class FileTier(DeviceTier):
     async def _read_from(self, shelf: Shelf, key: ChunkKey, read: BeginRead) -> int | None:
         began = shelf.look_for(key)
         try:
-            length = await to_the_end(read(shelf.volume))
+            length = await wait_shielded(read(shelf.volume))
         except CorruptChunk as error:
             self._found_bad(shelf, key)
             logger.warning("a chunk failed verification and was quarantined: %s", error)
@@ -301,7 +301,7 @@ class FileTier(DeviceTier):
             volume = shelf.volume
             try:
                 with shelf.leaving(victims):
-                    return await to_the_end(write(volume, victims))
+                    return await wait_shielded(write(volume, victims))
             except TierFull:
                 # Victims that somebody else had deleted were no attempt, and are out of the index now.
                 attempt += not victims.were_gone

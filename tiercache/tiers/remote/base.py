@@ -21,7 +21,7 @@ from tiercache.core.header import MAGIC, Header, HeaderError, payload_checksum
 from tiercache.core.keys import ChunkKey
 from tiercache.core.remembered import RememberedKeys
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
-from tiercache.memory.workers import to_the_end
+from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 from tiercache.tiers.compression import Compression, Packed, unpacked
 
@@ -329,7 +329,7 @@ class RemoteTier(Tier):
         self._busy += 1
         self._idle.clear()
         try:
-            return await to_the_end(asyncio.ensure_future(work))
+            return await wait_shielded(asyncio.ensure_future(work))
         finally:
             self._busy -= 1
             if not self._busy:

@@ -211,7 +211,7 @@ class Quotas(RuleBasedStateMachine):
             assert held.chunks == sum(tenant_of(one) == tenant for one in self.sizes)
         excess = [max(0, self.of(tenant, self.sizes) - self.QUOTA) for tenant in map(tenant_tag, SALTS)]
         assert self.index.excess_bytes == sum(excess)
-        assert set(self.index.all_keys()) == set(self.sizes)
+        assert set(self.index.keys) == set(self.sizes)
 
 
 TestQuotas = Quotas.TestCase

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+from tiercache.core.lru import LruMap
 from tiercache.core.tenants import Shares, TenantStatistics
 
 _STEP = 128
@@ -14,9 +15,15 @@ _STEP = 128
 
 def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
     """Return the length of the prefix of `keys` whose chunks are all in `entries`."""
-    for position, key in enumerate(keys):
-        if key not in entries:
-            return position
+    if isinstance(entries, LruMap):
+        parts = entries.parts
+        for position, key in enumerate(keys):
+            if key not in parts[key[0]]:
+                return position
+    else:
+        for position, key in enumerate(keys):
+            if key not in entries:
+                return position
     return len(keys)
 
 
@@ -30,7 +37,11 @@ def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -
         step = left = keys[start : start + _STEP]
         found = []
         for place in places:
-            lacking = [key for key in left if key not in place]
+            if isinstance(place, LruMap):
+                parts = place.parts
+                lacking = [key for key in left if key not in parts[key[0]]]
+            else:
+                lacking = [key for key in left if key not in place]
             found.append(len(left) - len(lacking))
             if not (left := lacking):
                 break
@@ -52,65 +63,53 @@ class CappedIndex:
 
     def __init__(self, quota_bytes: int = 0) -> None:
         """`quota_bytes` limits each tenant; 0 for none."""
-        self.entries: OrderedDict[ChunkKey, int] = OrderedDict()
-        """Occupied bytes by key, coldest first."""
+        self.keys = LruMap()
+        """The resident keys and the bytes that each occupies."""
+        self._parts = self.keys.parts
         self.used_bytes = 0
         """The sum of them."""
         self._shares = Shares(quota_bytes) if quota_bytes else None
-        self._of_tenant: dict[Tenant, OrderedDict[ChunkKey, None]] = {}
+        self._of_tenant: dict[Tenant, LruMap] = {}
         """The keys of each tenant in the same order; only with a quota."""
-        self._sizes: dict[int, int] = {}
-        """One integer object for each size, which most chunks share."""
         self.on_change: Callable[[ChunkKey], None] | None = None
         """Called when a key has come or gone."""
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.keys)
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self.entries
-
-    @property
-    def keys(self) -> Container[ChunkKey]:
-        return self.entries
+    def __contains__(self, key: Any) -> bool:
+        return key in self._parts[key[0]]
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
         """Return the length of the prefix of `keys` whose chunks are all resident."""
-        return prefix_in(self.entries, keys)
+        return prefix_in(self.keys, keys)
 
     def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
         """Make `key` resident, or correct its size when it is. A `cold` one, of unknown age, is the first to go."""
-        occupied_bytes = self._sizes.setdefault(occupied_bytes, occupied_bytes)
-        if len(self._sizes) > 4096:
-            self._sizes.clear()
-        before = self.entries.get(key)
-        self.entries[key] = occupied_bytes
+        before = self.keys.put(key, occupied_bytes, cold=cold)
         self.used_bytes += occupied_bytes - (before or 0)
         if self._shares is not None:
             tenant = tenant_of(key)
             self._shares.hold(tenant, occupied_bytes - (before or 0), before is None)
-            self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
-        if before is None and cold:
-            self._move(key, last=False)
-        elif before is not None and not cold:
-            self._move(key, last=True)
+            if (own := self._of_tenant.get(tenant)) is None:
+                own = self._of_tenant[tenant] = LruMap()
+            own.put(key, occupied_bytes, cold=cold)
         if before is None and self.on_change is not None:
             self.on_change(key)
 
     def touch(self, key: ChunkKey) -> None:
         """Note an access."""
-        if key in self.entries:
-            self._move(key, last=True)
+        if self.keys.touch(key) and self._shares is not None:
+            self._of_tenant[tenant_of(key)].touch(key)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
         """Note an access to the residents among `keys`, a prefix whose head is to stay longest."""
         for key in reversed(keys):
-            if key in self.entries:
-                self._move(key, last=True)
+            self.touch(key)
 
     def remove(self, key: ChunkKey) -> int | None:
         """Forget `key`; return the bytes that it occupied, None when it was not resident."""
-        occupied = self.entries.pop(key, None)
+        occupied = self.keys.pop(key)
         if occupied is not None:
             self._removed(key, occupied)
         return occupied
@@ -118,12 +117,8 @@ class CappedIndex:
     def age(self, keys: Sequence[ChunkKey]) -> None:
         """Move resident `keys` behind all others, the last of them to go first."""
         for key in keys:
-            if key in self.entries:
-                self._move(key, last=False)
-
-    def all_keys(self) -> list[ChunkKey]:
-        """The resident keys, in no particular order: an OrderedDict takes ten times as long to list them in its own."""
-        return list(dict.keys(self.entries))
+            if self.keys.age(key) and self._shares is not None:
+                self._of_tenant[tenant_of(key)].age(key)
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
         """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them, first
@@ -132,32 +127,30 @@ class CappedIndex:
         Return their keys and the bytes that each occupies; the caller deletes them.
         """
         victims: list[tuple[ChunkKey, int]] = []
-        while needed_bytes > 0 and self.entries and len(victims) != most:
+        while needed_bytes > 0 and len(victims) != most:
             tenant = None if self._shares is None else self._shares.over
-            order = self.entries if tenant is None else self._of_tenant[tenant]
-            victims.append(self._evict(next(iter(order))))
+            key = (self.keys if tenant is None else self._of_tenant[tenant]).coldest()
+            if key is None:
+                break
+            victims.append(self._evict(key))
             needed_bytes -= victims[-1][1]
         return victims
 
     def _evict(self, key: ChunkKey) -> tuple[ChunkKey, int]:
-        occupied = self.entries.pop(key)
+        occupied = self.keys.pop(key)
+        assert occupied is not None
         if self._shares is not None:
             self._shares.note_evicted(tenant_of(key))
         self._removed(key, occupied)
         return key, occupied
 
-    def _move(self, key: ChunkKey, *, last: bool) -> None:
-        self.entries.move_to_end(key, last=last)
-        if self._shares is not None:
-            self._of_tenant[tenant_of(key)].move_to_end(key, last=last)
-
     def _removed(self, key: ChunkKey, occupied_bytes: int) -> None:
         self.used_bytes -= occupied_bytes
         if self._shares is not None:
             tenant = tenant_of(key)
-            keys = self._of_tenant[tenant]
-            del keys[key]
-            if not keys:
+            own = self._of_tenant[tenant]
+            own.pop(key)
+            if not own:
                 del self._of_tenant[tenant]
             self._shares.hold(tenant, -occupied_bytes, -1)
         if self.on_change is not None:
@@ -189,8 +182,10 @@ class CappedIndex:
     def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
         """As `evict`, of what the tenant of `key` has."""
         victims: list[tuple[ChunkKey, int]] = []
-        while self._shares is not None and needed_bytes > 0 and (order := self._of_tenant.get(tenant_of(key))):
-            victims.append(self._evict(next(iter(order))))
+        while self._shares is not None and needed_bytes > 0 and (own := self._of_tenant.get(tenant_of(key))):
+            victim = own.coldest()
+            assert victim is not None
+            victims.append(self._evict(victim))
             needed_bytes -= victims[-1][1]
         return victims
 

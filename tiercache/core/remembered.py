@@ -6,10 +6,8 @@ what was seen longer ago than `keep_s` has to be asked again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-
 from tiercache.core.keys import ChunkKey
+from tiercache.core.lru import LruMap
 
 _DROPPED_AT_ONCE = 2
 """Keys that are too old, for each one that is added: their number falls, and no call takes long."""
@@ -25,46 +23,40 @@ class RememberedKeys:
         self.limit = limit
         self.keep_s = keep_s
         self.bytes_known = 0
-        self._seen: OrderedDict[ChunkKey, tuple[float, int]] = OrderedDict()
+        self._seen = LruMap()
+        """The time of an access is in microseconds."""
 
     def __len__(self) -> int:
         return len(self._seen)
 
-    def __iter__(self) -> Iterator[ChunkKey]:
-        return iter(self._seen)
-
     def add(self, key: ChunkKey, now_s: float, stored_bytes: int = 0) -> None:
         """Seen at `now_s` (monotonic)."""
-        old = self._seen.pop(key, None)
-        if old is not None:
-            self.bytes_known -= old[1]
-            stored_bytes = stored_bytes or old[1]
-        self._seen[key] = now_s, stored_bytes
-        self.bytes_known += stored_bytes
+        old_bytes = self._seen.get(key) or 0
+        stored_bytes = stored_bytes or old_bytes
+        self._seen.put(key, stored_bytes, time=int(now_s * 1e6))
+        self.bytes_known += stored_bytes - old_bytes
         if len(self._seen) > self.limit:
-            self._drop_oldest()
+            self._drop(self._seen.coldest())
         for _ in range(_DROPPED_AT_ONCE):
-            if now_s - next(iter(self._seen.values()))[0] <= self.keep_s:
+            oldest = self._seen.coldest()
+            if oldest is None or self.has(oldest, now_s):
                 break
-            self._drop_oldest()
+            self._drop(oldest)
 
     def has(self, key: ChunkKey, now_s: float) -> bool:
         """Whether the key was seen lately."""
-        seen = self._seen.get(key)
-        return seen is not None and now_s - seen[0] <= self.keep_s
+        seen_us = self._seen.time(key)
+        return seen_us is not None and now_s * 1e6 - seen_us <= self.keep_s * 1e6
 
     def discard(self, key: ChunkKey) -> bool:
         """Whether it was remembered at all."""
-        seen = self._seen.pop(key, None)
-        if seen is None:
-            return False
-        self.bytes_known -= seen[1]
-        return True
-
-    def _drop_oldest(self) -> None:
-        _, (_, stored_bytes) = self._seen.popitem(last=False)
-        self.bytes_known -= stored_bytes
+        return self._drop(key)
 
     def clear(self) -> None:
-        self._seen.clear()
+        self._seen = LruMap()
         self.bytes_known = 0
+
+    def _drop(self, key: ChunkKey | None) -> bool:
+        stored_bytes = None if key is None else self._seen.pop(key)
+        self.bytes_known -= stored_bytes or 0
+        return stored_bytes is not None

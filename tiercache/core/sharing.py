@@ -12,36 +12,18 @@ DIRECTORIES = 256
 
 
 class SharedIndex(CappedIndex):
-    """A CappedIndex that can be compared with a listing of one of the directories. About 60 bytes an entry more."""
-
-    def __init__(self, quota_bytes: int = 0) -> None:
-        super().__init__(quota_bytes)
-        self._groups: list[set[ChunkKey]] = [set() for _ in range(DIRECTORIES)]
-
-    def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
-        super().add(key, occupied_bytes, cold=cold)
-        self._groups[key[0]].add(key)
-
-    def remove(self, key: ChunkKey) -> int | None:
-        self._groups[key[0]].discard(key)
-        return super().remove(key)
-
-    def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        return self._without(super().evict(needed_bytes, most))
-
-    def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
-        return self._without(super().evict_own(key, needed_bytes))
+    """A CappedIndex that can be compared with a listing of one of the directories."""
 
     def group(self, directory: int) -> frozenset[ChunkKey]:
-        """The chunks known in a directory, as they are now."""
-        return frozenset(self._groups[directory])
+        """Return the chunks known in a directory, as they are now."""
+        return frozenset(self.keys.part(directory))
 
-    def unknown(self, directory: int, listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Which of the chunks `listed` there are not known; in an order that is the same in every process."""
-        return sorted(listed - self._groups[directory])
+    def unknown(self, listed: set[ChunkKey]) -> list[ChunkKey]:
+        """Return the `listed` chunks that are not known, in an order that is the same in every process."""
+        return sorted(key for key in listed if key not in self)
 
     def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
-        """Forget the chunks that were known `before` a listing began and are not in it; returns them.
+        """Forget the chunks that were known `before` a listing began and are not in it; return them.
 
         What was added while the listing ran may have come too late for it, and stays.
         """
@@ -49,11 +31,6 @@ class SharedIndex(CappedIndex):
         for key in gone:
             self.remove(key)
         return gone
-
-    def _without(self, victims: list[tuple[ChunkKey, int]]) -> list[tuple[ChunkKey, int]]:
-        for key, _ in victims:
-            self._groups[key[0]].discard(key)
-        return victims
 
 
 class Freshness:

@@ -137,7 +137,7 @@ class Simulator:
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
         """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
         assert self.flash is not None
-        ram, flash = self.ram.entries, self.flash.entries
+        ram, flash = self.ram.entries, self.flash
         block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
         now_s = max(self._prefetched_s, self._flash_free_s)
         while now_s < until_s:
@@ -212,7 +212,7 @@ class Simulator:
         """How far the contiguous prefix reaches in both tiers together."""
         if self.flash is None:
             return hot
-        ram, flash = self.ram.entries, self.flash.entries
+        ram, flash = self.ram.entries, self.flash
         position = hot
         while position < len(keys) and (keys[position] in flash or keys[position] in ram):
             position += 1
@@ -307,7 +307,7 @@ class Simulator:
 
     def _write(self, key: ChunkKey, flash: CappedIndex, now_s: float) -> None:
         """Offer a block to flash, which may have it, or not want it."""
-        if key in flash.entries or not self.admission.admits(key):
+        if key in flash or not self.admission.admits(key):
             return
         if not self.governor.allows(self.block_bytes, now_s):
             self.figures.governed_blocks += 1

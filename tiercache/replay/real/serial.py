@@ -163,7 +163,7 @@ def _residents_differ(cache: TierCache, simulator: Simulator) -> str:
     tiers.append(("RAM", simulator.ram.entries, cache.cpu.contains, known.tiers["cpu"].resident))
     disk = disk_of(cache)
     if simulator.flash is not None and disk is not None:
-        tiers.append(("flash", simulator.flash.entries, disk.contains, known.tiers[DISK].resident))
+        tiers.append(("flash", simulator.flash.keys, disk.contains, known.tiers[DISK].resident))
     for name, entries, contains, resident in tiers:
         missing = sum(not contains(key) for key in entries)
         if missing or resident != len(entries):

@@ -76,7 +76,7 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
         if shelf.noted_while_scanning:
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier.shelves.all)
-        known = set(shelf.index.entries)
+        known = set(shelf.index.keys)
         if (faultless and alone) or is_kept_by_one(tier):
             there = found.chunks.keys() - tier.shelves.refused.keys()
             if known - tier.shelves.refused.keys() != there:

@@ -131,13 +131,13 @@ class Deletions:
 
     async def _look_through(self, numbers: set[int]) -> None:
         """Look for all chunks known in these subdirectories, a slice in each turn of the loop."""
-        known = self._shelf.index.all_keys()
-        for start in range(0, len(known), _AT_ONCE):
-            keys = [key for key in known[start : start + _AT_ONCE] if key[0] in numbers and key in self._shelf.index]
-            if keys:
-                await self._look_for(keys)
-            else:
-                await asyncio.sleep(0)
+        for number in sorted(numbers):
+            known = self._shelf.index.keys.part(number)
+            for start in range(0, len(known), _AT_ONCE):
+                keys = [key for key in known[start : start + _AT_ONCE] if key in self._shelf.index]
+                if keys:
+                    await self._look_for(keys)
+            await asyncio.sleep(0)
 
     async def _look_for(self, keys: list[ChunkKey]) -> None:
         shelf, volume, index = self._shelf, self._shelf.volume, self._shelf.index

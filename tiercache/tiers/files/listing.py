@@ -134,7 +134,7 @@ class Refresher:
             return
         if dropped := index.drop(before, listed):
             self._on_gone(dropped)
-        unknown = [key for key in index.unknown(directory, listed) if key not in self._ignored]
+        unknown = [key for key in index.unknown(listed) if key not in self._ignored]
         for found in _steps(unknown):
             for key, size_bytes in await self._ask(volume, sizes, volume, found):
                 if key not in index and key not in gone:

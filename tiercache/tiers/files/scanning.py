@@ -14,6 +14,7 @@ import xxhash
 
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
+from tiercache.core.lru import PARTS
 from tiercache.core.pauses import pause_s
 from tiercache.core.reckoning import is_doubtful
 from tiercache.memory.workers import Workers
@@ -68,7 +69,7 @@ class Shelf:
         self.take(volume)
         index.on_change = known.on_change
         if index.on_change is not None:
-            for key in known.entries:
+            for key in known.keys:
                 index.on_change(key)
 
     def take(self, volume: Volume) -> Volume:
@@ -208,7 +209,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     loop = asyncio.get_running_loop()
     calls_s: list[float] = []
     shelf.begin_scan()
-    known = index.all_keys()
+    known = await _keys(index)
     found = Scanned()
     try:
         began_s = loop.time()
@@ -253,6 +254,18 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     if changed_bytes and not first:
         logger.info("%s: the count was corrected by %d bytes", volume.root, changed_bytes)
     return found
+
+
+async def _keys(index: CappedIndex) -> list[ChunkKey]:
+    """Return the known keys. What comes or goes meanwhile may be among them or not."""
+    keys: list[ChunkKey] = []
+    paused_at = 0
+    for first_byte in range(PARTS):
+        keys += index.keys.part(first_byte)
+        if len(keys) - paused_at > _STEP:
+            paused_at = len(keys)
+            await asyncio.sleep(0)
+    return keys
 
 
 async def _compare(

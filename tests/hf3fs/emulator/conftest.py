@@ -27,6 +27,7 @@ def shared_emulator(kind: str) -> Iterator[Hf3fsEmulator]:
 def emulator(shared_emulator: Hf3fsEmulator) -> Iterator[Hf3fsEmulator]:
     """One that other tests have used before. Nothing is registered and no fault waits, before the test and after it."""
     yield shared_emulator
+    shared_emulator.resume()
     try:
         shared_emulator.control.clear()
         shared_emulator.control.until_registered(buffers=0, rings=0)

@@ -131,6 +131,7 @@ class Machine:
                 ("tiercache.tiers.hf3fs.mover", "load_library", functools.partial(library_of, self.daemon)),
                 ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
                 ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
+                ("tiercache.tiers.hf3fs.engine", "os", Stand(os, dup=calls.dup)),
                 ("tiercache.assembly", "hf3fs_settings", self._few_places),
             ]
         with contextlib.ExitStack() as stack:

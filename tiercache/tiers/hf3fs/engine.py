@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import math
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiercache.tiers.hf3fs.equipment import (
     DEAD_MOUNT,
     Equipment,
     equip,
+    has_died,
     is_dead,
     take_away,
     take_away_and_look,
@@ -74,6 +76,9 @@ class RingEngine:
         self._make_buffers = make_buffers
         self._revive = revive
         self._died = False
+        self._used_mount: int | None = None
+        """A descriptor of the list of registrations on the mount that the tier's files were opened on. Rings come and go
+        between: whether it can be read says whether those files are of any use. The thread's."""
         self._suspected = False
         self._draining = False
         self._workers = Workers("hf3fs-rings", 1)
@@ -186,8 +191,11 @@ class RingEngine:
             raise
         try:
             # Only now: until rings could be made, what lies at the mount point may be the directory below it.
-            if self._died and self._revive is not None:
-                await self._revive()
+            if self._died:
+                self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
+                if self._revive is not None:
+                    await self._revive()
+                await self._workers.submit(self._use, self._fresh)
         except BaseException:
             # The arena too: when we try again it may be with yet another daemon, which does not know it.
             fresh, self._fresh = self._fresh, None
@@ -374,10 +382,14 @@ class RingEngine:
         """Nothing is kept when it raises."""
         fresh = equip(self.library, self.mount, self.settings, self._make_buffers, self._loop, self._settled)
         try:
-            if self.arena is not None and self.arena.iov is not None and is_dead(fresh.registrations, self.arena.name):
-                # The daemon that it was registered with died between two rounds of rings.
-                self._died = True
-                self.arena.unregister()
+            if self._used_mount is None:
+                self._use(fresh)
+            elif has_died(self._used_mount):
+                self._died = True  # between two rounds of rings
+            if self.arena is not None and self.arena.iov is not None:
+                self._died = self._died or is_dead(fresh.registrations, self.arena.name)
+                if self._died:
+                    self.arena.unregister()
             if self.arena is not None and self.arena.iov is None:
                 self.arena.register(self.library, str(self.mount), self.settings.numa)
         except BaseException:
@@ -389,8 +401,15 @@ class RingEngine:
         fresh, self._fresh = self._fresh, None
         for each in (equipment, fresh):
             take_away(each)
+        self._use(None)
         if self.arena is not None:
             self.arena.release()
+
+    def _use(self, equipment: Equipment | None) -> None:
+        """Files are opened on the mount of this equipment from now on."""
+        before, self._used_mount = self._used_mount, None if equipment is None else os.dup(equipment.registrations)
+        if before is not None:
+            os.close(before)
 
     def _close_dead(self, equipment: Equipment | None) -> None:
         """What a daemon left that died."""

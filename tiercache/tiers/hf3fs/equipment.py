@@ -85,6 +85,15 @@ def is_dead(registrations: int, name: str) -> bool:
         return error.errno in DEAD_MOUNT
 
 
+def has_died(registrations: int) -> bool:
+    """Return True if the daemon behind this descriptor is dead, whoever serves the mount now."""
+    try:
+        os.listdir(registrations)
+    except OSError as error:
+        return error.errno in DEAD_MOUNT
+    return False
+
+
 def withdraw(arena: RegisteredMemory) -> bool:
     """Take the arena's registration away; whether nobody else has it mapped then."""
     arena.unregister()

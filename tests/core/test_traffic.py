@@ -1,4 +1,4 @@
-"""What a forget reaches, as plain data."""
+"""Removals of a tier, its queue and its keys, as plain data."""
 
 from __future__ import annotations
 
@@ -8,28 +8,8 @@ from tiercache.core.key_filter import KeyFilter
 from tiercache.core.keys import KEY_BYTES, check_key, check_keys, keys_from_hashes
 from tiercache.core.queue import BoundedQueue
 from tiercache.core.traffic import KeyTraffic
-from tiercache.core.under_way import UnderWay
 
 A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
-
-
-def test_forget_reaches_what_began_before_and_nothing_that_begins_after() -> None:
-    under_way = UnderWay()
-    before, other = under_way.begin([A, B]), under_way.begin([B])
-    under_way.forget(A)
-    after = under_way.begin([A])
-    assert before.forgot(A) and not before.forgot(B)
-    assert not other.forgot(B) and not after.forgot(A)
-
-
-def test_nothing_is_kept_of_passages_that_have_ended() -> None:
-    under_way = UnderWay()
-    passages = [under_way.begin([A, B, A]), under_way.begin([A]), under_way.begin([])]
-    for passage in passages:
-        under_way.end(passage)
-    under_way.forget(A)
-    assert len(under_way) == 0
-    assert not any(passage.forgot(A) for passage in passages)
 
 
 def test_removal_has_its_key_to_itself() -> None:

@@ -143,5 +143,5 @@ async def is_whole(cache: TierCache) -> bool:
         cache.cpu.obtainable == cache.cpu.pool.count
         and not any(cache.cpu.budget.held)
         and not any(cache.cpu.budget.reading.values())
-        and not len(cache.cpu.under_way)
+        and not cache.cpu.tombstones.in_flight
     )

@@ -16,7 +16,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
-from tiercache.core.under_way import Passage
+from tiercache.core.tombstones import Operation
 from tiercache.device.device import Device
 from tiercache.device.driver import Event
 from tiercache.device.payloads import DevicePayload
@@ -59,7 +59,13 @@ class DevicePath:
     """All methods belong to the event loop. Deadlines are loop times in seconds."""
 
     def __init__(
-        self, device: Device, cpu: CpuTier, staging: StagingTier, host_reader: Reader, device_reader: Reader, fan_out: FanOut
+        self,
+        device: Device,
+        cpu: CpuTier,
+        staging: StagingTier,
+        host_reader: Reader,
+        device_reader: Reader,
+        fan_out: FanOut,
     ) -> None:
         self.device = device
         self.cpu = cpu
@@ -87,21 +93,21 @@ class DevicePath:
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
         patience = Patience(deadline_s)
         # The staging tier's too: a chunk is forgotten in both at the same time.
-        passage = self.cpu.under_way.begin([key for key, _ in chunks])
+        operation = self.cpu.tombstones.begin()
         try:
             tasks = [
-                asyncio.ensure_future(self._put_batch(chunks[start : start + size], passage, after, patience))
+                asyncio.ensure_future(self._put_batch(chunks[start : start + size], operation, after, patience))
                 for start in range(0, len(chunks), size)
             ]
             await all_or_none(tasks)
         finally:
-            self.cpu.under_way.end(passage)
+            self.cpu.tombstones.end(operation)
         return sum(task.result() for task in tasks)
 
     async def _put_batch(
         self,
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
-        passage: Passage,
+        operation: Operation,
         after: Event | None,
         patience: Patience,
     ) -> int:
@@ -115,7 +121,7 @@ class DevicePath:
         try:
             try:
                 for key, payload in chunks:
-                    if not passage.forgot(key):
+                    if not operation.forgot(key):
                         await self._admit(key, payload, batch, patience.deadline_s)
                 if batch.storing:
                     try:
@@ -131,7 +137,7 @@ class DevicePath:
                 raise
         finally:
             self._puts.release()
-        forgotten = [chunk for chunk in batch.storing if passage.forgot(chunk.key)]
+        forgotten = [chunk for chunk in batch.storing if operation.forgot(chunk.key)]
         for chunk in forgotten:
             self._abandon(chunk)
             batch.storing.remove(chunk)

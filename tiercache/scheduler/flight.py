@@ -6,24 +6,24 @@ import asyncio
 
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
-from tiercache.core.under_way import Passage
+from tiercache.core.tombstones import Operation
 from tiercache.tiers.leases import Lease
 
 
 class Flight:
-    __slots__ = ("begun", "deadline_s", "key", "parent", "passage", "purpose", "task", "time", "waiters")
+    __slots__ = ("begun", "deadline_s", "key", "operation", "parent", "purpose", "task", "time", "waiters")
 
     def __init__(
         self,
         key: ChunkKey,
-        passage: Passage,
+        operation: Operation,
         purpose: Purpose,
         deadline_s: float,
         parent: ChunkKey | None,
         time: int | None,
     ) -> None:
         self.key = key
-        self.passage = passage
+        self.operation = operation
         self.purpose = purpose
         self.parent = parent
         """The chunk before it in its prefix, if that is known."""
@@ -39,7 +39,7 @@ class Flight:
     @property
     def forgotten(self) -> bool:
         """Its key was forgotten since it began: it must not land, and nobody who comes later may join it."""
-        return self.passage.forgot(self.key)
+        return self.operation.forgot(self.key)
 
     async def arrival(self, purpose: Purpose, deadline_s: float) -> Lease | None:
         """A lease on the chunk; None on a miss. Raises TimeoutError at the deadline. Cancelled, it holds nothing."""

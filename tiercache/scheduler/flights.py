@@ -70,7 +70,7 @@ class Flights:
             self.counters.misses += 1
             return None
         else:
-            flight = self._take_off(Flight(key, self.cpu.under_way.begin([key]), purpose, deadline_s, parent, time), flight)
+            flight = self._take_off(Flight(key, self.cpu.tombstones.begin(), purpose, deadline_s, parent, time), flight)
         try:
             lease = await flight.arrival(purpose, deadline_s)
         except TimeoutError:
@@ -104,7 +104,7 @@ class Flights:
             overtaken.task.cancel()
         self._flights[flight.key] = flight
         flight.task = asyncio.create_task(self._fly(flight), name="tiercache-read")
-        flight.task.add_done_callback(lambda _: self.cpu.under_way.end(flight.passage))
+        flight.task.add_done_callback(lambda _: self.cpu.tombstones.end(flight.operation))
         return flight
 
     async def _fly(self, flight: Flight) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from tiercache.core.budget import WRITE
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
-from tiercache.core.under_way import Passage
+from tiercache.core.tombstones import Operation
 from tiercache.memory.slots import Fill, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
@@ -34,7 +34,7 @@ _Item = tuple[ChunkKey, int, Source]
 class _Put:
     """One call, which may take several batches."""
 
-    passage: Passage
+    operation: Operation
     patience: Patience
     parents: Mapping[ChunkKey, ChunkKey] | None = None
     """What each chunk follows, where they are a prefix."""
@@ -49,7 +49,7 @@ class _Put:
 class _Batch:
     """The chunks that are filled at a time. Others wait for its end, and store theirs only if it fails."""
 
-    passage: Passage
+    operation: Operation
     passed: int = 0
     """Chunks of the put that it deals with."""
     fills: dict[ChunkKey, Fill] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class HostPath:
         """As `TierCache.put_from`. `wait_s` is for all of them together."""
         items = each_once(items)
         keys = [key for key, _, _ in items]
-        put = _Put(self.cpu.under_way.begin(keys), Patience(asyncio.get_running_loop().time() + wait_s))
+        put = _Put(self.cpu.tombstones.begin(), Patience(asyncio.get_running_loop().time() + wait_s))
         # What is here is used before room is made for the rest: nothing of the same put goes for that.
         if prefix:
             put.parents = dict(zip(keys[1:], keys, strict=False))
@@ -95,9 +95,9 @@ class HostPath:
                 await self._put_all(items, put)
                 items = await self._left_undone(put) if put.elsewhere else ()
         except NotBegun:
-            put.skipped = sum(key not in self.cpu.residents and not put.passage.forgot(key) for key in keys)
+            put.skipped = sum(key not in self.cpu.residents and not put.operation.forgot(key) for key in keys)
         finally:
-            self.cpu.under_way.end(put.passage)
+            self.cpu.tombstones.end(put.operation)
             self.skipped += put.skipped
         if prefix:
             self.cpu.link(keys, time)  # a chunk that came before its parent does not know it
@@ -155,7 +155,7 @@ class HostPath:
 
     def _begin(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch | None:
         """As many chunks as there are slots for, handed to the threads; None where that is none."""
-        batch = _Batch(put.passage)
+        batch = _Batch(put.operation)
         some = items[position : position + self._batch_items]
         reserved = self._reserve(some, put) if len(some) > 1 else {}
         try:
@@ -180,21 +180,21 @@ class HostPath:
 
     def _reserve(self, items: Sequence[_Item], put: _Put) -> dict[ChunkKey, Slot]:
         """Slots for those that plainly need one, all at once."""
-        here, filling, forgotten = self.cpu.residents, self._filling, put.passage.forgotten
+        here, filling, forgot = self.cpu.residents, self._filling, put.operation.forgot
         return self.cpu.try_reserve_all(
-            [key for key, _, _ in items if key not in here and key not in filling and key not in forgotten]
+            [key for key, _, _ in items if key not in here and key not in filling and not forgot(key)]
         )
 
     async def _begin_late(self, items: Sequence[_Item], position: int, put: _Put) -> _Batch:
         """As `_begin`, of one chunk, waiting for a slot as long as the put may."""
         item = key, length, source = items[position]
-        batch = _Batch(put.passage, passed=1)
+        batch = _Batch(put.operation, passed=1)
         left_s = put.patience.deadline_s - asyncio.get_running_loop().time()
         slot = await self.cpu.reserve(WRITE, left_s, key)
         if slot is None:
             put.skipped += 1
         # While we waited, somebody else may have begun the same chunk, or finished it.
-        elif put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+        elif put.operation.forgot(key) or self._is_taken_care_of(item, batch, put):
             self.cpu.abandon(slot, WRITE)
         else:
             batch.fills[key] = (slot, length, source)
@@ -237,9 +237,9 @@ class HostPath:
         for filling in batch.filling:
             await self.copiers.ended_by(filling, put.patience.deadline_s)
         parents = put.parents or {}
-        forgotten, cpu, fills, leases = put.passage.forgotten, self.cpu, batch.fills, batch.leases
-        if forgotten:
-            for key in forgotten & fills.keys():
+        cpu, fills, leases = self.cpu, batch.fills, batch.leases
+        if forgotten := put.operation.forgotten(fills):
+            for key in forgotten:
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
         put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
@@ -270,7 +270,7 @@ class HostPath:
     def _admit(self, item: _Item, batch: _Batch, put: _Put) -> bool:
         """Find a slot for a chunk that needs one; False when it must be waited for."""
         key, length, source = item
-        if key in batch.fills or put.passage.forgot(key) or self._is_taken_care_of(item, batch, put):
+        if key in batch.fills or put.operation.forgot(key) or self._is_taken_care_of(item, batch, put):
             return True
         slot = self.cpu.try_reserve(WRITE, None, key)
         if slot is None:
@@ -287,7 +287,7 @@ class HostPath:
             batch.leases.append(lease)
             return True
         other = self._filling.get(key)
-        if other is None or other.passage.forgot(key):
+        if other is None or other.operation.forgot(key):
             return False
         put.elsewhere.append((item, other))
         return True

@@ -13,7 +13,7 @@ from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import PREFETCH, READ, Purpose
 from tiercache.core.estimate import TransferEstimate
 from tiercache.core.keys import ChunkKey
-from tiercache.core.under_way import Passage
+from tiercache.core.tombstones import Operation
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot, zero_padding
 from tiercache.memory.turns import Turns, done_by
@@ -44,7 +44,7 @@ class _Read:
     purpose: Purpose
     parent: ChunkKey | None
     time: int | None
-    passage: Passage
+    operation: Operation
     task: asyncio.Task[_Outcome]
     joined: int = 0
     """Flights that wait for it since it was left behind."""
@@ -191,7 +191,7 @@ class TierReader:
         if flight.forgotten or not self.may_have(flight.key):
             return None
         late = self._late.get(flight.key)
-        if late is not None and not late.passage.forgot(flight.key):
+        if late is not None and not late.operation.forgot(flight.key):
             landed = await self._join_late(late, flight)
         else:
             landed = await self._read(flight)
@@ -237,7 +237,7 @@ class TierReader:
             task = asyncio.create_task(self._bring(key, slot, purpose))
             if purpose is READ or not self._apart:
                 self._begun[task] = asyncio.get_running_loop().time()
-            begun = _Read(key, slot, purpose, flight.parent, flight.time, self.cpu.under_way.begin([key]), task)
+            begun = _Read(key, slot, purpose, flight.parent, flight.time, self.cpu.tombstones.begin(), task)
             slot, placed = None, False
         finally:
             if slot is not None:
@@ -379,13 +379,13 @@ class TierReader:
         """Give back what a read took that has ended, and make what it brought a hot chunk, unless it was forgotten."""
         self._leave(read.purpose)
         self.reads.reading -= 1
-        self.cpu.under_way.end(read.passage)
         now_s = asyncio.get_running_loop().time()
         began_s = self._begun.pop(read.task, None)
         lease = came if isinstance(came, Lease) else None
         if came is not None and began_s is not None:
             self.estimate.add(now_s - began_s, now_s)  # also of one that nobody waited for to its end
-        unwanted = self._closed or read.passage.forgot(read.key)
+        unwanted = self._closed or read.operation.forgot(read.key)
+        self.cpu.tombstones.end(read.operation)
         if lease is not None and unwanted:
             lease.release()
             lease = None

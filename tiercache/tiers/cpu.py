@@ -21,7 +21,7 @@ from tiercache.core.eviction import LeafLru
 from tiercache.core.index import prefix_in
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
-from tiercache.core.under_way import UnderWay
+from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
 from tiercache.memory.turns import Turns
@@ -103,8 +103,8 @@ class CpuTier(Tier):
         self._quotas: SlotQuotas | None = None
         if quota_bytes:
             self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
-        self.under_way = UnderWay()
-        """What will be a chunk here when it is filled, so that a forget reaches it."""
+        self.tombstones = Tombstones()
+        """Chunks that were forgotten while puts and reads are in flight."""
         self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
         """Of those who wait for a slot."""
         if quota_bytes:
@@ -316,9 +316,9 @@ class CpuTier(Tier):
         self.turns.serve()
 
     def forget(self, key: ChunkKey) -> bool:
-        """Make `key` invisible at once, and what of it is under way by now when it arrives; its slot is free when its leases
+        """Make `key` invisible at once, and discard what operations in flight bring of it. Its slot is free when its leases
         have ended."""
-        self.under_way.forget(key)
+        self.tombstones.forget([key])
         return self._drop(key)
 
     def _drop(self, key: ChunkKey) -> bool:
@@ -356,17 +356,18 @@ class CpuTier(Tier):
         slot = self.try_reserve(WRITE, None, key)
         if slot is None:
             return False
-        passage, filling = self.under_way.begin([key]), []
+        operation, filling = self.tombstones.begin(), []
         try:
             _, source = source_of(payload[:payload_bytes])
             filling = [self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source)]
             await wait_shielded(filling[0])
+            forgotten = operation.forgot(key)
         except BaseException:
             once_ended(filling, lambda: self.abandon(slot, WRITE))
             raise
         finally:
-            self.under_way.end(passage)
-        if passage.forgot(key):
+            self.tombstones.end(operation)
+        if forgotten:
             self.abandon(slot, WRITE)
             return False
         self.publish(key, slot, payload_bytes, WRITE).release()

@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.core.budget import READ, Purpose
 from tiercache.core.header import HEADER_BYTES
 from tiercache.core.keys import ChunkKey
-from tiercache.core.under_way import UnderWay
+from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed
 from tiercache.tiers.files.mapped_file import MappedFile
 from tiercache.tiers.leases import ONE, Lease, pins_in
@@ -56,10 +56,10 @@ class Mappings:
         self.most_chunks = most_chunks
         self.most_ahead_bytes = most_bytes
         """Of chunks that nobody has used yet: the one that was mapped first goes."""
-        self.under_way = UnderWay()
-        """What is being mapped, so that a forget reaches it."""
-        self.in_doubt = UnderWay()
-        """The same, so that news of a deletion do."""
+        self.tombstones = Tombstones()
+        """Chunks that were forgotten while others are being mapped."""
+        self.deletions = Tombstones()
+        """Chunks whose files were deleted while others are being mapped."""
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
         """Of these, memory of files that were deleted: taken until the last lease ends, and in no count."""
@@ -170,7 +170,7 @@ class Mappings:
     def gone(self, key: ChunkKey) -> None:
         """Its file was deleted, or replaced. A chunk that somebody holds is found until he lets go of it: its memory is
         taken so long in any case."""
-        self.in_doubt.forget(key)
+        self.deletions.forget([key])
         entry = self._entries.get(key)
         if entry is not None:
             self._mark(entry)
@@ -179,7 +179,7 @@ class Mappings:
 
     def forget(self, key: ChunkKey) -> None:
         """As `gone`, and nobody finds it from now on."""
-        self.under_way.forget(key)
+        self.tombstones.forget([key])
         entry = self._entries.get(key)
         if entry is not None:
             self._mark(entry)

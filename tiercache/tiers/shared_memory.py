@@ -174,7 +174,9 @@ class SharedMemoryTier(FileTier, MappedTier):
 
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
         mapped: list[MappedFile] = []
-        return await self._keep(key, mapped, self._read(key, lambda volume: self._mover.map(volume, key, mapped)), purpose)
+        return await self._keep(
+            key, mapped, self._read(key, lambda volume: self._mover.map(volume, key, mapped)), purpose
+        )
 
     def _stored(self, key: ChunkKey) -> None:
         """What this process writes itself it has in memory, as a rule. Not what it reads or knows already."""
@@ -210,27 +212,27 @@ class SharedMemoryTier(FileTier, MappedTier):
     ) -> Lease | None:
         """A lease on what `read` has put into `mapped`, and others find it from now on unless it went meanwhile."""
         mappings, shelf = self.mappings, self.shelves.all[0]
-        passage = mappings.under_way.begin([key])
-        doubt = mappings.in_doubt.begin([key])
+        operation = mappings.tombstones.begin()
+        in_doubt = mappings.deletions.begin()
         try:
             length = await read
             if length is None:
                 return None
             (file,), is_there = mapped, True
-            while is_there and doubt.forgot(key):
+            while is_there and in_doubt.forgot(key):
                 # The news may be of an earlier file, or of none: directories that are not watched yet are looked through.
-                mappings.in_doubt.end(doubt)
-                doubt = mappings.in_doubt.begin([key])
+                mappings.deletions.end(in_doubt)
+                in_doubt = mappings.deletions.begin()
                 is_there = await self.shelves.metadata.submit(file.is_at, self.path(key))
-            findable = is_there and not passage.forgot(key)
+            findable = is_there and not operation.forgot(key)
             if findable and key not in shelf.index:
                 # What is mapped is known, so that one hears of its deletion.
                 shelf.add(key, file_bytes(length))
                 self._look_again(shelf, key, file)
             return mappings.add(key, file, purpose, findable=findable, is_ahead=is_ahead)
         finally:
-            mappings.under_way.end(passage)
-            mappings.in_doubt.end(doubt)
+            mappings.tombstones.end(operation)
+            mappings.deletions.end(in_doubt)
 
     def _look_again(self, shelf: Shelf, key: ChunkKey, file: MappedFile) -> None:
         """Where it was deleted before it was known here, nobody will say so."""

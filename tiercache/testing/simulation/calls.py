@@ -46,7 +46,7 @@ class Calls:
         self.reaches_all = True
         """Whether its tiers are all there are; else what it forgets may lie in another one."""
         self.overtaken = 0
-        """Passages that a forget may have met."""
+        """Reads that a forget may have met."""
         self._config = config
         self._is_open = is_open
         self._faults = faults
@@ -100,7 +100,9 @@ class Calls:
         if prefix and stored:
             self.expected.check_head(began)
         whole = stored == len(payloads)
-        self.expected.used(began, ([operation.keys] if prefix else [(key,) for key in operation.keys]) if whole else None)
+        self.expected.used(
+            began, ([operation.keys] if prefix else [(key,) for key in operation.keys]) if whole else None
+        )
         return str(stored)
 
     async def put_prefix(self, operation: Operation) -> str:
@@ -202,8 +204,8 @@ class Calls:
             self.truth.forget_begins(key)
             self.expected.forgets[key] += 1
             self.expected.stored.pop(key, None)
-            passages = self.cache.cpu.under_way._by_key.get(self.keys[key], ())
-            self.overtaken += len(passages) if isinstance(passages, tuple) else 1
+            reader, name = self.cache.parts.reader, self.keys[key]
+            self.overtaken += (name in reader.flights._flights) + sum(name in tier._late for tier in reader.tiers)
         generations = [self.truth.newest[key] for key in operation.keys]
         await self.cache.forget(self._names(operation), deadline_s=self._deadline_s(operation))
         for key, generation in zip(operation.keys, generations, strict=True):

@@ -133,7 +133,8 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     """Nothing is under way: no table of what is keeps anything."""
     tables = {
         "puts that fill": cache.parts.host_path._filling,
-        "passages": cache.cpu.under_way._by_key,
+        "operations": cache.cpu.tombstones._in_flight,
+        "tombstones": cache.cpu.tombstones,
         "who waits for slots": [turn for turns in cache.cpu.turns.waiting for turn in turns],
         "flights": cache.parts.reader.flights._flights,
     }

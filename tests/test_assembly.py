@@ -11,9 +11,8 @@ import pytest
 from tiercache import Config, Layout
 from tiercache.assembly import make_device, make_tiers
 from tiercache.core.header import file_bytes
-from tiercache.device.driver import DeviceError
-from tiercache.device.twin import TwinDriver
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, DeviceError
+from tiercache.testing.twin import TwinDriver
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)
 
@@ -36,16 +35,16 @@ def test_none_is_never_even_when_a_driver_is_handed_in(tmp_path: Path) -> None:
     driver.close()
 
 
-def test_twin_needs_no_gpu_and_no_tier(no_gpu: None) -> None:
-    device = make_device(Config(device="twin"), LAYOUT, None, 0)
-    assert device is not None and device.driver.name == "twin"
+def test_cpu_needs_no_gpu_and_no_tier(no_gpu: None) -> None:
+    device = make_device(Config(device="cpu"), LAYOUT, None, 0)
+    assert device is not None and device.driver.name == "cpu"
     device.close()
 
 
-def test_twin_with_too_large_a_pool_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_with_too_large_a_pool_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercache.assembly.available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError):
-        make_device(Config(device="twin", gds_path=(str(tmp_path),), gds_buffer_size=64), LAYOUT, None)
+        make_device(Config(device="cpu", gds_path=(str(tmp_path),), gds_buffer_size=64), LAYOUT, None)
 
 
 @pytest.mark.usefixtures("no_gpu")

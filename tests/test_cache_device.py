@@ -11,11 +11,9 @@ import torch
 
 from tiercache import Config, Layout, TierCache
 from tiercache.core.keys import ChunkKey, tenant_tag
-from tiercache.device.paged import PagedKv
-from tiercache.device.payloads import PagedChunk
-from tiercache.device.twin import TwinDriver
-from tiercache.errors import ConfigError, LayoutError
-from tiercache.testing.paged import gather_reference
+from tiercache.device.paged import PagedChunk, PagedKv
+from tiercache.errors import ConfigError, DeviceError, LayoutError
+from tiercache.testing.twin import TwinDriver
 
 BLOCK_TOKENS, CHUNK_TOKENS, LAYERS, HEADS, HEAD = 16, 64, 3, 2, 32
 BYTES_PER_TOKEN = LAYERS * 2 * HEADS * HEAD * 2
@@ -32,7 +30,7 @@ def driver() -> Any:
 
 def tensor_on(driver: TwinDriver, shape: tuple[int, ...], seed: int | None = None, dtype: Any = torch.bfloat16) -> Any:
     length = torch.Size(shape).numel() * torch.empty(0, dtype=dtype).element_size()
-    memory = torch.from_numpy(driver.view(driver.allocate(-(-length // 4096) * 4096)))[:length]
+    memory = driver.empty(length)
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         memory.copy_(torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator))
@@ -41,6 +39,11 @@ def tensor_on(driver: TwinDriver, shape: tuple[int, ...], seed: int | None = Non
 
 def key_of(number: int) -> ChunkKey:
     return number.to_bytes(24, "big")
+
+
+def content(layers: list[Any], blocks: list[int]) -> Any:
+    """(layers, K and V, blocks, ...) as the engine reads it."""
+    return torch.stack([layer[:, torch.tensor(blocks)] for layer in layers])
 
 
 def same(first: Any, second: Any) -> bool:
@@ -103,7 +106,7 @@ async def test_put_reads_what_the_producer_has_enqueued_before(opened: Opened, d
 
         hold = threading.Event()
         stream.enqueue(hold.wait)
-        driver.copy(source.data_ptr(), late.data_ptr(), CHUNK_BYTES, stream)
+        driver.copy(source, late, stream)
         after = driver.record(stream)
         put = asyncio.ensure_future(cache.put_many([key_of(1)], [source], after=after))
         loop.call_soon(gate.set)
@@ -164,27 +167,27 @@ async def test_paged_chunks_go_out_and_come_back_into_other_blocks(
     opened: Opened, driver: TwinDriver, tmp_path: Path
 ) -> None:
     shape = (2, 64, BLOCK_TOKENS, HEADS, HEAD)
-    kv = PagedKv(driver, [tensor_on(driver, shape, seed=layer) for layer in range(LAYERS)], "NHD")
+    old_layers, new_layers = ([tensor_on(driver, shape, seed=layer) for layer in range(LAYERS)] for _ in range(2))
+    kv, fresh = (PagedKv(driver, [plane for layer in layers for plane in layer]) for layers in (old_layers, new_layers))
     keys = [key_of(number) for number in range(8)]
     old = [[32 - number, number, 40 + number, 63 - number] for number in range(8)]
-    expected = [gather_reference(kv, blocks, 0, CHUNK_TOKENS) for blocks in old]
+    expected = [content(old_layers, blocks) for blocks in old]
     settings = {"gds_path": (str(tmp_path / "gds"),), "local_disk": (str(tmp_path / "disk"),), "max_local_disk_size": 1}
     async with opened(**settings) as cache:
         assert await cache.put_many(keys, [PagedChunk(kv, blocks) for blocks in old]) == 8
         await cache.flush()
-        fresh = PagedKv(driver, [tensor_on(driver, shape) for _ in range(LAYERS)], "NHD")
         new = [[4 * number + 3, 4 * number + 1, 4 * number, 4 * number + 2] for number in range(8)]
         for clear in (False, True):
-            for layer in fresh.tensors:
+            for layer in new_layers:
                 layer.zero_()
             if clear:
                 cache.clear_hot()
             assert await cache.get_into(keys, [PagedChunk(fresh, blocks) for blocks in new]) == 8
             for blocks, wanted in zip(new, expected, strict=True):
-                assert same(gather_reference(fresh, blocks, 0, CHUNK_TOKENS), wanted)
-        tail = PagedChunk(fresh, [60], tokens=BLOCK_TOKENS, chunk_tokens=CHUNK_TOKENS, skip=48)
+                assert same(content(new_layers, blocks), wanted)
+        tail = PagedChunk(fresh, [60], chunk_blocks=4, skip=3)
         assert await cache.get_into([keys[2]], [tail]) == 1
-        assert same(gather_reference(fresh, [60], 0, BLOCK_TOKENS), expected[2][:, 48:])
+        assert same(content(new_layers, [60]), expected[2][:, :, 3:])
 
 
 async def test_a_missing_chunk_ends_the_prefix(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
@@ -227,8 +230,6 @@ async def test_buffer_of_another_length_is_not_written(opened: Opened, driver: T
 async def test_lost_device_is_an_error_and_leaves_no_slot_behind(
     opened: Opened, driver: TwinDriver, tmp_path: Path
 ) -> None:
-    from tiercache.device.driver import DeviceError
-
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         tensors = chunks(driver, range(6))
         keys = [key_of(number) for number in range(6)]
@@ -287,7 +288,9 @@ async def test_gds_path_on_a_weka_mount_makes_no_second_weka_tier(
 
 
 async def test_weka_path_on_another_file_system_is_an_error(opened: Opened, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"):
+    with pytest.raises(
+        ConfigError, match=r"weka_path: .* lies on \w+, not on a Weka file system \(wekafs\): is it mounted"
+    ):
         async with opened(weka_path=(str(tmp_path),)):
             pass
 
@@ -319,7 +322,9 @@ async def test_close_waits_for_puts_that_are_under_way(opened: Opened, driver: T
         assert same(place, tensor)
 
 
-async def test_forgotten_chunk_does_not_come_back_from_a_queue(opened: Opened, driver: TwinDriver, tmp_path: Path) -> None:
+async def test_forgotten_chunk_does_not_come_back_from_a_queue(
+    opened: Opened, driver: TwinDriver, tmp_path: Path
+) -> None:
     async with opened(gds_path=(str(tmp_path / "gds"),)) as cache:
         tensors = chunks(driver, range(20))
         keys = [key_of(number) for number in range(20)]

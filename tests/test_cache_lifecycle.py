@@ -212,7 +212,7 @@ async def test_disk_that_hangs_at_the_start_is_one_sentence_by_a_deadline_and_ke
     monkeypatch.setattr("tiercache.opening.FILE_SYSTEMS_S", 1.0)
     values: dict[str, object] = {"max_local_disk_size": 0.1}
     if option == "gds_path":
-        values = {"max_gds_size": 0.1, "gds_buffer_size": 8, "device": "twin"}
+        values = {"max_gds_size": 0.1, "gds_buffer_size": 8, "device": "cpu"}
     with FragileMount(tmp_path) as mount:
         mount.hang()
         began_s = time.monotonic()

@@ -263,7 +263,7 @@ async def test_a_read_from_a_tier_below_writes_nothing_that_others_see(
 
 
 async def test_where_a_device_is_in_use_chunks_go_through_slots(in_memory: Path) -> None:
-    async with sharing(in_memory) as writer, sharing(in_memory, device="twin") as reader:
+    async with sharing(in_memory) as writer, sharing(in_memory, device="cpu") as reader:
         await put(writer, 1)
         async with reader.get(key(1)) as lease:
             assert lease is not None and np.array_equal(lease.view, payload(1))

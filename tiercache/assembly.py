@@ -17,11 +17,9 @@ from tiercache.core.budget import SlotBudget
 from tiercache.core.eviction import MEAN_LRU
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
-from tiercache.device.cuda import CudaDriver
 from tiercache.device.device import Device
-from tiercache.device.driver import DeviceError, Driver
-from tiercache.device.twin import TwinDriver
-from tiercache.errors import ConfigError
+from tiercache.device.driver import CpuDriver, CudaDriver, Driver
+from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
@@ -75,30 +73,27 @@ def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: i
     if config.device == "none":
         return None
     wanted = bool(config.gds_path or config.weka_path)
-    asked_for = driver is not None or config.device == "twin"
+    asked_for = driver is not None or config.device == "cpu"
     pool_bytes = config.gds_buffer_size * MIB if wanted and config.gds_buffer_size else None
-    own: Driver | None = None
     try:
         if driver is None:
-            if config.device == "twin":
-                driver = own = make_twin()
+            if config.device == "cpu":
+                driver = make_cpu_driver()
             elif in_use is None and not wanted:
                 return None
             else:
-                driver = own = CudaDriver(in_use or 0)
-        return Device(driver, layout.chunk_bytes, pool_bytes, owns_driver=own is not None)
+                driver = CudaDriver(in_use or 0)
+        return Device(driver, layout.chunk_bytes, pool_bytes)
     except (DeviceError, ConfigError) as error:
-        if own is not None:
-            own.close()
         if asked_for or (wanted and isinstance(error, ConfigError)):
             raise
         logger.info("no GPU: %s", error)
         return None
 
 
-def make_twin() -> TwinDriver:
-    """The CPU twin with all memory that the machine can spare."""
-    return TwinDriver(available_memory_bytes() or 1 << 30)
+def make_cpu_driver() -> CpuDriver:
+    """Host memory in the place of a device's: all that the machine can spare."""
+    return CpuDriver(available_memory_bytes() or 1 << 30)
 
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
@@ -308,7 +303,6 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
             numa=config.hf3fs_numa_id,
         ),
     )
-
 
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:

@@ -182,7 +182,8 @@ class TierCache:
         host, chunks = parts.by_memory(keys, payloads)
         stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
         if chunks and parts.on_device is not None:
-            with parts.closing.operations, parts.on_device.event(after) as event:
+            with parts.closing.operations:
+                event = parts.on_device.event(after)
                 stored += await parts.on_device.path.put(chunks, event, parts.until_s(deadline_s))
             if prefix:
                 parts.cpu.link(keys)
@@ -261,7 +262,8 @@ class TierCache:
         parts = self._in_use()
         check_one_each(keys, buffers, "buffer")
         if parts.on_device is not None and (there := parts.on_device.all_of(buffers)):
-            with parts.closing.operations, parts.on_device.event(after) as event:
+            with parts.closing.operations:
+                event = parts.on_device.event(after)
                 delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s), held)
             parts.served(keys, delivered)
             return delivered

@@ -27,3 +27,11 @@ class TierUnavailable(TierCacheError):
 
 class CacheClosed(TierCacheError, RuntimeError):
     """The cache was used after `close`."""
+
+
+class DeviceError(TierCacheError):
+    """An accelerator or its driver failed. `lost` says that nothing will work on it any more: its context is corrupt."""
+
+    def __init__(self, message: str, *, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost

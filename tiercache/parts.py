@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -17,9 +16,9 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchSettings
-from tiercache.device.device import Device, gpu_in_use
-from tiercache.device.driver import Driver, Event
-from tiercache.device.payloads import DevicePayload, device_payload
+from tiercache.device.device import Device
+from tiercache.device.driver import Driver, Event, gpu_in_use
+from tiercache.device.paged import DevicePayload, device_payload
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers, wait_shielded
@@ -68,16 +67,10 @@ class OnDevice:
             pool.count, pool.free, self.reader.counters, self.reader.reads(), self.reader.breakers()
         )
 
-    @contextmanager
-    def event(self, after: Event | None) -> Iterator[Event]:
-        """`after`, or an event of the calling thread's own stream."""
+    def event(self, after: Event | None) -> Event:
+        """Return `after`, or an event of the calling thread's own stream."""
         driver = self.device.driver
-        own = driver.record(driver.current_stream()) if after is None else None
-        try:
-            yield own if after is None else after
-        finally:
-            if own is not None:
-                driver.release(own)
+        return driver.record(driver.current_stream()) if after is None else after
 
 
 @dataclass
@@ -240,8 +233,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
         closing.taken.callback(workers.close)
     closing.pool = pool = SlotPool(arena, layout.chunk_bytes)
     if device is not None:
-        device.begin()
-        await wait_shielded(copiers.submit(device.pin, arena.memory))
+        await wait_shielded(copiers.submit(device.pin, arena.memory, pool.slot_bytes))
     cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     closing.taken.push_async_callback(closing.let_end)

@@ -1,4 +1,4 @@
-"""`python -m tiercache.bench.gpu` on the CPU twin: all checks pass, figures have names, a failure loses nothing else."""
+"""`python -m tiercache.bench.gpu` in host memory: all checks pass, figures have names, a failure loses nothing else."""
 
 import json
 import subprocess
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tiercache.bench.gpu.accelerator import Moment
 from tiercache.bench.gpu.command import _run
 from tiercache.bench.gpu.report import TARGETS, Amount, Report
 
@@ -24,38 +23,32 @@ def gpu_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("gpu-bench")
     file = place / "found.json"
-    run = gpu_bench("--twin", "--parts", PARTS, "--directory", place, "--json", file)
+    run = gpu_bench("--cpu", "--parts", PARTS, "--directory", place, "--json", file)
     assert run.returncode == 0, run.stdout + run.stderr
     assert list(place.iterdir()) == [file], "what the benchmark made is gone"
     return {"stdout": run.stdout, **json.loads(file.read_text())}
 
 
-@pytest.mark.needs("g++")
 def test_every_part_ends_and_every_check_passes(found: dict[str, Any]) -> None:
     assert {name: part["ended"] for name, part in found["parts"].items()} == dict.fromkeys(PARTS.split(","), "passed")
     assert set(found["checks"].values()) == {"passed"}
-    assert len(found["checks"]) > 30
+    assert len(found["checks"]) == 9, "the tenth needs a GPU"
     assert f"{len(found['checks'])} of {len(found['checks'])} checks passed" in found["stdout"]
 
 
-@pytest.mark.needs("g++")
 def test_results_say_where_they_come_from(found: dict[str, Any]) -> None:
     assert found["machine"]["cpus"] >= 1
     assert found["packages"]["torch"]
-    assert found["amount"] == "twin"
+    assert found["amount"] == "cpu"
     assert "the figures mean nothing" in found["stdout"]
 
 
-@pytest.mark.needs("g++")
 def test_every_target_names_figures_that_are_measured(found: dict[str, Any]) -> None:
     measured = found["figures"]
     for target in TARGETS:
-        if "cufile" in target.figure or "kvikio" in (target.beside or ""):
-            continue  # where kvikio finds a driver
         assert target.found(measured) is not None, target
 
 
-@pytest.mark.needs("g++")
 def test_a_wrong_block_is_noticed(found: dict[str, Any]) -> None:
     assert found["checks"]["model: a wrong block changes the logits"] == "passed"
 
@@ -65,11 +58,11 @@ def test_a_machine_without_a_gpu_gets_one_sentence() -> None:
     run = gpu_bench("--parts", "paged")
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].startswith("error: no NVIDIA driver here")
-    assert "--twin" in run.stderr
+    assert "--cpu" in run.stderr
 
 
 def test_unknown_parts_are_refused() -> None:
-    run = gpu_bench("--twin", "--parts", "paged,speed")
+    run = gpu_bench("--cpu", "--parts", "paged,speed")
     assert run.returncode == 2
     assert "expected a comma list of tests, paged" in run.stderr and "found 'speed'" in run.stderr
 
@@ -82,7 +75,7 @@ def test_a_part_that_hangs_is_stopped_with_all_its_processes() -> None:
 
 
 def test_a_step_that_fails_is_noted_and_the_next_one_runs(tmp_path: Path) -> None:
-    report = Report(tmp_path / "part.json", Amount(twin=True, quick=True), tmp_path)
+    report = Report(tmp_path / "part.json", Amount(cpu=True, quick=True), tmp_path)
     with report.step("first"):
         raise RuntimeError("no device")
     with report.step("second"):
@@ -94,7 +87,3 @@ def test_a_step_that_fails_is_noted_and_the_next_one_runs(tmp_path: Path) -> Non
     assert saved["checks"] == {"first": "RuntimeError: no device", "bytes": "failed"}
     assert saved["figures"]["speed_gbps"]["count"] == 1
 
-
-def test_stamps_are_read_between_two_moments_on_both_clocks() -> None:
-    before, after = Moment(1_700_000_000_000_000_000, 5_000, 1), Moment(1_700_000_000_000_100_000, 105_010, 1)
-    assert before.to_host(1_700_000_000_000_050_000, after) == pytest.approx(55_005)

@@ -1,195 +1,114 @@
-"""Paged copies against plain torch indexing: every layout, dtype, word width and kind of block list."""
+"""Blocks of paged KV into contiguous chunks and back: every byte of the named blocks, and no other."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 import torch
 
-from tests.device.conftest import settle
-from tiercache.device.driver import DeviceError, Driver, Span
-from tiercache.device.paged import PagedKv
-from tiercache.device.twin import TwinDriver
+from tiercache.device.driver import CpuDriver, bytes_of
+from tiercache.device.paged import PagedChunk, PagedKv, device_payload
 from tiercache.errors import LayoutError
-from tiercache.testing.paged import gather_reference, scatter_reference
 
-BLOCKS, BLOCK_TOKENS, HEADS, HEAD = 24, 16, 4, 32
-SHAPES = {
-    "NHD planes first": ("NHD", (2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD)),
-    "NHD blocks first": ("NHD", (BLOCKS, 2, BLOCK_TOKENS, HEADS, HEAD)),
-    "HND planes first": ("HND", (2, BLOCKS, HEADS, BLOCK_TOKENS, HEAD)),
-    "HND blocks first": ("HND", (BLOCKS, 2, HEADS, BLOCK_TOKENS, HEAD)),
-    "MLA": ("MLA", (BLOCKS, BLOCK_TOKENS, 72)),
-}
-DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
-BLOCK_LISTS = {
-    "whole chunk, blocks in a row": ([3, 4, 5, 6], 0, 64),
-    "scattered blocks, backwards too": ([17, 2, 23, 0, 9], 0, 80),
-    "part of the last block": ([8, 1, 14], 0, 37),
-    "from the middle of a block": ([11, 20, 5], 7, 30),
-    "one token": ([22], 15, 1),
-}
+BLOCKS = 13
+DRIVER = CpuDriver()
 
 
-def sameness(tensor: Any) -> Any:
-    """Bytes, so that NaN equals NaN."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def planes_of(*shape: int, dtype: Any = torch.bfloat16) -> list[Any]:
+    """K and V of three layers in allocations of their own, random in every bit."""
+    size = torch.Size(shape).numel() * 2 * torch.empty(0, dtype=dtype).element_size()
+    layers = [torch.randint(0, 256, (size,), dtype=torch.uint8).view(dtype).reshape(2, *shape) for _ in range(3)]
+    return [plane for layer in layers for plane in layer]
 
 
-def span_of(tensor: Any) -> Span:
-    return Span(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+def gathered(kv: PagedKv, blocks: list[int]) -> Any:
+    chunk = DRIVER.empty(len(blocks) * kv.block_bytes)
+    kv.gather(blocks, chunk, DRIVER.make_stream())
+    return chunk
 
 
-@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.needs("g++")), False], ids=["kernel", "copies"])
-def kernel(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 8, 128), (3, 5, 7), (1,), (64, 656)])
+def test_chunk_is_block_by_block_each_with_its_planes(shape: tuple[int, ...], dtype: Any) -> None:
+    planes = planes_of(BLOCKS, *shape, dtype=dtype)
+    kv = PagedKv(DRIVER, planes)
+    expected = torch.cat([bytes_of(plane[block].contiguous()) for block in (3, 0, 12) for plane in planes])
+    assert torch.equal(gathered(kv, [3, 0, 12]), expected)
+    assert kv.block_bytes * 3 == len(expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layers", [1, 3])
-def test_gather_and_scatter_do_what_plain_indexing_does(
-    driver: Driver, tensor: Callable[..., Any], kernel: bool, shape: str, dtype: Any, layers: int
-) -> None:
-    layout, dimensions = SHAPES[shape]
-    kv = PagedKv(driver, [tensor(dimensions, dtype, seed=layer) for layer in range(layers)], layout)
-    stream = driver.make_stream()
-    for blocks, first_token, tokens in BLOCK_LISTS.values():
-        chunk = tensor((tokens * kv.bytes_per_token,), torch.uint8, seed=99)
-        kv.gather(blocks, first_token, tokens, span_of(chunk), stream, kernel=kernel)
-        driver.synchronize(driver.record(stream))
-        expected = gather_reference(kv, blocks, first_token, tokens)
-        assert torch.equal(chunk, sameness(expected))
-
-        before = [sameness(layer).clone() for layer in kv.tensors]
-        wanted = tensor(tuple(expected.shape), dtype, seed=7)
-        scatter_reference(kv, wanted, 0, blocks, first_token, tokens)
-        after = [sameness(layer).clone() for layer in kv.tensors]
-        for layer, memory in zip(kv.tensors, before, strict=True):
-            layer.reshape(-1).view(torch.uint8).copy_(memory)
-        settle(driver)
-        kv.scatter(span_of(wanted), tokens, 0, blocks, first_token, tokens, stream, kernel=kernel)
-        driver.synchronize(driver.record(stream))
-        for layer, memory in zip(kv.tensors, after, strict=True):
-            assert torch.equal(sameness(layer), memory), "the right bytes, and no others, changed"
+def test_scatter_touches_the_named_blocks_alone() -> None:
+    old, new = planes_of(BLOCKS, 4, 8), planes_of(BLOCKS, 4, 8)
+    before = [plane.clone() for plane in new]
+    kv = PagedKv(DRIVER, new)
+    kv.scatter(gathered(PagedKv(DRIVER, old), [5, 2, 7]), 3, 1, [9, 4], DRIVER.make_stream())
+    for source, plane, was in zip(old, new, before, strict=True):
+        assert torch.equal(plane[[9, 4]].view(torch.int16), source[[2, 7]].view(torch.int16))
+        others = [block for block in range(BLOCKS) if block not in (9, 4)]
+        assert torch.equal(plane[others].view(torch.int16), was[others].view(torch.int16))
 
 
-def test_scatter_of_the_end_of_a_chunk_leaves_the_rest_alone(
-    driver: Driver, tensor: Callable[..., Any], kernel: bool
-) -> None:
-    kv = PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD), seed=s) for s in range(2)], "NHD")
-    chunk = tensor((4, 64, HEADS, HEAD), seed=5)
-    stream = driver.make_stream()
-    before = [layer.clone() for layer in kv.tensors]
-    settle(driver)
-    kv.scatter(span_of(chunk), 64, 48, [9], 0, 16, stream, kernel=kernel)
-    driver.synchronize(driver.record(stream))
-    assert torch.equal(sameness(gather_reference(kv, [9], 0, 16)), sameness(chunk[:, 48:]))
-    for layer, old in zip(kv.tensors, before, strict=True):
-        others = [block for block in range(BLOCKS) if block != 9]
-        assert torch.equal(sameness(layer[:, others]), sameness(old[:, others]))
+def test_warming_up_changes_nothing() -> None:
+    planes = planes_of(BLOCKS, 4, 8)
+    before = [plane.clone() for plane in planes]
+    PagedKv(DRIVER, planes).warm_up()
+    for plane, was in zip(planes, before, strict=True):
+        assert torch.equal(plane.view(torch.int16), was.view(torch.int16))
 
 
-@pytest.mark.needs("g++")
-def test_an_upload_that_the_driver_refuses_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*arguments: object) -> None:
-        raise DeviceError("it refuses")
-
-    driver = TwinDriver(1 << 20)
-    tensor = torch.from_numpy(driver.view(driver.allocate(8192))).reshape(2, 4, 4, 1, 256)
-    free_bytes, _ = driver.memory_bytes()
-    monkeypatch.setattr(driver, "copy", refused)
-    with pytest.raises(DeviceError, match="it refuses"):
-        PagedKv(driver, [tensor], "NHD", planes_first=True)
-    assert driver.memory_bytes()[0] == free_bytes
-    driver.close()
+def test_inference_tensors_are_scattered_to() -> None:
+    with torch.inference_mode():
+        plane = torch.zeros(BLOCKS, 4, 8)
+        kv = PagedKv(DRIVER, [plane])
+    chunk = DRIVER.empty(2 * kv.block_bytes).fill_(7)
+    kv.scatter(chunk, 2, 0, [1, 3], DRIVER.make_stream())
+    assert bool((plane[[1, 3]].clone().view(torch.uint8) == 7).all()) and not plane[[0, 2]].any()
 
 
-def test_more_blocks_than_one_launch_takes(driver: Driver, tensor: Callable[..., Any], kernel: bool) -> None:
-    blocks = 2000
-    kv = PagedKv(driver, [tensor((2, blocks, 2, 1, 16), torch.float16)], "NHD")
-    order = list(range(blocks - 1, -1, -1))
-    chunk = tensor((3997 * kv.bytes_per_token,), torch.uint8, seed=1)
-    stream = driver.make_stream()
-    kv.gather(order, 3, 3997, span_of(chunk), stream, kernel=kernel)
-    driver.synchronize(driver.record(stream))
-    assert torch.equal(chunk, sameness(gather_reference(kv, order, 3, 3997)))
+@pytest.mark.parametrize(
+    ("blocks", "chunk_blocks", "skip", "found"),
+    [
+        ([0, BLOCKS], 2, 0, r"expected ids in 0..12, found 0..13"),
+        ([-1], 1, 0, r"expected ids in 0..12, found -1"),
+        ([1, 1], 2, 0, "expected each id once"),
+        ([1, 2], 3, 2, "2 blocks at 2 do not lie inside a chunk of 3"),
+        ([], 1, 0, "0 blocks at 0"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(blocks: list[int], chunk_blocks: int, skip: int, found: str) -> None:
+    kv = PagedKv(DRIVER, planes_of(BLOCKS, 4))
+    with pytest.raises(LayoutError, match=found):
+        kv.scatter(DRIVER.empty(chunk_blocks * kv.block_bytes), chunk_blocks, skip, blocks, DRIVER.make_stream())
 
 
-@pytest.mark.parametrize("head", [1, 3, 6, 20], ids=lambda head: f"{head} elements")
-def test_rows_that_fit_no_wide_word(driver: Driver, tensor: Callable[..., Any], kernel: bool, head: int) -> None:
-    kv = PagedKv(driver, [tensor((BLOCKS, 2, HEADS, BLOCK_TOKENS, head), torch.uint8)], "HND")
-    chunk = tensor((50 * kv.bytes_per_token,), torch.uint8, seed=1)
-    stream = driver.make_stream()
-    kv.gather([3, 1, 4, 15], 5, 50, span_of(chunk), stream, kernel=kernel)
-    driver.synchronize(driver.record(stream))
-    assert torch.equal(chunk, sameness(gather_reference(kv, [3, 1, 4, 15], 5, 50)))
+def test_a_chunk_of_another_length_is_refused() -> None:
+    kv = PagedKv(DRIVER, planes_of(BLOCKS, 4))
+    with pytest.raises(LayoutError, match="expected 96 bytes for 2 blocks, found 95"):
+        kv.gather([1, 2], DRIVER.empty(95), DRIVER.make_stream())
 
 
-def test_chunk_format_does_not_depend_on_how_the_engine_pages_it(driver: Driver, tensor: Callable[..., Any]) -> None:
-    nhd = PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
-    hnd = PagedKv(driver, [tensor((BLOCKS, 2, HEADS, 8, HEAD))], "HND")
-    assert nhd.describe() == hnd.describe()
-    assert nhd.bytes_per_token == hnd.bytes_per_token == 2 * HEADS * HEAD * 2
+def test_description_is_of_what_is_inside_a_block() -> None:
+    def described(*shape: int, dtype: Any = torch.bfloat16) -> str:
+        return PagedKv(DRIVER, planes_of(*shape, dtype=dtype)).describe()
+
+    assert described(BLOCKS, 4, 8) == described(2 * BLOCKS, 4, 8)
+    different = {described(BLOCKS, 4, 8), described(BLOCKS, 8, 4), described(BLOCKS, 4, 8, dtype=torch.float16)}
+    assert len(different) == 3
 
 
-class TestRefused:
-    @pytest.fixture
-    def kv(self, driver: Driver, tensor: Callable[..., Any]) -> PagedKv:
-        return PagedKv(driver, [tensor((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
+def test_a_part_of_a_chunk_is_not_stored() -> None:
+    kv = PagedKv(DRIVER, planes_of(BLOCKS, 4))
+    part = PagedChunk(kv, [1], chunk_blocks=4, skip=3)
+    assert part.payload_bytes == 4 * kv.block_bytes
+    with pytest.raises(LayoutError, match="can be loaded, not stored"):
+        part.gather(DRIVER.empty(part.payload_bytes), DRIVER.make_stream())
 
-    @pytest.mark.parametrize(
-        ("blocks", "first_token", "tokens", "message"),
-        [
-            ([1, BLOCKS], 0, 32, f"blocks: expected ids in 0..{BLOCKS - 1}, found 1..{BLOCKS}"),
-            ([-1], 0, 16, "found -1..-1"),
-            ([1, 2], 0, 33, "2 blocks of 16 tokens cannot hold 33 tokens"),
-            ([1, 2], 1, 32, "cannot hold 32 tokens from token 1 on"),
-            ([1], 0, 0, "0 tokens"),
-        ],
-    )
-    def test_blocks_that_do_not_fit(
-        self, kv: PagedKv, driver: Driver, blocks: list[int], first_token: int, tokens: int, message: str
-    ) -> None:
-        chunk = driver.allocate(1 << 20).part(0, tokens * kv.bytes_per_token)
-        with pytest.raises(LayoutError, match=message):
-            kv.gather(blocks, first_token, tokens, chunk, driver.make_stream())
 
-    def test_chunk_of_another_length(self, kv: PagedKv, driver: Driver) -> None:
-        chunk = driver.allocate(1 << 20)
-        with pytest.raises(LayoutError, match=r"expected \d+ bytes for 16 tokens, found 1048576"):
-            kv.gather([1], 0, 16, chunk, driver.make_stream())
-
-    def test_memory_of_another_device(self, driver: Driver) -> None:
-        with pytest.raises(LayoutError, match=f"expected memory of {driver.name}, found cpu"):
-            PagedKv(driver, [torch.zeros((2, BLOCKS, BLOCK_TOKENS, HEADS, HEAD))], "NHD")
-
-    def test_layers_of_different_kinds(self, driver: Driver, tensor: Callable[..., Any]) -> None:
-        layers = [tensor((2, BLOCKS, 16, 4, 32)), tensor((2, BLOCKS, 16, 4, 64))]
-        with pytest.raises(LayoutError, match="KV of layer 1: expected shape, strides and dtype of layer 0"):
-            PagedKv(driver, layers, "NHD")
-
-    def test_shape_that_does_not_say_where_k_and_v_are(self, driver: Driver, tensor: Callable[..., Any]) -> None:
-        layer = tensor((2, 2, 16, 4, 32))
-        with pytest.raises(LayoutError, match="give planes_first"):
-            PagedKv(driver, [layer], "NHD")
-        assert len(PagedKv(driver, [layer], "NHD", planes_first=False).planes) == 2
-
-    @pytest.mark.parametrize(
-        ("layout", "shape", "message"),
-        [
-            ("XYZ", (2, 4, 16, 4, 32), "expected one of NHD, HND, MLA, found 'XYZ'"),
-            ("NHD", (4, 16, 4, 32), "expected five dimensions"),
-            ("NHD", (3, 4, 16, 4, 32), "does not say where K and V are"),
-            ("MLA", (4, 16, 4, 32), "expected .blocks, block_tokens, latent_size."),
-        ],
-    )
-    def test_unknown_layouts(
-        self, driver: Driver, tensor: Callable[..., Any], layout: str, shape: tuple[int, ...], message: str
-    ) -> None:
-        with pytest.raises(LayoutError, match=message):
-            PagedKv(driver, [tensor(shape)], layout)
-
-    def test_no_layers(self, driver: Driver) -> None:
-        with pytest.raises(LayoutError, match="at least one layer"):
-            PagedKv(driver, [], "NHD")
+def test_a_tensor_of_any_dtype_is_a_payload() -> None:
+    for dtype in (torch.bool, torch.complex64, torch.float8_e5m2, torch.int64):
+        tensor = torch.zeros(6, dtype=dtype)[1:4]
+        payload = device_payload(DRIVER, tensor)
+        assert payload is not None and payload.payload_bytes == 3 * tensor.element_size()
+    assert device_payload(DRIVER, b"bytes") is None
+    assert device_payload(DRIVER, torch.zeros(2, device="meta")) is None

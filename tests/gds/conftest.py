@@ -1,4 +1,4 @@
-"""GDS tiers on the CPU twin, over pinned memory and over the real kvikio in its compatibility mode."""
+"""GDS tiers on tensors in host memory, over pinned memory and over the real kvikio in its compatibility mode."""
 
 import ctypes
 import os
@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tiercache.core.header import aligned
 from tiercache.device.device import Device
-from tiercache.device.driver import Span
-from tiercache.device.twin import TwinDriver
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.cufile import CuFileFiles, import_kvikio
-from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
+from tiercache.testing.twin import TwinDriver
+from tiercache.tiers.files.device_files import DeviceFiles, KvikioFiles, import_kvikio
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -36,7 +35,6 @@ def driver() -> Iterator[TwinDriver]:
 @pytest.fixture
 async def device(driver: TwinDriver) -> AsyncIterator[Device]:
     device = Device(driver, CHUNK_BYTES, 4 << 20)
-    device.begin()
     yield device
     device.close()
 
@@ -61,9 +59,9 @@ def kvikio(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(params=["posix", pytest.param("cufile", marks=pytest.mark.needs("g++"))])
 def files(request: pytest.FixtureRequest, driver: TwinDriver, device: Device) -> DeviceFiles:
     if request.param == "posix":
-        return BounceFiles(driver, CHUNK_BYTES, 2 * THREADS)
+        return DeviceFiles(driver, CHUNK_BYTES, 2 * THREADS)
     request.getfixturevalue("kvikio")
-    return CuFileFiles(driver, device.pool.memory, CHUNK_BYTES, 2 * THREADS)
+    return KvikioFiles(driver, device.pool.memory, CHUNK_BYTES, 2 * THREADS)
 
 
 @pytest.fixture(params=["gds", "weka"])
@@ -94,26 +92,22 @@ class Slots:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.driver = device.driver
-        assert isinstance(self.driver, TwinDriver)
 
-    def filled(self, payload: np.ndarray) -> Span:
+    def filled(self, payload: np.ndarray) -> Any:
         """A slot that holds `payload`, padded with zeroes."""
-        span = self.empty()
-        view = self.driver.view(span.part(0, aligned(payload.nbytes)))
-        view[: payload.nbytes] = payload
-        view[payload.nbytes :] = 0
-        return span
+        slot = self.empty()
+        slot[: payload.nbytes] = torch.from_numpy(payload.copy())
+        slot[payload.nbytes : aligned(payload.nbytes)] = 0
+        return slot
 
-    def empty(self) -> Span:
+    def empty(self) -> Any:
         slot = self.device.pool.take()
         assert slot is not None
-        span = self.device.pool.view(slot)
-        self.driver.view(span)[:] = 0xEE
-        return span
+        return self.device.pool.view(slot).fill_(0xEE)
 
-    def content(self, span: Span, length: int) -> np.ndarray:
-        return self.driver.view(span.part(0, length)).copy()
+    def content(self, slot: Any, length: int) -> np.ndarray:
+        found: np.ndarray = slot[:length].numpy().copy()
+        return found
 
 
 @pytest.fixture

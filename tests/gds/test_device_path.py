@@ -5,6 +5,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from tests.gds.conftest import FINGERPRINT
 from tests.scheduler.conftest import flushed
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.device.driver import DeviceError, Event, Span, Stream
-from tiercache.device.twin import TwinDriver, TwinEvent
-from tiercache.errors import LayoutError
+from tiercache.device.driver import Event, Stream
+from tiercache.errors import DeviceError, LayoutError
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
@@ -25,6 +25,7 @@ from tiercache.scheduler.reader import Reader
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.twin import TwinDriver, TwinEvent
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.staging import StagingTier
@@ -37,27 +38,27 @@ class Flat:
     """A chunk in one piece of the twin's memory. `paged` hides that, so that it needs a slot."""
 
     driver: TwinDriver
-    memory: Span
+    memory: Any
     paged: bool = False
-    takes_long: bool = False
 
     @property
     def payload_bytes(self) -> int:
-        return self.memory.length_bytes
+        return int(self.memory.numel())
 
     @property
-    def span(self) -> Span | None:
+    def flat(self) -> Any:
         return None if self.paged else self.memory
 
-    def gather(self, chunk: Span, stream: Stream) -> None:
-        self.driver.copy(chunk.address, self.memory.address, self.memory.length_bytes, stream)
+    def gather(self, chunk: Any, stream: Stream) -> None:
+        self.driver.copy(chunk, self.memory, stream)
 
-    def scatter(self, chunk: Span, stream: Stream) -> None:
-        self.driver.copy(self.memory.address, chunk.address, self.memory.length_bytes, stream)
+    def scatter(self, chunk: Any, stream: Stream) -> None:
+        self.driver.copy(self.memory, chunk, stream)
 
     @property
     def content(self) -> np.ndarray:
-        return self.driver.view(self.memory)
+        view: np.ndarray = self.memory.numpy()
+        return view
 
 
 class Bench:
@@ -93,12 +94,12 @@ class Bench:
 
     def source(self, number: int, *, paged: bool = False) -> tuple[ChunkKey, Flat]:
         key, payload = chunk(number)
-        flat = Flat(self.driver, self.driver.allocate(CHUNK_BYTES), paged)
+        flat = Flat(self.driver, self.driver.empty(CHUNK_BYTES), paged)
         flat.content[:] = payload
         return key, flat
 
     def sink(self, *, paged: bool = False) -> Flat:
-        return Flat(self.driver, self.driver.allocate(CHUNK_BYTES), paged)
+        return Flat(self.driver, self.driver.empty(CHUNK_BYTES), paged)
 
     def soon(self, wait_s: float = 10.0) -> float:
         return asyncio.get_running_loop().time() + wait_s
@@ -155,8 +156,7 @@ class Hold:
 @pytest.mark.parametrize("pinned", [True, False])
 async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bool) -> None:
     bench.driver.can_pin = pinned
-    bench.device.pin(bench.cpu.pool.view(0))
-    assert bench.device.copies_block is not pinned
+    bench.device.pin(bench.cpu.pool.view(0), CHUNK_BYTES)
     assert await bench.put(*range(1, 21), paged=paged) == 20
     assert await flushed(bench.writer, 10.0)
     assert bench.writer.counters.written == 20
@@ -171,9 +171,9 @@ async def test_round_trip_through_the_tier(bench: Bench, paged: bool, pinned: bo
 
 async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Bench) -> None:
     """A put has as many batches at a time as the device takes; whoever comes after them does not wait for their end."""
-    hold = Hold(bench.device.gather)
+    hold = Hold(bench.device.storing.stream)
     first = [asyncio.ensure_future(bench.put(number, paged=True)) for number in (1, 2)]
-    while bench.device.bridge.pending < 2:
+    while bench.device.pending < 2:
         await asyncio.sleep(0)
     began_s = bench.soon(0.0)
     assert await bench.put(3, paged=True, wait_s=0.3) == 0
@@ -184,11 +184,11 @@ async def test_batches_behind_copies_that_hang_end_by_their_deadline(bench: Benc
     assert await flushed(bench.writer, 10.0)
     bench.cpu.clear()
     await bench.until_whole()
-    hold = Hold(bench.device.scatter)
+    hold = Hold(bench.device.loading.stream)
     gets = [
         asyncio.ensure_future(bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon())) for _ in "ab"
     ]
-    while bench.device.bridge.pending < 2:
+    while bench.device.pending < 2:
         await asyncio.sleep(0)
     began_s = bench.soon(0.0)
     assert await bench.path.get([chunk(1)[0]], [bench.sink(paged=True)], None, bench.soon(0.3)) == 0
@@ -205,14 +205,14 @@ async def got(bench: Bench, key: ChunkKey) -> np.ndarray | None:
 
 async def test_put_that_is_being_gathered_brings_nothing_back(bench: Bench) -> None:
     (key, _), (_, new) = chunk(1), chunk(2)
-    hold = Hold(bench.device.gather)
+    hold = Hold(bench.device.storing.stream)
     before = asyncio.ensure_future(bench.put(1, paged=True))
-    while not bench.device.bridge.pending:
+    while not bench.device.pending:
         await asyncio.sleep(0)
     await bench.forget(key)
     hold.release()
     assert await before == 0
-    flat = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES), True)
+    flat = Flat(bench.driver, bench.driver.empty(CHUNK_BYTES), True)
     flat.content[:] = new
     assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
     assert await flushed(bench.writer, 10.0)
@@ -237,7 +237,7 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
     forgetting = asyncio.create_task(bench.forget(key))
     await asyncio.sleep(0)
     assert not bench.staging.contains(key) and not bench.cpu.contains(key)
-    flat = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES), True)
+    flat = Flat(bench.driver, bench.driver.empty(CHUNK_BYTES), True)
     flat.content[:] = new
     assert await bench.path.put([(key, flat)], None, bench.soon()) == 1
     bench.tier.gate.set()
@@ -253,9 +253,9 @@ async def test_staged_chunk_that_was_forgotten_is_not_found_nor_written(bench: B
 
 @pytest.mark.parametrize("paged", [False, True])
 async def test_cancelled_put_ends_only_when_nothing_reads_its_memory(bench: Bench, paged: bool) -> None:
-    hold = Hold(bench.device.gather)
+    hold = Hold(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3, paged=paged))
-    while not bench.device.bridge.pending:
+    while not bench.device.pending:
         await asyncio.sleep(0)
     put.cancel()
     await asyncio.sleep(0)
@@ -274,10 +274,10 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
     await bench.put(1, 2, 3)
     await flushed(bench.writer, 10.0)
     sinks = [bench.sink(paged=number == 2) for number in (1, 2, 3)]
-    hold = Hold(bench.device.scatter)
+    hold = Hold(bench.device.loading.stream)
     keys = [chunk(number)[0] for number in (1, 2, 3)]
     get = asyncio.ensure_future(bench.path.get(keys, sinks, None, bench.soon()))
-    while not bench.device.bridge.pending:
+    while not bench.device.pending:
         await asyncio.sleep(0)
     get.cancel()
     for _ in range(20):
@@ -288,7 +288,7 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
         await get
     for sink in sinks:
         sink.content[:] = 7
-    end = bench.driver.record(bench.device.load)
+    end = bench.driver.record(bench.device.loading.stream)
     await asyncio.to_thread(bench.driver.synchronize, end)
     assert all((sink.content == 7).all() for sink in sinks), "nothing came late"
     bench.cpu.clear()
@@ -296,9 +296,9 @@ async def test_cancelled_get_ends_only_when_nothing_writes_its_memory(bench: Ben
 
 
 async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> None:
-    hold = Hold(bench.device.gather)
+    hold = Hold(bench.device.storing.stream)
     put = asyncio.ensure_future(bench.put(1, 2, 3))
-    while not bench.device.bridge.pending:
+    while not bench.device.pending:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()
@@ -312,10 +312,10 @@ async def test_device_lost_in_the_middle_of_a_put_is_one_error(bench: Bench) -> 
 async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> None:
     await bench.put(1, 2)
     await flushed(bench.writer, 10.0)
-    hold = Hold(bench.device.load)
+    hold = Hold(bench.device.loading.stream)
     keys = [chunk(1)[0], chunk(2)[0]]
     get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
-    while not bench.device.bridge.pending and not bench.host_reader.flights.lingering:
+    while not bench.device.pending and not bench.host_reader.flights.lingering:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()
@@ -381,11 +381,11 @@ async def test_paged_chunk_that_finds_no_slot_is_skipped_and_counted(bench: Benc
 
 async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Bench) -> None:
     class Refusing(Flat):
-        def gather(self, chunk: Span, stream: Stream) -> None:
+        def gather(self, chunk: Any, stream: Stream) -> None:
             raise LayoutError("no such block")
 
     first = bench.source(1, paged=True)
-    second = (chunk(2)[0], Refusing(bench.driver, bench.driver.allocate(CHUNK_BYTES), True))
+    second = (chunk(2)[0], Refusing(bench.driver, bench.driver.empty(CHUNK_BYTES), True))
     with pytest.raises(LayoutError, match="no such block"):
         await bench.path.put([first, second], None, bench.soon())
     assert not bench.cpu.contains(first[0])
@@ -395,7 +395,7 @@ async def test_source_that_refuses_fails_its_batch_and_leaves_nothing(bench: Ben
 async def test_sink_of_another_length_ends_the_prefix_and_is_not_written(bench: Bench) -> None:
     await bench.put(1, 2, 3)
     await flushed(bench.writer, 10.0)
-    short = Flat(bench.driver, bench.driver.allocate(CHUNK_BYTES).part(0, 4096))
+    short = Flat(bench.driver, bench.driver.empty(4096).zero_())
     sinks = [bench.sink(), short, bench.sink()]
     keys = [chunk(number)[0] for number in (1, 2, 3)]
     assert await bench.path.get(keys, sinks, None, bench.soon()) <= 1
@@ -449,13 +449,12 @@ async def test_slots_stay_taken_while_copies_run_whose_end_the_driver_did_not_te
 ) -> None:
     driver = Refusing()
     device = Device(driver, CHUNK_BYTES, 4 << 20)
-    device.begin()
     bench = Bench(device, tmp_path, keep)
     await bench.open()
-    holds = [Hold(device.gather), Hold(device.offload)]
+    holds = [Hold(device.storing.stream)]
     driver.refuse = {call: number}
     put = asyncio.ensure_future(bench.put(1, 2, paged=True))
-    while put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.bridge.pending:
+    while put not in (await asyncio.wait([put], timeout=0.01))[0] and not device.unfinished and not device.pending:
         await asyncio.sleep(0)
     assert not put.done(), "copies are under way"
     for hold in holds:
@@ -488,17 +487,16 @@ async def test_get_behind_a_busy_stream_gives_up_at_its_deadline_and_holds_up_no
     assert np.array_equal(late.content, chunk(1)[1])
 
 
-async def test_paged_copies_without_kernels_are_enqueued_off_the_loop(bench: Bench) -> None:
+async def test_copies_are_enqueued_off_the_loop(bench: Bench) -> None:
     threads = set()
 
-    class Slow(Flat):
-        def gather(self, chunk: Span, stream: Stream) -> None:
+    class Watched(Flat):
+        def gather(self, chunk: Any, stream: Stream) -> None:
             threads.add(threading.current_thread())
             super().gather(chunk, stream)
 
     key, payload = chunk(1)
-    slow = Slow(bench.driver, bench.driver.allocate(CHUNK_BYTES), paged=True, takes_long=True)
-    slow.content[:] = payload
-    assert await bench.path.put([(key, slow)], None, bench.soon()) == 1
-    assert threading.main_thread() not in threads
-    assert threads
+    watched = Watched(bench.driver, bench.driver.empty(CHUNK_BYTES), paged=True)
+    watched.content[:] = payload
+    assert await bench.path.put([(key, watched)], None, bench.soon()) == 1
+    assert threads and threading.main_thread() not in threads

@@ -64,7 +64,7 @@ def test_it_is_for_every_platform_and_has_sources_only(wheel: Path) -> None:
     assert wheel.name == f"tiercache-{tiercache.__version__}-py3-none-any.whl"
     assert {name.parts[0] for name in names} == {"tiercache", f"tiercache-{tiercache.__version__}.dist-info"}
     kinds = {name.suffix for name in names if name.parts[0] == "tiercache"}
-    assert kinds == {".py", ".cu", ".typed"}
+    assert kinds == {".py", ".typed"}
     assert wheel.stat().st_size < 2 << 20
 
 

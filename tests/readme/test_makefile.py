@@ -80,7 +80,7 @@ def test_bench_in_full_size(shell: Shell) -> None:
 def test_gpu_check(shell: Shell) -> None:
     """It takes 8 minutes on a machine with one."""
     assert (
-        "--twin runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
+        "--cpu runs everything on the CPU" in shell(f"{MAKE} gpu-check GPU_PYTHON={sys.executable}", status=2).stderr
     )
 
 

@@ -201,7 +201,7 @@ ENTRIES: dict[str, Callable[[str, Shell, Path], None]] = {
     r"tiercache config explain FILE": explain,
     r"tiercache (stat|verify) DIR": stored,
     rf"tiercache bench {PLAIN}": bench,
-    r"python -m tiercache\.bench\.gpu --twin": gpu_bench,
+    r"python -m tiercache\.bench\.gpu --cpu": gpu_bench,
     rf"tiercache replay {PLAIN}\.jsonl {PLAIN}": replay,
     rf"tiercache torture {PLAIN}": torture,
     r"python examples/(hf3fs_serve|redis_shared)\.py": example,
@@ -349,17 +349,13 @@ async def main():
 """,
     "Device memory": """
 import asyncio, torch, tiercache
-import tiercache.device.cuda
-from tiercache.device.twin import TwinDriver
+import tiercache.device.driver
+from tiercache.testing.twin import TwinDriver
 async def main():
-    tiercache.device.cuda.CudaDriver = lambda device: twin
-    twin = TwinDriver()
+    tiercache.device.driver.CudaDriver = lambda device: TwinDriver()
     config = tiercache.Config.load()
     shape = 2, 32, 16, 4, 64  # K and V, blocks, tokens a block, heads, head size
-    def tensor():
-        length = 2 * torch.Size(shape).numel()
-        return torch.from_numpy(twin.view(twin.allocate(length))).view(torch.bfloat16).reshape(shape)
-    layer_tensors = [tensor() for _ in range(3)]
+    layer_tensors = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(3)]
     block_lists, other_blocks = [list(range(16))], [list(range(16, 32))]
     keys = [bytes(24)]
 """,

@@ -1,4 +1,4 @@
-"""Blocks of a device through a real cache, without vLLM: on the CPU twin, and on a GPU where torch has one."""
+"""Blocks of a device through a real cache, without vLLM: on tensors in host memory, and on a GPU where torch has one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Engine:
         self.fill(range(BLOCKS), seed=1)
         config = Config(
             max_local_cpu_size=0.02,
-            device="twin" if device == "cpu" else "auto",
+            device="cpu" if device == "cpu" else "auto",
             gds_path=(str(directory),),
             gds_buffer_size=8,
             use_gds=False,
@@ -54,7 +54,6 @@ class Engine:
 
     def close(self) -> None:
         self.thread.close(10.0)
-        self.mover.close()
 
     def fill(self, blocks: Sequence[int], seed: int) -> None:
         """On the engine's own stream, not waiting for it."""

@@ -205,7 +205,7 @@ def made() -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-@pytest.fixture(params=["auto", "twin"])
+@pytest.fixture(params=["auto", "cpu"])
 def engine(request: pytest.FixtureRequest, made: Callable[..., Engine]) -> Engine:
     return made(device=request.param)
 

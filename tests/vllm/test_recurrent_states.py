@@ -35,7 +35,7 @@ def engine_of(directory: Path, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("kind", "device"), [("lfm2", "auto"), ("qwen3_next", "auto"), ("qwen3_next", "twin")])
+@pytest.mark.parametrize(("kind", "device"), [("lfm2", "auto"), ("qwen3_next", "auto"), ("qwen3_next", "cpu")])
 def test_a_hit_is_the_prefix_caches_answer(kind: str, device: str, tmp_path: Path) -> None:
     """From RAM, from disk, and in a new process; and with wrong bytes it is another one."""
     engine = engine_of(tmp_path / "model", kind)

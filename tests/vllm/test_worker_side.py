@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,7 @@ import torch
 from tiercache.config import Config
 from tiercache.core.keys import keys_from_hashes
 from tiercache.core.layout import Layout
-from tiercache.device.driver import DeviceError
-from tiercache.device.twin import TwinDriver
-from tiercache.errors import LayoutError
+from tiercache.errors import DeviceError, LayoutError
 from tiercache.integrations.vllm import worker_side
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.messages import Load, Save, StepWork
@@ -25,6 +24,7 @@ from tiercache.integrations.vllm.placement import make_mover
 from tiercache.integrations.vllm.planning import BlockGeometry, BlockTransfer, KvGroup
 from tiercache.integrations.vllm.turns import RequestBegan, RequestEnded, Wishes
 from tiercache.integrations.vllm.worker_side import WorkerSide
+from tiercache.testing.twin import TwinDriver
 
 GEOMETRY = BlockGeometry(block_tokens=16, blocks_per_chunk=2)
 BLOCKS, LAYERS, HEADS, HEAD_SIZE = 32, 3, 2, 8
@@ -42,9 +42,9 @@ NAMES = [bytes([number]) * 32 for number in range(32)]
 
 
 class EngineTwin(TwinDriver):
-    """Only the engine's thread has the engine's stream, as it is with torch's; and events that are not given back count."""
+    """Only the engine's thread has the engine's stream, as with torch's. Copies to the host and from it can be held back."""
 
-    events = 0
+    copies_wait_for: threading.Event | None = None
 
     def __init__(self, total_bytes: int) -> None:
         super().__init__(total_bytes)
@@ -54,13 +54,10 @@ class EngineTwin(TwinDriver):
         engine = threading.current_thread() is threading.main_thread()
         return super().current_stream() if engine else self._of_others
 
-    def record(self, stream: Any) -> Any:
-        self.events += 1
-        return super().record(stream)
-
-    def release(self, event: Any) -> None:
-        self.events -= 1
-        super().release(event)
+    def copy(self, destination: Any, source: Any, stream: Any) -> None:
+        if self.copies_wait_for is not None:
+            stream.enqueue(self.copies_wait_for.wait)
+        super().copy(destination, source, stream)
 
 
 class Worker:
@@ -136,8 +133,8 @@ class Worker:
     def computes(self, block: int, value: int) -> None:
         """A step on the engine's stream fills a block."""
         for layer in self.kv:
-            row = layer[block]
-            self.driver.fill(row.data_ptr(), value, row.numel() * row.element_size(), self.driver.current_stream())
+            row = layer[block].view(torch.uint8)
+            self.driver.enqueue(self.driver.current_stream(), partial(row.fill_, value))
 
     def stops_its_loop(self) -> threading.Event:
         """The cache's thread does nothing until the event is set."""
@@ -154,7 +151,7 @@ class Worker:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
-    monkeypatch.setattr("tiercache.assembly.TwinDriver", EngineTwin)
+    monkeypatch.setattr("tiercache.assembly.CpuDriver", EngineTwin)
     workers: list[Worker] = []
 
     def make(**settings: Any) -> Worker:
@@ -164,18 +161,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
     yield make
     for worker in workers:
         worker.side.close()
-        if worker.side._hangs:
-            worker.driver.close()  # which is left open for a copy that has ended since
+        if worker.mover.driver is not None:
+            worker.driver.close()
 
 
-@pytest.fixture(params=["auto", "twin"])
+@pytest.fixture(params=["auto", "cpu"])
 def worker(request: pytest.FixtureRequest, made: Callable[..., Worker]) -> Worker:
     return made(device=request.param)
 
 
 @pytest.fixture
 def twin(made: Callable[..., Worker]) -> Worker:
-    return made(device="twin")
+    return made(device="cpu")
 
 
 FIRST = BlockTransfer(NAMES[1], 2, 0, (4, 9))
@@ -273,7 +270,9 @@ def test_next_turn_is_not_overtaken_by_the_end_of_the_last(worker: Worker) -> No
     assert sessions._population["tool"].count == 1
 
 
-def test_words_about_what_cannot_be_done_harm_nobody(made: Callable[..., Worker], caplog: pytest.LogCaptureFixture) -> None:
+def test_words_about_what_cannot_be_done_harm_nobody(
+    made: Callable[..., Worker], caplog: pytest.LogCaptureFixture
+) -> None:
     """Without a hot cache there is nothing to prefetch into: one warning, and the engine goes on."""
     worker = made(device="auto", local_cpu=False)
     for _ in range(3):
@@ -323,7 +322,7 @@ def test_engine_goes_on_without_its_cache(worker: Worker) -> None:
 
 
 def test_what_was_saved_is_there_after_a_restart(made: Callable[..., Worker], tmp_path: Path) -> None:
-    settings = {"device": "twin", "gds_path": (str(tmp_path),), "gds_buffer_size": 4, "use_gds": False}
+    settings = {"device": "cpu", "gds_path": (str(tmp_path),), "gds_buffer_size": 4, "use_gds": False}
     first = made(**settings)
     expected = first.content(4, 9, 7, 3)
     first.saves(FIRST, SECOND)
@@ -361,18 +360,13 @@ def test_save_reads_what_the_forward_wrote(twin: Worker) -> None:
 
 def test_blocks_are_free_when_they_are_gathered(twin: Worker) -> None:
     """Not only when the chunk has come to the host: nothing but the gathering reads them."""
-    driver, on_device = twin.driver, twin.side.thread.cache.parts.on_device
-    assert on_device is not None
-    device = on_device.device
-    held = threading.Event()
-    device.offload.enqueue(held.wait)
+    held = twin.driver.copies_wait_for = threading.Event()
     expected = twin.content(4, 9)
     twin.saves(FIRST)
     assert twin.is_saved()
     twin.erase(4, 9)
     assert not twin.has(FIRST.name)
     held.set()
-    driver.synchronize(driver.record(device.offload))
     assert twin.finishes(lambda: twin.has(FIRST.name))
     twin.loads(into(FIRST, 20, 21))
     assert torch.equal(twin.content(20, 21), expected)
@@ -383,8 +377,7 @@ def test_load_writes_after_what_the_engine_still_reads(twin: Worker) -> None:
     twin.stores(FIRST)
     probe = torch.zeros_like(twin.kv[0][20])
     held = twin.hold()
-    length = probe.numel() * probe.element_size()
-    twin.driver.copy(probe.data_ptr(), twin.kv[0][20].data_ptr(), length, twin.driver.current_stream())
+    twin.driver.copy(probe, twin.kv[0][20], twin.driver.current_stream())
     twin.loads(into(FIRST, 20, 21), later=True)
     assert twin.has(FIRST.name)
     assert twin.side.finished() == (set(), set())
@@ -431,7 +424,7 @@ def test_copy_that_does_not_end_in_time_comes_before_the_engines_next_work(
     assert on_device is not None
     device = on_device.device
     held = threading.Event()
-    device.scatter.enqueue(held.wait)
+    device.loading.stream.enqueue(held.wait)
     twin.loads(into(FIRST, 20, 21))
     assert twin.side.take_bad_blocks() == {20, 21}
     assert "a copy of 0.02 seconds and more" in caplog.text
@@ -459,30 +452,13 @@ def test_lost_device_costs_the_cache_and_not_the_engine(twin: Worker, monkeypatc
     assert progress is not None and progress.saves == {"later": 1}
 
 
-def test_events_are_given_back(made: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = made(device="twin")
-    twin.stores(FIRST, SECOND)
-    twin.loads(into(FIRST, 20, 21))
-    monkeypatch.setattr(worker_side, "_PREEMPTION_WAIT_S", 0.01)
-    go_on = twin.stops_its_loop()
-    twin.saves(BlockTransfer(NAMES[5], 2, 0, (1, 2)))
-    twin.side.before_blocks_are_given_away(["r"])
-    go_on.set()
-    twin.side.close()
-    twin.saves(BlockTransfer(NAMES[7], 2, 0, (1, 2)))
-    assert twin.driver.events == 0
-
-
-# Which memory can be served
-
-
 @pytest.mark.parametrize(
     ("devices", "settings", "found"),
     [
         (["cpu", "meta"], {}, "expected the KV of all layers on one device, found cpu, meta"),
         (["meta"], {}, "expected KV in host memory or on a CUDA GPU, found it on meta"),
         (["cuda:1"], {"device": "none"}, "the KV lies on cuda:1, and the configuration says device: none"),
-        (["cuda:1"], {"device": "twin"}, "the KV lies on cuda:1, and the configuration says device: twin"),
+        (["cuda:1"], {"device": "cpu"}, "the KV lies on cuda:1, and the configuration says device: cpu"),
         ([], {}, "no KV"),
     ],
 )

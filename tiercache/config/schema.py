@@ -133,9 +133,9 @@ class ConfigFields:
     )
 
     device: str = _key(
-        Choice(("auto", "none", "twin")),
+        Choice(("auto", "none", "cpu")),
         "auto",
-        "auto: the GPU in use, or the first one where a tier needs one; none: no GPU; twin: host memory treated as a GPU's, "
+        "auto: the GPU in use, or the first one where a tier needs one; none: no GPU; cpu: host memory treated as a GPU's, "
         "for tests and debugging",
         ours=True,
     )

@@ -1,164 +1,265 @@
-"""One accelerator as a cache uses it: the pool, streams of its own, and events for its loop."""
+"""One accelerator as a cache uses it: a pool of device memory, a stream for each direction, and ends that a loop awaits."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import sys
 import threading
 import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from tiercache.device.driver import DeviceError, Driver, Event, Stream
-from tiercache.device.events import EventBridge
-from tiercache.device.pool import DevicePool
+from tiercache.core.header import HEADER_BYTES, aligned
+from tiercache.device.driver import Driver, Event, Tensor
+from tiercache.errors import ConfigError, DeviceError
+from tiercache.memory.slots import FEWEST_SLOTS, Slot
+from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 
 logger = logging.getLogger("tiercache.device")
 
+LONGEST_COPY_S = 30.0
+"""After so long a caller is told that a copy hangs, and that its memory is still in use."""
 _STAGING_SLOTS = 8
+_ENQUEUING_THREADS = 2
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.05
-_NEXT_THREAD_S = 0.1
+
+
+class Lane:
+    """A stream, and a thread that sleeps until its work has ended and says so to the event loop that asked.
+
+    Events of a stream happen in their order, so one thread that waits for the oldest serves them all.
+    """
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        self._driver = driver
+        self.stream = driver.make_stream()
+        self.pending = 0
+        """Ends that were asked for and have not come. Belongs to the event loop."""
+        self._ends: SimpleQueue[tuple[Event | None, asyncio.Future[None]] | None] = SimpleQueue()
+        try:
+            threading.Thread(target=self._run, name=f"tiercache-{driver.name}-{name}", daemon=True).start()
+        except RuntimeError as error:
+            raise DeviceError(f"{driver.name}: no thread can be started to wait for it: {error}") from error
+
+    def end(self) -> asyncio.Future[None]:
+        """Return a future that is done when everything that the stream was given by now has ended, or the device is lost
+        (DeviceError), and never before: memory that a copy may still touch belongs to nobody else.
+
+        Cancelling it cancels nothing on the device.
+        """
+        try:
+            event = self._driver.record(self.stream)
+        except DeviceError:
+            event = None  # the thread waits for the whole stream
+            return self._put(event)
+        return self.after(event)
+
+    def after(self, event: Event) -> asyncio.Future[None]:
+        """As `end`, for an event of any stream. It waits for those that were asked for before."""
+        try:
+            if self._driver.query(event):
+                future = asyncio.get_running_loop().create_future()
+                future.set_result(None)
+                return future
+        except DeviceError:
+            pass  # the thread finds out
+        return self._put(event)
+
+    def close(self) -> None:
+        """Let the thread end after what it still waits for. Does not wait."""
+        self._ends.put(None)
+
+    def _put(self, event: Event | None) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pending += 1
+        self._ends.put((event, future))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._ends.get()) is not None:
+            event, future = item
+            is_known, error = self._has_ended(event)
+            if is_known:
+                try:
+                    future.get_loop().call_soon_threadsafe(self._settle, future, error)
+                except RuntimeError:
+                    continue  # the loop is closed: nobody is left to tell
+            del item, event, future, error
+
+    def _has_ended(self, event: Event | None) -> tuple[bool, DeviceError | None]:
+        """Wait. (False, None): the device refuses to say, and the memory is given up."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                if event is None:
+                    self._driver.finish(self.stream)
+                else:
+                    self._driver.synchronize(event)
+                return True, None
+            except DeviceError as error:
+                if error.lost:
+                    return True, error
+                logger.warning("%s: does not say whether its copies have ended: %s", self._driver.name, error)
+                time.sleep(_FIRST_PAUSE_S * 2**attempt)
+        return False, None
+
+    def _settle(self, future: asyncio.Future[None], error: DeviceError | None) -> None:
+        self.pending -= 1
+        settle(future, error)
+
+
+def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+class DevicePool:
+    """Device memory cut into slots of one chunk each: a page for its header, and the payload behind it.
+
+    Taken at once. Raises ConfigError when it is larger than the free memory or too small for four chunks. The same interface
+    as the arena's `SlotPool`; views are tensors uint8[n] instead of arrays.
+    """
+
+    def __init__(self, driver: Driver, size_bytes: int, chunk_bytes: int) -> None:
+        self.slot_bytes = HEADER_BYTES + aligned(chunk_bytes)
+        self.count = size_bytes // self.slot_bytes
+        if self.count < FEWEST_SLOTS:
+            needed = FEWEST_SLOTS * self.slot_bytes
+            raise ConfigError(
+                f"gds_buffer_size: {size_bytes / 2**20:.0f} MiB of device memory hold {self.count} chunks of "
+                f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: set {-(-needed // 2**20)} or more"
+            )
+        free_bytes, total_bytes = driver.memory_bytes()
+        try:
+            if size_bytes > free_bytes:
+                raise DeviceError("not enough free memory")
+            self.memory = driver.empty(self.count * self.slot_bytes)
+        except DeviceError as error:
+            raise ConfigError(
+                f"gds_buffer_size: {size_bytes / 2**20:.0f} MiB asked, {free_bytes / 2**20:.0f} of "
+                f"{total_bytes / 2**20:.0f} MiB of {driver.name} are free ({error}); lower it, or leave the engine less "
+                "(gpu_memory_utilization)"
+            ) from error
+        self._free: list[Slot] = list(range(self.count - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Slot | None:
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.append(slot)
+
+    def view(self, slot: Slot, length_bytes: int | None = None) -> Tensor:
+        """Return the payload's room, or its first bytes. The header's page lies before it."""
+        start = slot * self.slot_bytes + HEADER_BYTES
+        return self.memory[start : start + (length_bytes or self.slot_bytes - HEADER_BYTES)]
+
+    def readable(self, slot: Slot, length_bytes: int) -> Tensor:
+        return self.view(slot, length_bytes)
+
+    def close(self) -> None:
+        """Give the memory back. No slot may be used after. Idempotent."""
+        self._free.clear()
+        self.memory = None
 
 
 class Device:
-    """Belongs to the event loop that opened it. Streams: `gather` and `offload` (to the host) for what goes in, `load` (from
-    the host) and `scatter` for what comes out, so that neither way waits for the other."""
+    """Belongs to the event loop that uses it first. `storing` is the lane of what goes in (gather, then copy to the host),
+    `loading` that of what comes out (copy from the host, then scatter); `callers` waits for events of others' streams.
 
-    def __init__(
-        self, driver: Driver, chunk_bytes: int, pool_bytes: int | None = None, *, owns_driver: bool = False
-    ) -> None:
+    torch operations are called in `workers`: they take the GIL for short, and may block where a stream's queue is full.
+    """
+
+    def __init__(self, driver: Driver, chunk_bytes: int, pool_bytes: int | None = None) -> None:
         """`pool_bytes` None takes a few slots, for paged copies only. Allocates device memory; blocks."""
         self.driver = driver
-        self._owns_driver = owns_driver
         self.pool = DevicePool(driver, pool_bytes or _STAGING_SLOTS * (chunk_bytes + 8192), chunk_bytes)
-        try:
-            self.gather = driver.make_stream()
-            self.offload = driver.make_stream()
-            self.load = driver.make_stream()
-            self.scatter = driver.make_stream()
-        except BaseException:
-            self.pool.close()
-            raise
-        self._waiting: list[Stream] = []
+        self.workers = Workers("device", _ENQUEUING_THREADS)
         self.unfinished = 0
-        """Ends that could not be found out: what was enqueued then may still run."""
+        """Copies that took too long: they may still run, and their memory is kept."""
         self._pinned: list[np.ndarray] = []
-        self.copies_block = False
-        """Whether enqueuing a copy of host memory waits for it: so it is where the memory could not be pinned."""
-        self.bridge: EventBridge
-
-    def begin(self) -> None:
-        """Called on the loop, once."""
-        self.bridge = EventBridge(self.driver)
-
-    def happened(self, event: Event) -> asyncio.Future[None]:
-        """Done when an event of somebody else's stream has happened. Each wait has a stream of its own."""
-        stream = self._waiting.pop() if self._waiting else self.driver.make_stream()
-        self.driver.wait(stream, event)
-        future = self.bridge.after(stream)
-
-        def give_back(done: asyncio.Future[None]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                self._waiting.append(stream)
-
-        future.add_done_callback(give_back)
-        return future
-
-    def follow(self, first: Stream, second: Stream) -> None:
-        """Let later work on `second` begin after what is enqueued on `first`."""
-        event = self.driver.record(first)
+        self._lanes: list[Lane] = []
         try:
-            self.driver.wait(second, event)
-        finally:
-            self.driver.release(event)
+            self.storing = self._lane("store")
+            self.loading = self._lane("load")
+            self.callers = self._lane("callers")
+        except BaseException:
+            self.close()
+            raise
 
-    def end_of(self, first: Stream, second: Stream) -> asyncio.Future[None]:
-        """Done when all that is enqueued on both has ended, or the device is lost, and never before: memory that a copy may
-        still touch belongs to nobody else.
+    @property
+    def pending(self) -> int:
+        """Ends that are awaited and have not come."""
+        return sum(lane.pending for lane in self._lanes)
 
-        When the driver refuses to say, a thread waits for the streams, as soon as one can be started, and the future fails
-        then. Where that fails as well it is never done, and `unfinished` counts it.
+    def run(self, lane: Lane, enqueue: Callable[..., object], *arguments: Any) -> asyncio.Future[None]:
+        """Call `enqueue(*arguments)`, which gives the lane's stream its work, in a worker thread.
+
+        The future is done when that has returned and everything that was enqueued has ended, also where it raised in the
+        middle; it fails with what either of them raised.
         """
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        work = self.workers.submit(enqueue, *arguments)
+
+        def enqueued(work: asyncio.Future[object]) -> None:
+            error = work.exception()
+            lane.end().add_done_callback(lambda end: settle(done, end.exception() or error))
+
+        work.add_done_callback(enqueued)
+        return done
+
+    async def ended(self, done: asyncio.Future[None]) -> None:
+        """Wait for what `run` has returned. Cancellation waits for it too: the work touches the caller's memory.
+
+        Raises DeviceError after 30 s; the work counts as unfinished then, until it ends.
+        """
+        done.add_done_callback(retrieve_exception)  # for a caller that was cancelled meanwhile
         try:
-            self.follow(first, second)
-            return self.bridge.after(second)
-        except DeviceError as error:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if error.lost:
-                future.set_exception(error)
-                return future
-            self.unfinished += 1
-            self._wait_in_thread(future, error, first, second)
-            return future
+            await wait_shielded(asyncio.ensure_future(asyncio.wait([done], timeout=LONGEST_COPY_S)), LONGEST_COPY_S)
+        finally:
+            if not done.done():
+                self.unfinished += 1
+                done.add_done_callback(self._finished)
+        if not done.done():
+            raise DeviceError(
+                f"{self.driver.name}: a copy did not end within {LONGEST_COPY_S:.0f} s; its memory is still in use"
+            )
+        done.result()
 
-    def _wait_in_thread(
-        self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream
-    ) -> None:
-        waiting = threading.Thread(
-            target=self._end_in_thread, args=(future, error, first, second), name="tiercache-device-end", daemon=True
-        )
-        try:
-            waiting.start()
-        except RuntimeError as no_thread:
-            logger.warning("%s: nobody can wait for its copies now, their memory is kept: %s", self.driver.name, no_thread)
-            asyncio.get_running_loop().call_later(_NEXT_THREAD_S, self._wait_in_thread, future, error, first, second)
-
-    def _end_in_thread(
-        self, future: asyncio.Future[None], error: DeviceError, first: Stream, second: Stream
-    ) -> None:
-        for attempt in range(_ATTEMPTS):
-            try:
-                self.driver.finish(first)
-                self.driver.finish(second)
-                break
-            except DeviceError as another:
-                if another.lost:
-                    break
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        else:
-            logger.error("%s: refuses to say when its copies end; their memory is given up: %s", self.driver.name, error)
-            return
-
-        def ended() -> None:
-            self.unfinished -= 1
-            if not future.done():
-                future.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self.bridge.loop.call_soon_threadsafe(ended)
-
-    def pin(self, memory: np.ndarray) -> None:
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> None:
         """Lock host memory for fast copies, until `close`. Blocks for about a second for each 10 GB."""
-        if self.driver.pin(memory):
+        if self.driver.pin(memory, slot_bytes):
             self._pinned.append(memory)
-        else:
-            self.copies_block = True
 
     def close(self) -> None:
-        """Give everything back; memory that hung operations still use stays. Idempotent."""
-        if hasattr(self, "bridge"):
-            self.bridge.close()
+        """Give everything back; memory that unfinished copies use stays. Idempotent."""
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
+        self.workers.close()
         if self.unfinished:
             return
         try:
-            for stream in (self.gather, self.offload, self.load, self.scatter, *self._waiting):
-                self.driver.drop_stream(stream)
-            for memory in self._pinned:
-                self.driver.unpin(memory)
-            self._pinned.clear()
-            self.pool.close()
-            if self._owns_driver:
-                self.driver.close()
+            while self._pinned:
+                self.driver.unpin(self._pinned.pop())
         except DeviceError as error:
             logger.warning("%s: could not give its memory back: %s", self.driver.name, error)
+        self.pool.close()
 
+    def _lane(self, name: str) -> Lane:
+        lane = Lane(self.driver, name)
+        self._lanes.append(lane)
+        return lane
 
-def gpu_in_use() -> int | None:
-    """The GPU that the calling thread uses through torch; None when this process uses none yet."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.current_device())
+    def _finished(self, done: asyncio.Future[None]) -> None:
+        self.unfinished -= 1

@@ -1,143 +1,330 @@
-"""What the cache asks of an accelerator's driver, and nothing more.
+"""An accelerator through torch: its memory, its streams and events, and host memory that is locked for its copies.
 
-Addresses are integers and streams and events are opaque, so that everything above this interface - the event bridge,
-the pool, paged copies, the tiers - is the same code on CUDA (`cuda.py`) and on its CPU twin (`twin.py`).
+Memory is torch tensors, so what is built on a driver is the same code on a GPU (`CudaDriver`) and on tensors in host memory
+(`CpuDriver`, for tests). torch is imported when a driver is made and not before.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tiercache.errors import TierCacheError
+from tiercache.errors import DeviceError
+
+logger = logging.getLogger("tiercache.device")
 
 Stream = Any
 Event = Any
+Tensor = Any
+T = TypeVar("T")
 
-
-class DeviceError(TierCacheError):
-    """The device or its driver failed. `lost` says that nothing will work on it any more (its context is corrupt)."""
-
-    def __init__(self, message: str, *, lost: bool = False) -> None:
-        super().__init__(message)
-        self.lost = lost
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A run of device memory."""
-
-    address: int
-    length_bytes: int
-
-    def part(self, start: int, length_bytes: int | None = None) -> Span:
-        """A run inside this one; ValueError when it does not lie inside."""
-        if length_bytes is None:
-            length_bytes = self.length_bytes - start
-        if start < 0 or length_bytes < 0 or start + length_bytes > self.length_bytes:
-            raise ValueError(f"span of {self.length_bytes} bytes: {length_bytes} bytes at {start} do not lie inside")
-        return Span(self.address + start, length_bytes)
+PAGE_BYTES = 4096
+_PIN_BYTES = 64 << 30
+"""A registration of 512 GiB fails; a copy must not cross two, so they end where slots end."""
+_REGISTER_PORTABLE = 1
+_SUCCESS, _ALREADY_REGISTERED = 0, 712
+_CAPTURE_RELAXED = 2
+# What says that the context is gone for good: driver shut down, ECC, NVLink, illegal address, launch failed, assertion, ...
+_LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 
 class Driver(ABC):
-    """One device. Every method may be called from any thread; none but `synchronize` and `allocate` waits.
+    """One device. Methods may be called from any thread, and raise DeviceError when the device refuses.
 
-    Work on one stream runs in order. All methods raise DeviceError when the driver says no.
+    Work on a stream runs in order. Only `empty`, `pin`, `unpin` and `synchronize` block.
     """
 
     name: str
-    """`cuda:0`, `twin`."""
+    """`cuda:0`, `cpu`."""
 
     @abstractmethod
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total memory of the device."""
+        """Return free and total memory of the device."""
 
     @abstractmethod
-    def allocate(self, length_bytes: int) -> Span:
-        """Memory of the device, aligned to 4096 bytes or better. Belongs to the driver until `free`."""
+    def empty(self, length_bytes: int) -> Tensor:
+        """Return an unset tensor uint8[length_bytes] in the device's memory, aligned to 4096 bytes."""
 
     @abstractmethod
-    def free(self, span: Span) -> None: ...
+    def owns(self, tensor: Tensor) -> bool:
+        """Return True if a tensor lies in the device's memory."""
 
     @abstractmethod
-    def pin(self, memory: np.ndarray) -> bool:
-        """Lock host memory for transfers; False (and slower copies) where that cannot be done."""
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
+        """Lock host memory, so that copies of it do not block their caller; False (and slower copies) where that fails.
+
+        A copy may not cross a multiple of `slot_bytes`.
+        """
 
     @abstractmethod
-    def unpin(self, memory: np.ndarray) -> None: ...
+    def unpin(self, memory: np.ndarray) -> None:
+        """Undo `pin`. No copy of the memory may be running."""
 
     @abstractmethod
-    def owns(self, tensor: Any) -> bool:
-        """Whether a torch tensor lies in this device's memory."""
-
-    @abstractmethod
-    def make_stream(self) -> Stream: ...
-
-    @abstractmethod
-    def drop_stream(self, stream: Stream) -> None:
-        """Give a stream back; what is enqueued on it still ends."""
+    def make_stream(self) -> Stream:
+        """Return a new stream, which does not wait for any other."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """The stream on which the calling thread's own work (torch's) is enqueued."""
+        """Return the stream that the calling thread's own work (torch's) goes to."""
+
+    @abstractmethod
+    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
+        """Give a stream the torch operations that `work` consists of."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """An event that happens when all that is enqueued on `stream` by now has ended."""
-
-    @abstractmethod
-    def release(self, event: Event) -> None:
-        """Give the event back; it must not be used afterwards."""
+        """Return an event that happens when everything that `stream` was given by now has ended."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let later work on `stream` begin only after `event`. The calling thread does not wait."""
+        """Let work that `stream` is given from now on begin after `event`. The calling thread does not wait."""
 
     @abstractmethod
     def query(self, event: Event) -> bool:
-        """Whether `event` has happened."""
+        """Return True if `event` has happened."""
 
     @abstractmethod
     def synchronize(self, event: Event) -> None:
-        """Block the calling thread until `event` has happened; sleeps, and holds no GIL."""
+        """Block the calling thread until `event` has happened; it sleeps and does not hold the GIL."""
 
     def finish(self, stream: Stream) -> None:
-        """Block the calling thread until all that is enqueued on `stream` by now has ended."""
-        event = self.record(stream)
-        self.synchronize(event)
-        self.release(event)
+        """Block the calling thread until everything that `stream` was given by now has ended."""
+        self.synchronize(self.record(stream))
 
-    @abstractmethod
-    def call(self, stream: Stream, function: int, argument: int) -> None:
-        """Call the native function at address `function` (`void (*)(void *)`) when `stream` gets here. It must not use the
-        device. It is never called when the device fails before."""
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Give a stream a copy between tensors uint8[n] in device memory or host memory. Blocks until it has ended where
+        the host memory is not pinned."""
+        self.enqueue(stream, lambda: destination.copy_(source, non_blocking=True))
 
-    @abstractmethod
-    def copy(self, destination: int, source: int, length_bytes: int, stream: Stream) -> None:
-        """Copy between any two addresses of host (pinned) and device memory."""
 
-    @abstractmethod
-    def fill(self, address: int, value: int, length_bytes: int, stream: Stream) -> None:
-        """Set bytes of device memory."""
+class CudaDriver(Driver):
+    """One GPU. Raises DeviceError when torch finds none.
 
-    @abstractmethod
-    def array(self, span: Span) -> Any:
-        """The span as an object that array libraries accept (`__cuda_array_interface__`, or numpy's)."""
+    Threads that do device work for a cache use this GPU from then on, and may do so while an engine captures a CUDA graph.
+    """
 
-    @property
-    @abstractmethod
-    def has_kernels(self) -> bool:
-        """Whether `launch` works here (a compiler was found). Slow when asked first: it compiles."""
+    def __init__(self, ordinal: int = 0) -> None:
+        self.name = f"cuda:{ordinal}"
+        try:
+            import torch
+        except ImportError as error:
+            raise DeviceError(f"{self.name}: torch is not installed") from error
+        if not torch.cuda.is_available() or ordinal >= torch.cuda.device_count():
+            raise DeviceError(f"{self.name}: torch {torch.__version__} finds no NVIDIA driver, or no such GPU")
+        self._torch = torch
+        self.device = torch.device("cuda", ordinal)
+        self._thread = threading.local()
+        self._registered: dict[int, list[int]] = {}
+        """Addresses of registrations, by the address of the memory that they cover."""
 
-    @abstractmethod
-    def launch(self, kernel: str, threads: int, arguments: Sequence[np.ndarray], stream: Stream) -> None:
-        """Run a kernel of `kernels.cu` with at least `threads` threads. Each argument is an array whose bytes are the
-        value of one parameter."""
+    def memory_bytes(self) -> tuple[int, int]:
+        with self._reported():
+            free_bytes, total_bytes = self._torch.cuda.mem_get_info(self.device)
+        return free_bytes, total_bytes
 
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back. Idempotent."""
+    def empty(self, length_bytes: int) -> Tensor:
+        self._attach()
+        with self._reported():
+            memory = self._torch.empty(length_bytes + PAGE_BYTES, dtype=self._torch.uint8, device=self.device)
+        return _from_page(memory, length_bytes)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return bool(tensor.device == self.device)
+
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
+        status = in_own_thread(lambda: self._register(memory, max(1, _PIN_BYTES // slot_bytes) * slot_bytes))
+        if status != _SUCCESS:
+            logger.warning(
+                "%s: %.2f GB of host memory could not be pinned (cudaHostRegister: error %s); copies will be slower",
+                self.name,
+                memory.nbytes / 2**30,
+                status,
+            )
+        return bool(status == _SUCCESS)
+
+    def unpin(self, memory: np.ndarray) -> None:
+        in_own_thread(lambda: self._unregister(memory.ctypes.data))
+
+    def _register(self, memory: np.ndarray, piece_bytes: int) -> int:
+        """Register all of the memory or none; return the status. A failure leaves an error on the calling thread, which
+        torch would report for the next kernel."""
+        self._attach()
+        cudart = self._torch.cuda.cudart()
+        registered = self._registered.setdefault(memory.ctypes.data, [])
+        for start in range(0, memory.nbytes, piece_bytes):
+            address = memory.ctypes.data + start
+            length_bytes = min(piece_bytes, memory.nbytes - start)
+            status = int(
+                getattr(found := cudart.cudaHostRegister(address, length_bytes, _REGISTER_PORTABLE), "value", found)
+            )
+            if status == _SUCCESS:
+                registered.append(address)
+            elif status != _ALREADY_REGISTERED:
+                self._unregister(memory.ctypes.data)
+                return status
+        return _SUCCESS
+
+    def _unregister(self, address: int) -> None:
+        self._attach()
+        for registered in self._registered.pop(address, []):
+            self._torch.cuda.cudart().cudaHostUnregister(registered)
+
+    def make_stream(self) -> Stream:
+        self._attach()
+        with self._reported():
+            return self._torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> Stream:
+        return self._torch.cuda.current_stream(self.device)
+
+    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
+        self._attach()
+        with self._reported(), self._torch.cuda.stream(stream):
+            work()
+
+    def record(self, stream: Stream) -> Event:
+        with self._reported():
+            event = self._torch.cuda.Event(blocking=True)  # `torch.Event(blocking=True)` would spin
+            event.record(stream)
+            return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        with self._reported():
+            stream.wait_event(event)
+
+    def query(self, event: Event) -> bool:
+        self._relax()
+        with self._reported():
+            return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        self._attach()
+        with self._reported():
+            event.synchronize()
+
+    def _attach(self) -> None:
+        """Make the calling thread, which is a cache's, use this GPU."""
+        if not getattr(self._thread, "attached", False):
+            self._relax()
+            self._torch.cuda.set_device(self.device)
+            self._thread.attached = True
+
+    def _relax(self) -> None:
+        """Let the calling thread ask about events while another one captures a CUDA graph, which would fail otherwise."""
+        if not getattr(self._thread, "relaxed", False):
+            ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+            self._thread.relaxed = True
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            code = getattr(error, "error_code", None)
+            unknown = code is None and isinstance(error, getattr(self._torch, "AcceleratorError", ()))
+            lines = str(error).splitlines() or [repr(error)]
+            raise DeviceError(f"{self.name}: {lines[0]}", lost=unknown or code in _LOST) from error
+
+
+class CpuDriver(Driver):
+    """Host memory in the place of a device's, for tests and debugging. What is enqueued has ended when `enqueue` returns."""
+
+    name = "cpu"
+
+    def __init__(self, total_bytes: int = 1 << 40) -> None:
+        self.total_bytes = total_bytes
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return self.total_bytes, self.total_bytes
+
+    def empty(self, length_bytes: int) -> Tensor:
+        import torch
+
+        return _from_page(torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8), length_bytes)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return bool(tensor.device.type == "cpu")
+
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
+        return True
+
+    def unpin(self, memory: np.ndarray) -> None: ...
+
+    def make_stream(self) -> Stream:
+        return None
+
+    def current_stream(self) -> Stream:
+        return None
+
+    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
+        work()
+
+    def record(self, stream: Stream) -> Event:
+        return None
+
+    def wait(self, stream: Stream, event: Event) -> None: ...
+
+    def query(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event) -> None: ...
+
+
+def gpu_in_use() -> int | None:
+    """Return the GPU that the calling thread uses through torch; None when this process uses none yet."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())
+
+
+def is_tensor(value: Any) -> bool:
+    """Return True for a torch tensor, without importing torch."""
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def host_tensor(memory: np.ndarray) -> Tensor:
+    """Return a tensor uint8[n] over host memory, which may be read-only. The caller keeps the memory alive."""
+    import torch
+
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data))
+    return torch.from_numpy(array)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor of any dtype as uint8[n]."""
+    import torch
+
+    size = tensor.element_size()
+    with torch.inference_mode(False):
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return view.set_(tensor.untyped_storage(), tensor.storage_offset() * size, (tensor.numel() * size,), (1,))
+
+
+def _from_page(memory: Tensor, length_bytes: int) -> Tensor:
+    start = -memory.data_ptr() % PAGE_BYTES
+    return memory[start : start + length_bytes]
+
+
+def in_own_thread(call: Callable[[], T]) -> T:
+    """Return what `call` returns in a new thread, where nobody else's CUDA errors and memory pools are."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="tiercache-device", daemon=True).start()
+    return future.result()

@@ -1,336 +1,280 @@
-"""Copies between an engine's paged KV blocks and contiguous chunks.
+"""Chunks in device memory as the cache is handed them: a tensor, or blocks of an engine's paged KV.
 
-A *plane* is K or V (or MLA's latent vectors) of one layer, a strided array (blocks, block tokens, heads, row bytes) in the
-device's memory, whatever order the engine keeps it in (NHD, HND). A chunk is (planes, tokens, heads, row bytes), contiguous:
-tokens before heads, so that a part of a block, or of a chunk, is a range of tokens in every plane.
-
-Two ways do the same: one kernel for the whole chunk (`kernels.cu`), and, where no kernel can be compiled, one copy for each
-run of bytes that lie together. `tiercache/testing/paged.py` says in plain torch what both must do.
+The KV of all layers is seen as words, blocks first: one strided view for as many layers as lie at equal distances. A gather
+is one `index_select` for each view into a contiguous slot, a scatter one `index_copy_`. A chunk's payload is
+(blocks, planes, bytes), contiguous: block by block, each with its planes in turn, each plane's part in the order of its
+memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Protocol
 
-import numpy as np
-
-from tiercache.device.driver import DeviceError, Driver, Span, Stream
+from tiercache.device.driver import Driver, Stream, Tensor, bytes_of, in_own_thread, is_tensor
 from tiercache.errors import LayoutError
 
-LAYOUTS = ("NHD", "HND", "MLA")
-_BLOCKS_A_LAUNCH = 896
-_WORDS = (16, 8, 4, 2, 1)
-_WORDS_A_THREAD = 4
+_WARM_UP_BLOCKS = 32
+"""torch has other kernels for more than 16."""
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Where rows lie in a plane; strides in bytes. `rows` of `row_bytes` each are contiguous."""
-
-    blocks: int
-    block_tokens: int
-    heads: int
-    row_bytes: int
-    block_stride: int
-    token_stride: int
-    head_stride: int
+class DevicePayload(Protocol):
+    @property
+    def payload_bytes(self) -> int:
+        """Length of the chunk."""
 
     @property
-    def token_bytes(self) -> int:
-        """Of one token in one plane."""
-        return self.heads * self.row_bytes
+    def flat(self) -> Tensor | None:
+        """The chunk as uint8[payload_bytes] where it lies in one piece; None when it has to be gathered."""
 
+    def gather(self, chunk: Tensor, stream: Stream) -> None:
+        """Enqueue the copy into `chunk`, uint8[payload_bytes] in device memory."""
 
-_given_up: list[tuple[Span, np.ndarray]] = []
-"""Memory of uploads of which a driver did not say that they have ended."""
+    def scatter(self, chunk: Tensor, stream: Stream) -> None:
+        """Enqueue the copy out of `chunk`."""
 
 
 class PagedKv:
-    """The KV tensors of an engine's layers.
+    """The planes of an engine's paged KV: K and V of each layer, or one tensor a layer that holds both, or MLA's latents.
 
-    `tensors`, one a layer, all with the same shape, strides and dtype (any dtype, fp8 included), in device memory:
-
-    - NHD: (2, blocks, block_tokens, heads, head_size) or (blocks, 2, block_tokens, heads, head_size)
-    - HND: (2, blocks, heads, block_tokens, head_size) or (blocks, 2, heads, block_tokens, head_size)
-    - MLA: (blocks, block_tokens, latent_size)
-
-    `planes_first` says where the 2 is; where it is not given it is found, and LayoutError asks for it when both could be.
-    Raises LayoutError for anything else. Upload of the plane addresses happens here; `close` gives their memory back.
+    Each tensor has the blocks in its first dimension, `blocks` of them or equal parts of them (by default as many as the
+    first tensor says); any dtype, and any strides for which blocks do not overlap. KV with K and V in front,
+    (2, blocks, ...), is given as its two halves: `tensor[0], tensor[1]`. Raises LayoutError for anything else.
     """
 
-    def __init__(
-        self, driver: Driver, tensors: Sequence[Any], layout: str, *, planes_first: bool | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, tensors: Sequence[Tensor], blocks: int | None = None) -> None:
+        if not tensors:
+            raise LayoutError("expected at least one KV tensor, found none")
         self.driver = driver
         self.tensors = list(tensors)  # keeps the memory alive
-        views = [_plane_views(tensor, layout, planes_first) for tensor in self.tensors]
-        if not views:
-            raise LayoutError("expected the KV tensor of at least one layer, found none")
-        for number, (tensor, planes) in enumerate(zip(self.tensors, views, strict=True)):
+        self.blocks = blocks or int(tensors[0].shape[0])
+        for number, tensor in enumerate(tensors):
             if not driver.owns(tensor):
-                raise LayoutError(f"KV of layer {number}: expected memory of {driver.name}, found {tensor.device}")
-            if (planes[0].shape, planes[0].stride(), planes[0].dtype, len(planes)) != (
-                views[0][0].shape,
-                views[0][0].stride(),
-                views[0][0].dtype,
-                len(views[0]),
-            ):
-                raise LayoutError(
-                    f"KV of layer {number}: expected shape, strides and dtype of layer 0 {_describe(views[0][0])}, found "
-                    f"{_describe(planes[0])}; layers of different kinds cannot share a chunk"
-                )
-        self.planes = [plane for planes in views for plane in planes]
-        self.geometry = _geometry(self.planes[0])
-        self._addresses = np.array([plane.data_ptr() for plane in self.planes], dtype=np.uint64)
-        self._word_bytes = _word_bytes(self.geometry, self._addresses)
-        self._table: Span | None = None
-        if driver.has_kernels:
-            self._table = driver.allocate(-(-self._addresses.nbytes // 4096) * 4096)
-            try:
-                stream = driver.current_stream()
-                driver.copy(self._table.address, self._addresses.ctypes.data, self._addresses.nbytes, stream)
-            except BaseException:
-                self.close()
-                raise
-            try:
-                driver.finish(stream)
-            except BaseException:
-                _given_up.append((self._table, self._addresses))  # the copy may still run
-                raise
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Over all planes."""
-        return len(self.planes) * self.geometry.token_bytes
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether a copy is one kernel; else it is a copy for each run of bytes, thousands where heads lie apart."""
-        return self._table is not None
-
-    def close(self) -> None:
-        """Idempotent. No copy may be under way."""
-        if self._table is not None:
-            self.driver.free(self._table)
-            self._table = None
+                raise LayoutError(f"KV tensor {number}: expected memory of {driver.name}, found device {tensor.device}")
+        self._views, word_bytes = _views_of(self.tensors, self.blocks)
+        self.block_bytes: int = sum(prod(view.shape[1:]) for view in self._views) * word_bytes
 
     def describe(self) -> str:
-        """The byte format of a chunk, for the layout's fingerprint. It does not depend on how the engine pages it."""
-        plane = self.planes[0]
-        dtype = str(plane.dtype).removeprefix("torch.")
-        return f"paged(planes={len(self.planes)}, tokens, heads={plane.shape[2]}, row={plane.shape[3]}) {dtype}"
+        """Return the byte format of a chunk, for the layout's fingerprint. Where the blocks lie is no part of it, only what
+        is inside them."""
+        kinds = [f"{inside(tensor, self.blocks)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors]
+        runs = [(kinds[0], len(kinds))] if len(set(kinds)) == 1 else [(kind, 1) for kind in kinds]
+        return "paged(blocks,planes,bytes) " + ", ".join(f"{count}x{kind}" for kind, count in runs)
 
-    def gather(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        tokens: int,
-        chunk: Span,
-        stream: Stream,
-        *,
-        kernel: bool | None = None,
-    ) -> None:
-        """Enqueue the copy of `tokens` tokens, from `first_token` of `blocks[0]` on, into `chunk` (exactly their bytes).
+    def gather(self, blocks: Sequence[int], chunk: Tensor, stream: Stream) -> None:
+        """Enqueue the copy of `blocks` into `chunk`, uint8[len(blocks) * block_bytes], aligned to 8 bytes.
 
-        `kernel` chooses the way, None the faster one that works here. Raises LayoutError when tokens, blocks and chunk do
-        not fit together; nothing is enqueued then.
+        Raises LayoutError when blocks and chunk do not fit together; nothing is enqueued then.
         """
-        self._copy(blocks, first_token, tokens, chunk, tokens, 0, stream, scatter=False, kernel=kernel)
+        self._check(blocks, chunk, len(blocks), 0)
 
-    def scatter(
-        self,
-        chunk: Span,
-        chunk_tokens: int,
-        skip: int,
-        blocks: Sequence[int],
-        first_token: int,
-        tokens: int,
-        stream: Stream,
-        *,
-        kernel: bool | None = None,
-    ) -> None:
-        """Enqueue the copy of tokens `skip` .. `skip + tokens` of a chunk of `chunk_tokens` into blocks, as `gather`."""
-        self._copy(blocks, first_token, tokens, chunk, chunk_tokens, skip, stream, scatter=True, kernel=kernel)
+        def copy() -> None:
+            import torch
 
-    def _copy(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        tokens: int,
-        chunk: Span,
-        chunk_tokens: int,
-        skip: int,
-        stream: Stream,
-        *,
-        scatter: bool,
-        kernel: bool | None,
-    ) -> None:
-        self._check(blocks, first_token, tokens, chunk, chunk_tokens, skip)
-        if kernel and self._table is None:
-            raise DeviceError(f"{self.driver.name}: no kernels here")
-        if self._table is not None and kernel is not False:
-            self._by_kernel(blocks, first_token, tokens, chunk, chunk_tokens, skip, stream, scatter)
-        else:
-            self._by_copies(blocks, first_token, tokens, chunk, chunk_tokens, skip, stream, scatter)
+            ids = self._ids(blocks)
+            for view, part in self._parts(chunk, len(blocks)):
+                torch.index_select(view, 0, ids, out=part)
 
-    def _check(
-        self, blocks: Sequence[int], first_token: int, tokens: int, chunk: Span, chunk_tokens: int, skip: int
-    ) -> None:
-        g = self.geometry
-        if tokens < 1 or first_token < 0 or skip < 0 or skip + tokens > chunk_tokens:
-            raise LayoutError(f"{tokens} tokens at {skip} do not lie inside a chunk of {chunk_tokens}")
-        if len(blocks) * g.block_tokens < first_token + tokens:
+        self.driver.enqueue(stream, copy)
+
+    def scatter(self, chunk: Tensor, chunk_blocks: int, skip: int, blocks: Sequence[int], stream: Stream) -> None:
+        """Enqueue the copy of blocks `skip` .. `skip + len(blocks)` of a chunk of `chunk_blocks` blocks, as `gather`."""
+        self._check(blocks, chunk, chunk_blocks, skip)
+        if len(set(blocks)) < len(blocks):
+            raise LayoutError(f"blocks: expected each id once, found {list(blocks)}")
+
+        def copy() -> None:
+            ids = self._ids(blocks)
+            for view, part in self._parts(chunk, chunk_blocks):
+                view.index_copy_(0, ids, part[skip : skip + len(blocks)])
+
+        self.driver.enqueue(stream, copy)
+
+    def warm_up(self) -> None:
+        """Copy some blocks out and back, after what the calling thread has enqueued, so that kernels are loaded before an
+        engine captures CUDA graphs. Changes nothing. Blocks."""
+        driver, some = self.driver, range(min(self.blocks, _WARM_UP_BLOCKS))
+        after = driver.record(driver.current_stream())
+
+        def copy() -> None:
+            stream, chunk = driver.make_stream(), driver.empty(len(some) * self.block_bytes)
+            driver.wait(stream, after)
+            self.gather(some, chunk, stream)
+            self.scatter(chunk, len(some), 0, some, stream)
+            driver.finish(stream)
+
+        in_own_thread(copy)
+
+    def _check(self, blocks: Sequence[int], chunk: Tensor, chunk_blocks: int, skip: int) -> None:
+        """An id that is no block would be an assertion on the device, which ends its context."""
+        if not blocks or skip < 0 or skip + len(blocks) > chunk_blocks:
+            raise LayoutError(f"{len(blocks)} blocks at {skip} do not lie inside a chunk of {chunk_blocks}")
+        if min(blocks) < 0 or max(blocks) >= self.blocks:
+            raise LayoutError(f"blocks: expected ids in 0..{self.blocks - 1}, found {min(blocks)}..{max(blocks)}")
+        if chunk.numel() != chunk_blocks * self.block_bytes:
             raise LayoutError(
-                f"{len(blocks)} blocks of {g.block_tokens} tokens cannot hold {tokens} tokens from token {first_token} on"
-            )
-        if min(blocks) < 0 or max(blocks) >= g.blocks:
-            raise LayoutError(f"blocks: expected ids in 0..{g.blocks - 1}, found {min(blocks)}..{max(blocks)}")
-        if chunk.length_bytes != chunk_tokens * self.bytes_per_token:
-            raise LayoutError(
-                f"chunk: expected {chunk_tokens * self.bytes_per_token} bytes for {chunk_tokens} tokens, found "
-                f"{chunk.length_bytes}"
+                f"chunk: expected {chunk_blocks * self.block_bytes} bytes for {chunk_blocks} blocks, found {chunk.numel()}"
             )
 
-    def _by_kernel(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        tokens: int,
-        chunk: Span,
-        chunk_tokens: int,
-        skip: int,
-        stream: Stream,
-        scatter: bool,
-    ) -> None:
-        assert self._table is not None
-        g = self.geometry
-        word_bytes = self._word_bytes
-        while chunk.address % word_bytes:
-            word_bytes //= 2
-        per_launch = _BLOCKS_A_LAUNCH * g.block_tokens
-        done = 0
-        while done < tokens:
-            position = first_token + done
-            first_block = position // g.block_tokens
-            within = position % g.block_tokens
-            part = min(tokens - done, per_launch - within)
-            ids = np.zeros(_BLOCKS_A_LAUNCH, dtype=np.uint32)
-            some = blocks[first_block : first_block + _BLOCKS_A_LAUNCH]
-            ids[: len(some)] = some
-            parameters = np.array(
-                [
-                    self._table.address, chunk.address, g.block_stride, g.token_stride, g.head_stride, len(self.planes),
-                    part, g.heads, g.row_bytes, g.block_tokens, within, chunk_tokens, skip + done, scatter,
-                ],
-                dtype=np.uint64,
-            )  # fmt: skip
-            words = len(self.planes) * part * g.token_bytes // word_bytes
-            self.driver.launch(f"paged_{word_bytes}", -(-words // _WORDS_A_THREAD), [parameters, ids], stream)
-            done += part
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        """Return the ids in the device's memory, uploaded on the current stream."""
+        import torch
 
-    def _by_copies(
-        self,
-        blocks: Sequence[int],
-        first_token: int,
-        tokens: int,
-        chunk: Span,
-        chunk_tokens: int,
-        skip: int,
-        stream: Stream,
-        scatter: bool,
-    ) -> None:
-        token_bytes = self.geometry.token_bytes
-        for plane, base in enumerate(self._addresses.tolist()):
-            packed = chunk.address + (plane * chunk_tokens + skip) * token_bytes
-            for offset, in_chunk, length in self._runs(blocks, first_token, tokens):
-                pair = (base + offset, packed + in_chunk)
-                destination, source = pair if scatter else pair[::-1]
-                self.driver.copy(destination, source, length, stream)
+        device = self._views[0].device
+        if device.type == "cpu":
+            return torch.tensor(list(blocks), dtype=torch.int64)
+        return torch.tensor(list(blocks), dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
-    def _runs(self, blocks: Sequence[int], first_token: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """(offset in the plane, offset in the chunk's plane, length) of bytes that lie together in both."""
-        g = self.geometry
-        whole_tokens = g.heads == 1 and g.token_stride == g.row_bytes
-        start = length = in_chunk = 0
-        position, done = first_token, 0
-        while done < tokens:
-            within = position % g.block_tokens
-            part = min(tokens - done, g.block_tokens - within)
-            origin = blocks[position // g.block_tokens] * g.block_stride + within * g.token_stride
-            if whole_tokens:
-                if length and origin == start + length:
-                    length += part * g.row_bytes
-                else:
-                    if length:
-                        yield start, in_chunk, length
-                    start, in_chunk, length = origin, done * g.row_bytes, part * g.row_bytes
+    def _parts(self, chunk: Tensor, chunk_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """Return each view with its part of a chunk."""
+        words = chunk.view(self._views[0].dtype).view(chunk_blocks, -1)
+        sizes = [prod(view.shape[1:]) for view in self._views]
+        return [
+            (view, part.unflatten(1, view.shape[1:]))
+            for view, part in zip(self._views, words.split(sizes, 1), strict=True)
+        ]
+
+
+class PagedChunk:
+    """The chunk that lies in `blocks`, in their order.
+
+    To load only the end of a stored chunk, say how many blocks that has (`chunk_blocks`) and how many of them to skip.
+    """
+
+    flat = None
+
+    def __init__(self, kv: PagedKv, blocks: Sequence[int], *, chunk_blocks: int | None = None, skip: int = 0) -> None:
+        self.kv = kv
+        self.blocks = list(blocks)
+        self.chunk_blocks = chunk_blocks or len(self.blocks) + skip
+        self.skip = skip
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.chunk_blocks * self.kv.block_bytes
+
+    def gather(self, chunk: Tensor, stream: Stream) -> None:
+        if self.skip or self.chunk_blocks != len(self.blocks):
+            raise LayoutError("a part of a chunk can be loaded, not stored")
+        self.kv.gather(self.blocks, chunk, stream)
+
+    def scatter(self, chunk: Tensor, stream: Stream) -> None:
+        self.kv.scatter(chunk, self.chunk_blocks, self.skip, self.blocks, stream)
+
+
+class _TensorChunk:
+    def __init__(self, driver: Driver, tensor: Tensor) -> None:
+        self._driver = driver
+        self.flat: Tensor | None = bytes_of(tensor)  # keeps the memory alive
+        self.payload_bytes = int(self.flat.numel())
+
+    def gather(self, chunk: Tensor, stream: Stream) -> None:
+        self._driver.copy(chunk, self.flat, stream)
+
+    def scatter(self, chunk: Tensor, stream: Stream) -> None:
+        self._driver.copy(self.flat, chunk, stream)
+
+
+def device_payload(driver: Driver, value: Any) -> DevicePayload | None:
+    """Return `value` as a payload in the driver's memory; None when it is something else (host memory, another device).
+
+    Raises LayoutError for a tensor of this device that is not contiguous.
+    """
+    if isinstance(value, PagedChunk):
+        if value.kv.driver is not driver:
+            raise LayoutError(f"the chunk lies on {value.kv.driver.name}, the cache uses {driver.name}")
+        return value
+    if not is_tensor(value) or not driver.owns(value):
+        return None
+    if not value.is_contiguous():
+        raise LayoutError(f"expected a contiguous tensor in device memory, found strides {tuple(value.stride())}")
+    return _TensorChunk(driver, value)
+
+
+def inside(tensor: Tensor, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and order in memory (the widest stride first) of what is inside a block."""
+    shape = (tensor.shape[0] // blocks, *tensor.shape[1:])
+    order = sorted(range(len(shape)), key=lambda dimension: (-tensor.stride(dimension), dimension))
+    return shape, tuple(dimension for dimension in order if shape[dimension] > 1)
+
+
+class _Run:
+    """Planes of one storage at equal distances: bytes from the storage's begin."""
+
+    def __init__(self, tensor: Tensor, blocks: int) -> None:
+        size, split = tensor.element_size(), tensor.shape[0] // blocks
+        if not split or split * blocks != tensor.shape[0]:
+            raise LayoutError(f"expected {blocks} blocks or equal parts of them, found shape {tuple(tensor.shape)}")
+        self.storage = tensor.untyped_storage()
+        self.begins = [tensor.storage_offset() * size]
+        self.distance = split * tensor.stride(0) * size
+        """From one block to the next."""
+        self.inner: list[tuple[int, int]] = []
+        """(count, stride) of what is inside a block, the widest first; the last is a run of bytes."""
+        sizes = [split, *tensor.shape[1:], size]
+        strides = [*(stride * size for stride in tensor.stride()), 1]
+        extent = sorted(
+            ((stride, count) for count, stride in zip(sizes, strides, strict=True) if count > 1), reverse=True
+        )
+        for stride, count in extent:
+            if self.inner and self.inner[-1][1] == count * stride:
+                self.inner[-1] = (self.inner[-1][0] * count, stride)
             else:
-                for token in range(part):
-                    for head in range(g.heads):
-                        yield (
-                            origin + token * g.token_stride + head * g.head_stride,
-                            ((done + token) * g.heads + head) * g.row_bytes,
-                            g.row_bytes,
-                        )
-            position += part
-            done += part
-        if length:
-            yield start, in_chunk, length
+                self.inner.append((count, stride))
+        if not self.inner or self.inner[-1][1] != 1:
+            self.inner.append((1, 1))
+        # With the blocks among them, each dimension must step over all that lies within it.
+        reach = 0
+        for stride, count in sorted([(stride, count) for count, stride in self.inner] + [(self.distance, blocks)]):
+            if count > 1 and stride <= reach:
+                raise LayoutError(
+                    f"expected blocks that do not overlap, found shape {tuple(tensor.shape)} with strides "
+                    f"{tuple(tensor.stride())} for {blocks} blocks"
+                )
+            reach += (count - 1) * stride
 
-
-def _plane_views(tensor: Any, layout: str, planes_first: bool | None) -> list[Any]:
-    """Views (blocks, block tokens, heads, row) of a layer's planes."""
-    if layout == "MLA":
-        if tensor.dim() != 3:
-            raise LayoutError(f"MLA: expected (blocks, block_tokens, latent_size), found shape {tuple(tensor.shape)}")
-        return [tensor.unsqueeze(2)]
-    if layout not in LAYOUTS:
-        raise LayoutError(f"layout: expected one of {', '.join(LAYOUTS)}, found {layout!r}")
-    if tensor.dim() != 5:
-        raise LayoutError(
-            f"{layout}: expected five dimensions, one of them the 2 of K and V, found {tuple(tensor.shape)}"
+    def takes(self, other: _Run) -> bool:
+        """Append another plane if it continues the run."""
+        begin = other.begins[0]
+        step = begin - self.begins[-1]
+        alike = (other.storage.data_ptr(), other.distance, other.inner) == (
+            self.storage.data_ptr(),
+            self.distance,
+            self.inner,
         )
-    if planes_first is None:
-        first, second = tensor.shape[0] == 2, tensor.shape[1] == 2
-        if first == second:
-            raise LayoutError(
-                f"{layout}: shape {tuple(tensor.shape)} does not say where K and V are; give planes_first"
-            )
-        planes_first = first
-    if tensor.shape[0 if planes_first else 1] != 2:
-        raise LayoutError(
-            f"{layout}: expected K and V in dimension {0 if planes_first else 1}, found {tuple(tensor.shape)}"
-        )
-    planes = [tensor[number] if planes_first else tensor[:, number] for number in range(2)]
-    return [plane.transpose(1, 2) if layout == "HND" else plane for plane in planes]
+        if not alike or step <= 0 or (len(self.begins) > 1 and step != self.step):
+            return False
+        self.begins.append(begin)
+        return True
+
+    @property
+    def step(self) -> int:
+        """From one plane to the next."""
+        return int(self.begins[1] - self.begins[0] if len(self.begins) > 1 else self.distance)
 
 
-def _geometry(plane: Any) -> Geometry:
-    """Merges heads into the row where they lie together."""
-    blocks, block_tokens, heads, row = plane.shape
-    size = plane.element_size()
-    block_stride, token_stride, head_stride, one = (stride * size for stride in plane.stride())
-    if one != size:
-        raise LayoutError(f"expected the elements of a head side by side, found strides {plane.stride()}")
-    row_bytes = row * size
-    if heads == 1 or head_stride == row_bytes:
-        heads, row_bytes, head_stride = 1, heads * row_bytes, heads * row_bytes
-    return Geometry(blocks, block_tokens, heads, row_bytes, block_stride, token_stride, head_stride)
+def _views_of(tensors: Sequence[Tensor], blocks: int) -> tuple[list[Tensor], int]:
+    """Return views (blocks, planes, ...) of equal words that together cover the tensors in their order, and the bytes of a
+    word. They are made from the storage: no rule of `Tensor.view` for dtypes applies, nor that of inference tensors."""
+    import torch
 
-
-def _word_bytes(geometry: Geometry, addresses: np.ndarray) -> int:
-    """The widest word that every row of every plane is aligned to."""
+    runs: list[_Run] = []
+    for tensor in tensors:
+        run = _Run(tensor, blocks)
+        if not runs or not runs[-1].takes(run):
+            runs.append(run)
     numbers = [
-        geometry.row_bytes,
-        geometry.block_stride,
-        geometry.token_stride,
-        geometry.head_stride,
-        *addresses.tolist(),
+        number for run in runs for number in (run.storage.data_ptr(), run.distance, *run.begins, run.inner[-1][0])
     ]
-    return next(word for word in _WORDS if not any(number % word for number in numbers))
-
-
-def _describe(plane: Any) -> str:
-    return f"{tuple(plane.shape)} strides {tuple(plane.stride())} {plane.dtype}"
+    numbers += [stride for run in runs for _, stride in run.inner[:-1]]
+    word = next(size for size in (8, 4, 2, 1) if not any(number % size for number in numbers))
+    dtype = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]
+    views = []
+    for run in runs:
+        shape = (blocks, len(run.begins), *(count for count, _ in run.inner[:-1]), run.inner[-1][0] // word)
+        strides = [run.distance // word, run.step // word, *(stride // word for _, stride in run.inner[:-1]), 1]
+        with torch.inference_mode(False):
+            view = torch.empty(0, dtype=dtype, device=tensors[0].device)
+            views.append(view.set_(run.storage, run.begins[0] // word, shape, strides))
+    return views, word

@@ -2,15 +2,18 @@
 
 A put gathers chunks into slots of device memory and copies them on to the arena, as far as anybody wants them there;
 tiers that write from device memory get a lease on the slot. A get takes each chunk from where it is nearest: the arena, a
-slot that is still being written, a device tier, and only then the host's cascade. Whole batches are enqueued on streams and
-awaited once.
+slot that is still being written, a device tier, and only then the host's cascade. Whole batches are enqueued on a stream,
+in a worker thread, and awaited once; nobody else gets their memory before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
 
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
@@ -18,18 +21,21 @@ from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.patience import Patience
 from tiercache.core.tombstones import Operation
 from tiercache.device.device import Device
-from tiercache.device.driver import Event
-from tiercache.device.payloads import DevicePayload
+from tiercache.device.driver import Event, Tensor, host_tensor
+from tiercache.device.paged import DevicePayload
+from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.deliverer import WithHeld, deliver
-from tiercache.scheduler.device_copies import DeviceCopies, DeviceLanding, turn_by, when_done
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reader import Reader
 from tiercache.scheduler.together import all_or_none
+from tiercache.scheduler.undelivered import Undelivered
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
+
+T = TypeVar("T")
 
 _BATCH_BYTES = 64 << 20
 _BATCHES_AT_ONCE = 2
@@ -74,7 +80,6 @@ class DevicePath:
         self._host_reader = host_reader
         self._device_reader = device_reader
         self._fan_out = fan_out
-        self._copies = DeviceCopies(device, cpu.copiers)
         self._puts = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._gets = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._device_writers = [writer for writer in fan_out.writers if writer.tier.serves_device]
@@ -124,12 +129,8 @@ class DevicePath:
                     if not operation.forgot(key):
                         await self._admit(key, payload, batch, patience.deadline_s)
                 if batch.storing:
-                    try:
-                        await self._enqueue_put(batch, after)
-                    finally:
-                        # Also what was enqueued before something failed reads the caller's memory.
-                        done = self.device.end_of(self.device.gather, self.device.offload)
-                        await self._copies.ended(done)
+                    done = self.device.run(self.device.storing, self._enqueue_put, batch, after)
+                    await self.device.ended(done)
             except BaseException:
                 when_done(done, batch.storing, self._abandon)
                 for lease in (*batch.leases, *batch.staged):
@@ -170,7 +171,7 @@ class DevicePath:
         loop = asyncio.get_running_loop()
         chunk = _Storing(key, payload)
         # A chunk in one piece can go to the host without a slot; device tiers then write from the host's copy.
-        must_stage = payload.span is None or not wants_host
+        must_stage = payload.flat is None or not wants_host
         try:
             if must_stage:
                 chunk.staged = await self.staging.reserve(Purpose.WRITE, deadline_s - loop.time())
@@ -193,26 +194,24 @@ class DevicePath:
             raise
         batch.storing.append(chunk)
 
-    async def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
-        device, driver = self.device, self.device.driver
+    def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
+        """Called in a worker thread. Gathers come first: the engine has its blocks back when they have ended."""
+        pool, driver, stream = self.device.pool, self.device.driver, self.device.storing.stream
         if after is not None:
-            driver.wait(device.gather, after)
-            driver.wait(device.offload, after)
+            driver.wait(stream, after)
         for chunk in batch.storing:
-            length = chunk.payload.payload_bytes
-            source = chunk.payload.span
             if chunk.staged is not None:
-                source = device.pool.view(chunk.staged, length)
-                await self._copies.run(chunk.payload, chunk.payload.gather, source, device.gather)
-                if padding := aligned(length) - length:
-                    driver.fill(source.address + length, 0, padding, device.gather)
+                length = chunk.payload.payload_bytes
+                chunk.payload.gather(pool.view(chunk.staged, length), stream)
+                if aligned(length) > length:
+                    driver.enqueue(stream, pool.view(chunk.staged, aligned(length))[length:].zero_)
+        for chunk in batch.storing:
             if chunk.hot is not None:
-                assert source is not None
-                if chunk.staged is not None:
-                    device.follow(device.gather, device.offload)
+                length = chunk.payload.payload_bytes
+                source = chunk.payload.flat if chunk.staged is None else pool.view(chunk.staged, length)
                 hot = self.cpu.pool.view(chunk.hot, aligned(length))
                 hot[length:] = 0
-                await self._copies.copy(hot.ctypes.data, source.address, length, device.offload)
+                driver.copy(host_tensor(hot[:length]), source, stream)
 
     def _abandon(self, chunk: _Storing) -> None:
         if chunk.hot is not None:
@@ -240,7 +239,7 @@ class DevicePath:
         if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
         undelivered = self._host_reader.undelivered
-        landing = DeviceLanding(self._copies, self.staging, self._gets, undelivered, payloads, deadline_s)
+        landing = _Landing(self.device, self.staging, self._gets, undelivered, payloads, deadline_s)
         return await deliver(self if held is None else WithHeld(self, held), keys, landing, deadline_s)
 
     def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
@@ -262,10 +261,91 @@ class DevicePath:
         driver, loop = self.device.driver, asyncio.get_running_loop()
         if driver.query(after):
             return True
-        happened = self.device.happened(after)
+        happened = self.device.callers.after(after)
+        happened.add_done_callback(retrieve_exception)  # for a caller that is cancelled, or late
         done, _ = await asyncio.wait([happened], timeout=max(0.0, deadline_s - loop.time()))
         if not done:
-            happened.add_done_callback(retrieve_exception)
             return False
         happened.result()
         return True
+
+
+@dataclass
+class _Landing:
+    """The device memory of one get: its parts are enqueued as a whole and awaited once. What has to be scattered and lies in
+    the arena gets a room in the pool on its way (`staging`)."""
+
+    device: Device
+    staging: StagingTier
+    batches: asyncio.Semaphore
+    undelivered: Undelivered
+    payloads: Sequence[DevicePayload]
+    deadline_s: float
+
+    def part_of(self, chunks: int) -> int:
+        return max(1, self.device.pool.count // 4)
+
+    async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
+        device = self.device
+        rooms: dict[int, Slot] = {}
+        done: asyncio.Future[None] | None = None
+        try:
+            for position, lease in part:
+                expected = self.payloads[position].payload_bytes
+                if expected != lease.payload_bytes:
+                    raise ValueError(f"expected a chunk of {expected} bytes, found {lease.payload_bytes}")
+            await turn_by(self.deadline_s, self.batches)
+            try:
+                await self._take_rooms(part, rooms)
+                views = [(position, lease.view) for position, lease in part]
+                done = device.run(device.loading, self._enqueue, views, rooms)
+                await device.ended(done)
+            finally:
+                self.batches.release()
+            for position, _ in part:
+                delivered[position] = 1
+        except (ValueError, LayoutError, TimeoutError) as error:
+            self.undelivered.note(error, f" to {device.driver.name}")
+        finally:
+            when_done(done, list(rooms.values()), lambda room: self.staging.abandon(room, Purpose.READ))
+            when_done(done, part, lambda item: item[1].release())
+
+    async def _take_rooms(self, part: Sequence[tuple[int, Lease]], rooms: dict[int, Slot]) -> None:
+        """Slots of the pool for chunks that come from the host and are scattered, by position. Raises TimeoutError."""
+        for position, lease in part:
+            if not lease.on_device and self.payloads[position].flat is None:
+                left_s = self.deadline_s - asyncio.get_running_loop().time()
+                room = await self.staging.reserve(Purpose.READ, left_s)
+                if room is None:
+                    raise TimeoutError("no room in the device's pool by the deadline")
+                rooms[position] = room
+
+    def _enqueue(self, views: Sequence[tuple[int, np.ndarray | Tensor]], rooms: Mapping[int, Slot]) -> None:
+        """Called in a worker thread."""
+        driver, stream = self.device.driver, self.device.loading.stream
+        for position, view in views:
+            payload = self.payloads[position]
+            chunk = host_tensor(view) if isinstance(view, np.ndarray) else view
+            if position in rooms:
+                room = self.device.pool.view(rooms[position], payload.payload_bytes)
+                driver.copy(room, chunk, stream)
+                chunk = room
+            payload.scatter(chunk, stream)
+
+
+async def turn_by(deadline_s: float, batches: asyncio.Semaphore) -> None:
+    """Raises TimeoutError when the batches before, whose copies may hang, do not make room in time."""
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            await batches.acquire()
+    except TimeoutError:
+        raise TimeoutError("the copies before it did not end by the deadline") from None
+
+
+def when_done(done: asyncio.Future[None] | None, items: Sequence[T], give_back: Callable[[T], None]) -> None:
+    """Give back now, or when `done` is: what a device still copies to or from belongs to nobody else."""
+    if done is None or done.done():
+        for item in items:
+            give_back(item)
+    else:
+        done.add_done_callback(lambda _: when_done(None, items, give_back))

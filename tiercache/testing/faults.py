@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.device.driver import Span
+from tiercache.device.driver import Tensor
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import Tier, TierStatistics, Traits
 
@@ -99,11 +99,11 @@ class FaultyTier(WrappedTier):
         await self._enter(self.fail_writes)
         return await super().write(key, payload, payload_bytes)
 
-    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+    async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
         await self._enter(self.fail_reads)
         return await super().read_device(key, into)
 
-    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+    async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         await self._enter(self.fail_writes)
         return await super().write_device(key, payload, payload_bytes)
 

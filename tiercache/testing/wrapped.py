@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.device.driver import Span
+from tiercache.device.driver import Tensor
 from tiercache.memory.arena import Arena
 from tiercache.tiers.base import DeviceTier, Tier, TierStatistics
 
@@ -65,11 +65,11 @@ class WrappedTier(DeviceTier):
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         return await self.tier.write(key, payload, payload_bytes)
 
-    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+    async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
         assert isinstance(self.tier, DeviceTier)
         return await self.tier.read_device(key, into)
 
-    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+    async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         assert isinstance(self.tier, DeviceTier)
         return await self.tier.write_device(key, payload, payload_bytes)
 

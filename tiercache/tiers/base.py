@@ -14,7 +14,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import TenantStatistics
 from tiercache.core.traffic import KeyTraffic
-from tiercache.device.driver import Span
+from tiercache.device.driver import Tensor
 from tiercache.memory.arena import Arena
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.mappings import Mappings
@@ -198,8 +198,9 @@ class Tier(ABC):
 class DeviceTier(Tier):
     """A tier that also moves chunks between its storage and device memory.
 
-    Payloads are spans of a slot of the device pool, padded like host payloads. The 4096 bytes before them belong to the slot
-    too and are the tier's to use: a chunk's header lies there, as it does in a file. Cancellation as for `read` and `write`.
+    Payloads are tensors uint8[n] in a slot of the device pool, padded like host payloads. The 4096 bytes before them belong
+    to the slot too and are the tier's to use: a chunk's header lies there, as it does in a file. Cancellation as for `read`
+    and `write`.
     """
 
     @property
@@ -208,11 +209,11 @@ class DeviceTier(Tier):
         """Whether there is a device that the two methods below can be used with."""
 
     @abstractmethod
-    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+    async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
         """As `read`, verified as well, into device memory, and with zeroes behind it up to the next page."""
 
     @abstractmethod
-    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+    async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         """As `write`, from device memory that no stream is writing any more."""
 
 

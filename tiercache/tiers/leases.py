@@ -74,7 +74,7 @@ class Keeper(Protocol):
 class Lease:
     """A counted hold on a chunk in memory: that is not reused before `release`.
 
-    `view` is uint8[payload length], read-only, valid until `release` (a `Span` for a chunk in device memory); one that was
+    `view` is uint8[payload length], read-only, valid until `release` (a tensor for a chunk in device memory); one that was
     taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
     the lease as a context manager does.
     """

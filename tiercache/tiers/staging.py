@@ -9,7 +9,8 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.memory.workers import Workers, wait_shielded
+from tiercache.device.driver import host_tensor
+from tiercache.memory.workers import Workers
 from tiercache.tiers.cpu import CpuTier
 
 
@@ -23,7 +24,7 @@ class StagingTier(CpuTier):
 
     def describe(self) -> str:
         pool = self.device.pool
-        return f"device ({pool.memory.length_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
+        return f"device ({pool.count * pool.slot_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Into host memory, for whoever wants a chunk there before its tier has it."""
@@ -32,17 +33,9 @@ class StagingTier(CpuTier):
             self._statistics.read_misses += 1
             return None
         with lease:
-            span = lease.view
-            device, stream = self.device, self.device.offload
-            arguments = (into.ctypes.data, span.address, span.length_bytes, stream)
-            try:
-                if device.copies_block:
-                    await wait_shielded(self.copiers.submit(device.driver.copy, *arguments))
-                else:
-                    device.driver.copy(*arguments)
-            finally:
-                await wait_shielded(device.end_of(device.gather, stream))
-            return int(span.length_bytes)
+            device, lane, host = self.device, self.device.storing, host_tensor(into[: lease.payload_bytes])
+            await device.ended(device.run(lane, device.driver.copy, host, lease.view, lane.stream))
+            return lease.payload_bytes
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         """Nothing is put here from the host."""

@@ -10,8 +10,7 @@ from tiercache.bench.gpu.accelerator import Accelerator
 from tiercache.bench.gpu.model import BLOCK_TOKENS, Model, PagedCache, Shape
 from tiercache.cache import TierCache
 from tiercache.core.layout import Layout
-from tiercache.device.paged import PagedKv
-from tiercache.device.payloads import PagedChunk
+from tiercache.device.paged import PagedChunk, PagedKv
 
 
 class Engine:
@@ -33,8 +32,8 @@ class Engine:
         blocks = -(-(prompt_tokens + BLOCK_TOKENS) // BLOCK_TOKENS)
         self.before, self.after = self._cache(blocks), self._cache(blocks)
         self.old_blocks, self.new_blocks = self._order(blocks, 1), self._order(blocks, 2)
-        self.stored = PagedKv(accelerator.driver, self.before.layers, "NHD")
-        self.loaded = PagedKv(accelerator.driver, self.after.layers, "NHD")
+        self.stored = PagedKv(accelerator.driver, self.before.planes)
+        self.loaded = PagedKv(accelerator.driver, self.after.planes)
         self.layout = Layout("bench-llama", chunk_tokens=chunk_tokens, bytes_per_token=shape.kv_bytes_per_token)
 
     @property

@@ -39,8 +39,9 @@ class PagedCache:
         self.layers = layers
 
     @property
-    def blocks(self) -> int:
-        return int(self.layers[0].shape[1])
+    def planes(self) -> list[Any]:
+        """K and V of each layer, blocks first."""
+        return [plane for layer in self.layers for plane in layer]
 
     @staticmethod
     def shape_of(shape: Shape, blocks: int) -> tuple[int, ...]:

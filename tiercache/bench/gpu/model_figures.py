@@ -19,7 +19,7 @@ from tiercache.bench.gpu.model import LLAMA_31_8B, TINY
 from tiercache.bench.gpu.report import Report
 from tiercache.bench.workload import config_of
 from tiercache.cache import TierCache
-from tiercache.device.payloads import PagedChunk
+from tiercache.device.paged import PagedChunk
 
 MIB = 1 << 20
 _TTFT_TOKENS = 15_376
@@ -27,7 +27,7 @@ _TTFT_TOKENS = 15_376
 
 def _engine(report: Report, accelerator: Accelerator, full: int, quick: int) -> Engine:
     amount = report.amount
-    shape = TINY if amount.twin else LLAMA_31_8B
+    shape = TINY if amount.cpu else LLAMA_31_8B
     return Engine(accelerator, shape, amount.of(full, quick, 177), amount.of(256, 256, 32))
 
 
@@ -56,7 +56,7 @@ async def _check_model(report: Report, engine: Engine) -> None:
     expected = engine.rest(engine.before, engine.old_blocks)
     next_token = expected.argmax()[None]
     then = engine.model.forward(next_token, engine.prompt_tokens, engine.before, engine.old_blocks)
-    report.check("logits are numbers", bool(torch.isfinite(expected).all()) and float(expected.std()) > 0.01)
+    assert bool(torch.isfinite(expected).all()) and float(expected.std()) > 0.01, "logits are no numbers"
     async with TierCache.open(config, engine.layout, device=engine.accelerator.driver) as cache:
         keys = engine.keys(cache)
         assert await cache.put_many(keys, engine.chunks_of(engine.stored, engine.old_blocks)) == engine.chunks
@@ -68,16 +68,14 @@ async def _check_model(report: Report, engine: Engine) -> None:
                 tensor.zero_()
             chunks = engine.chunks_of(engine.loaded, engine.new_blocks)
             assert await cache.get_into(keys, chunks) == engine.chunks
-            report.check(f"KV from {tier} is the same", engine.same_kv())
-            found = engine.rest(engine.after, engine.new_blocks)
-            report.check(f"logits from {tier} are the same", torch.equal(found, expected))
+            same = engine.same_kv() and torch.equal(engine.rest(engine.after, engine.new_blocks), expected)
             decoded = engine.model.forward(next_token, engine.prompt_tokens, engine.after, engine.new_blocks)
-            report.check(f"decoded from {tier}: logits are the same", torch.equal(decoded, then))
+            report.check("model: KV and logits are the same", same and torch.equal(decoded, then), f"failed from {tier}")
         # Another block in the place of one; two that change places would not do, attention does not see their order.
         wrong_blocks = engine.new_blocks.clone()
         wrong_blocks[0] = wrong_blocks[1]
         wrong = engine.rest(engine.after, wrong_blocks)
-        report.check("a wrong block changes the logits", not torch.equal(wrong, expected))
+        report.check("model: a wrong block changes the logits", not torch.equal(wrong, expected))
     report.facts |= {"model": vars(engine.shape), "prompt_tokens": engine.prompt_tokens, "pairs": amount.pairs}
 
 
@@ -112,10 +110,8 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
             engine.prefill().argmax().item()
 
         async def floor() -> None:
-            driver.copy(place.data_ptr(), host.ctypes.data, total, stream)
-            event = driver.record(stream)
-            driver.synchronize(event)
-            driver.release(event)
+            driver.copy(place, host, stream)
+            driver.finish(stream)
             engine.rest(engine.after, engine.new_blocks).argmax().item()
 
         def warm(name: str) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -124,7 +120,7 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
                 delivered = await cache.get_into(engine.keys(cache), chunks, deadline_s=60)
                 assert delivered == engine.chunks, f"{name}: {delivered} of {engine.chunks} chunks"
                 logits = engine.rest(engine.after, engine.new_blocks).cpu()
-                report.check(f"{name}: the same logits", torch.equal(logits, expected))
+                report.check("ttft: the same logits from every tier", torch.equal(logits, expected), f"failed from {name}")
 
             return run
 
@@ -143,7 +139,7 @@ async def _measure_ttft(report: Report, engine: Engine) -> None:
                 try:
                     await measurements[name]()
                 except AssertionError as error:
-                    report.check(f"{name}: everything was there", False, str(error))
+                    report.check("ttft: the same logits from every tier", False, str(error))
                     continue
                 accelerator.synchronize()
                 if repetition:  # the first one warms up
@@ -194,8 +190,7 @@ async def _caches(engine: Engine, places: dict[str, Path], room: int) -> AsyncIt
 
 def measure_overlap(report: Report, accelerator: Accelerator) -> None:
     """`overlap.slowdown_percent`: forward passes over the prompt, each while the KV of the pass before is put into the
-    cache from a thread with a loop of its own, as an engine's connector does, beside passes without. `overlap.flat_out_*`:
-    the same while KV is put again and again without a pause, and how much that was."""
+    cache from a thread with a loop of its own, as an engine's connector does, beside passes without."""
     with report.step("offload beside a forward pass"):
         _measure_overlap(report, _engine(report, accelerator, 4112, 2064))
 
@@ -218,22 +213,9 @@ def _measure_overlap(report: Report, engine: Engine) -> None:
                 accelerator.synchronize()
                 if put is not None:
                     put.result(60)
-                driver.release(after)
-
-        def flat_out() -> None:
-            stop = threading.Event()
-            putting = thread.put_until(chunks, stop)
-            began = time.perf_counter()
-            forward(False)
-            stop.set()
-            puts = putting.result(60)
-            took = time.perf_counter() - began
-            report.figures.add("overlap.flat_out_gbps", puts * engine.cached_bytes / took / 1e9)
 
         forward(True)
         forward(False)
-        flat_out()
-        report.figures.samples.pop("overlap.flat_out_gbps", None)
         for pair in range(2 * report.amount.pairs):
             alone = accelerator.seconds(lambda: forward(False)) if pair % 2 == 0 else 0.0
             beside = accelerator.seconds(lambda: forward(True))
@@ -241,8 +223,6 @@ def _measure_overlap(report: Report, engine: Engine) -> None:
             report.figures.add("overlap.alone_s", alone / passes)
             report.figures.add("overlap.beside_s", beside / passes)
             report.figures.add("overlap.slowdown_percent", 100 * (beside / alone - 1))
-            flat = accelerator.seconds(flat_out)
-            report.figures.add("overlap.flat_out_slowdown_percent", 100 * (flat / alone - 1))
             report.save()
     report.facts |= {"model": vars(engine.shape), "prompt_tokens": engine.prompt_tokens}
     report.facts["offloaded_bytes_per_pass"] = engine.cached_bytes
@@ -277,20 +257,6 @@ class _CacheThread:
 
     def put(self, chunks: list[PagedChunk], after: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(self._put(chunks, after), self._loop)
-
-    def put_until(self, chunks: list[PagedChunk], stop: threading.Event) -> Any:
-        async def run() -> int:
-            driver = self._engine.accelerator.driver
-            stream = driver.make_stream()
-            puts = 0
-            while not stop.is_set():
-                after = driver.record(stream)  # has happened: these copies wait for nothing
-                await self._put(chunks, after)
-                driver.release(after)
-                puts += 1
-            return puts
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     async def _put(self, chunks: list[PagedChunk], after: Any) -> None:
         from tiercache.bench.workload import new_keys

@@ -1,4 +1,4 @@
-"""One part, in a process of its own: `python -m tiercache.bench.gpu.part NAME REPORT DIRECTORY [--twin] [--quick]`."""
+"""One part, in a process of its own: `python -m tiercache.bench.gpu.part NAME REPORT DIRECTORY [--cpu] [--quick]`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tiercache.bench.gpu.accelerator import Accelerator, open_accelerator
+from tiercache.bench.gpu.accelerator import Accelerator
 from tiercache.bench.gpu.event_figures import measure_events
 from tiercache.bench.gpu.gds_figures import measure_gds
 from tiercache.bench.gpu.model_figures import check_model, measure_overlap, measure_ttft
@@ -25,9 +25,9 @@ PARTS: dict[str, Callable[[Report, Accelerator], None]] = {
 
 def main(arguments: list[str]) -> int:
     name, report_path, directory = arguments[:3]
-    amount = Amount(twin="--twin" in arguments, quick="--quick" in arguments)
+    amount = Amount(cpu="--cpu" in arguments, quick="--quick" in arguments)
     report = Report(Path(report_path), amount, Path(directory))
-    accelerator = open_accelerator(twin=amount.twin)
+    accelerator = Accelerator(cpu=amount.cpu)
     report.facts = accelerator.facts()
     report.save()
     PARTS[name](report, accelerator)

@@ -146,22 +146,18 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         geometry, blocks = self._geometry, self._kv_cache_config.num_blocks
         mover = make_mover(self._config, kv_caches, blocks, geometry.groups or self._groups, geometry.parts)
-        try:
-            layout = make_layout(
-                self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
-            )
-            self._worker = WorkerSide(
-                self._config,
-                self._geometry,
-                layout,
-                mover,
-                self._engine,
-                self._names(),
-                kv_events=self._tells_routers,
-            )
-        except BaseException:
-            mover.close()
-            raise
+        layout = make_layout(
+            self._vllm_config, self._groups, mover.kvs, self._geometry, kv_caches, self._config.model_id
+        )
+        self._worker = WorkerSide(
+            self._config,
+            self._geometry,
+            layout,
+            mover,
+            self._engine,
+            self._names(),
+            kv_events=self._tells_routers,
+        )
         if empty := empty_part(self._geometry, [kv.bytes_per_block for kv in mover.kvs][: len(self._geometry.groups)]):
             logger.info("chunks of some groups are smaller than a slot: that leaves up to %.0f %% of RAM empty", 100 * empty)
         logger.info(

@@ -18,9 +18,9 @@ from typing import Any
 
 from tiercache.bridge import CacheThread
 from tiercache.core.keys import ChunkKey
-from tiercache.device.driver import DeviceError, Driver, Event, Span, Stream
-from tiercache.device.payloads import PagedChunk
-from tiercache.errors import CacheClosed
+from tiercache.device.driver import Driver, Event, Stream, Tensor
+from tiercache.device.paged import PagedChunk
+from tiercache.errors import CacheClosed, DeviceError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
@@ -31,7 +31,7 @@ _POLL_S = 0.0005
 
 
 class _DeviceMove(Move):
-    """Copies are enqueued by the cache's thread inside `lending`; events behind them say when they have ended."""
+    """Copies are enqueued by threads of the cache inside `lending`; events behind them say when they have ended."""
 
     def __init__(self, driver: Driver, thread: CacheThread, copies: int) -> None:
         self.future = concurrent.futures.Future()
@@ -65,10 +65,9 @@ class _DeviceMove(Move):
         with self._lock:
             self._to_come = 0
             self._have_ended()
-        self._driver.release(self.after)
 
     def enqueue(self, copy: Callable[[], None], stream: Stream) -> None:
-        """Called by the cache's thread. Raises TakenBack."""
+        """Called by a thread of the cache's. Raises TakenBack."""
         with self._lending:
             try:
                 copy()
@@ -77,10 +76,7 @@ class _DeviceMove(Move):
                 event = self._driver.record(stream)
                 with self._lock:
                     self._to_come -= 1
-                    before = self._behind.pop(stream, None)
                     self._behind[stream] = event
-                if before is not None:
-                    self._driver.release(before)
 
     def is_off_blocks(self) -> bool:
         with self._lock:
@@ -113,15 +109,13 @@ class _DeviceMove(Move):
             self._task.cancel()
 
     def _have_ended(self) -> bool:
-        """Whether all copies enqueued by now have ended; their events are given back then. Called with the lock held."""
+        """Whether all copies enqueued by now have ended. Called with the lock held."""
         try:
             if not all(self._driver.query(event) for event in self._behind.values()):
                 return False
         except DeviceError:
             # The device is lost, or about to be: who waits for this has a time limit.
             return False
-        for event in self._behind.values():
-            self._driver.release(event)
         self._behind.clear()
         return True
 
@@ -130,19 +124,17 @@ class _LentChunk(PagedChunk):
     """A chunk in blocks that may be taken back."""
 
     def __init__(self, move: _DeviceMove, kv: DeviceKvBlocks, transfer: BlockTransfer) -> None:
-        super().__init__(kv.kv, transfer.blocks, chunk_tokens=transfer.chunk_blocks, skip=transfer.skip)
+        super().__init__(kv.kv, transfer.blocks, chunk_blocks=transfer.chunk_blocks, skip=transfer.skip)
         self._move = move
 
-    def gather(self, chunk: Span, stream: Stream) -> None:
+    def gather(self, chunk: Tensor, stream: Stream) -> None:
         self._move.enqueue(lambda: super(_LentChunk, self).gather(chunk, stream), stream)
 
-    def scatter(self, chunk: Span, stream: Stream) -> None:
+    def scatter(self, chunk: Tensor, stream: Stream) -> None:
         self._move.enqueue(lambda: super(_LentChunk, self).scatter(chunk, stream), stream)
 
 
 class DeviceMover(Mover):
-    """Owns `kvs` and their driver."""
-
     def __init__(self, kvs: Sequence[DeviceKvBlocks], windows: Iterable[int] = ()) -> None:
         self.driver: Driver = kvs[0].driver
         self.kvs: Sequence[DeviceKvBlocks] = kvs
@@ -189,9 +181,3 @@ class DeviceMover(Mover):
 
         move.begin(lambda: by_group(transfers, self.windows, get_group))
         return move
-
-    def close(self) -> None:
-        for kv in self.kvs:
-            with contextlib.suppress(DeviceError):
-                kv.close()
-        self.driver.close()

@@ -106,6 +106,3 @@ class HostMover(Mover):
 
         move.follow(thread.submit(by_group(transfers, self.windows, get_group)))
         return move
-
-    def close(self) -> None:
-        """Nothing to give back."""

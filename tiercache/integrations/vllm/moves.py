@@ -89,7 +89,3 @@ class Mover(ABC):
 
         Chunks of several groups: all of them are needed, so what one lacks leaves the others uncounted.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """After the cache's thread has ended."""

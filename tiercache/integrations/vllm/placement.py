@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tiercache.assembly import make_twin
+from tiercache.assembly import make_cpu_driver
 from tiercache.config import Config
-from tiercache.device.cuda import CudaDriver
-from tiercache.device.driver import Driver, Span
+from tiercache.device.driver import CudaDriver, Driver
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.device_mover import DeviceMover
@@ -26,17 +25,13 @@ def make_mover(
     driver = _driver_of(config, tensors)
     windows = [position for position, group in enumerate(groups) if group.window_tokens is not None]
     if driver is None:
-        return HostMover([_in_host_memory(_of(group, tensors, parts), blocks, group, parts) for group in groups], windows)
-    made: list[DeviceKvBlocks] = []
-    try:
-        for group in groups:
-            made.append(_in_device_memory(driver, _of(group, tensors, parts), blocks, group, parts))
-        return DeviceMover(made, windows)
-    except BaseException:
-        for kv in made:
-            kv.close()
-        driver.close()
-        raise
+        return HostMover(
+            [_in_host_memory(_of(group, tensors, parts), blocks, group, parts) for group in groups], windows
+        )
+    kvs = [_in_device_memory(driver, _of(group, tensors, parts), blocks, group, parts) for group in groups]
+    for kv in kvs:
+        kv.kv.warm_up()
+    return DeviceMover(kvs, windows)
 
 
 def _of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | None) -> Mapping[str, Any]:
@@ -49,9 +44,7 @@ def _of(group: KvGroup, tensors: Mapping[str, Any], parts: HeadParts | None) -> 
     return {name: tensor[:, group.part * heads : (group.part + 1) * heads] for name, tensor in tensors.items()}
 
 
-def _in_host_memory(
-    tensors: Mapping[str, Any], blocks: int, group: KvGroup, parts: HeadParts | None
-) -> KvBlocks:
+def _in_host_memory(tensors: Mapping[str, Any], blocks: int, group: KvGroup, parts: HeadParts | None) -> KvBlocks:
     spec = group.spec
     if group.recurrent:
         return KvBlocks(
@@ -76,23 +69,15 @@ def _in_device_memory(
     driver: Driver, tensors: Mapping[str, Any], blocks: int, group: KvGroup, parts: HeadParts | None
 ) -> DeviceKvBlocks:
     spec = group.spec
-    try:
-        return DeviceKvBlocks(
-            driver,
-            tensors,
-            blocks=blocks,
-            heads=spec.num_heads // (parts.here if parts else 1),
-            block_tokens=spec.block_size,
-            content_bytes=spec.state_content_size_bytes,
-            states=group.recurrent,
-        )
-    except LayoutError as error:
-        if parts is None or parts.here == 1:
-            raise
-        raise LayoutError(
-            f"kv_head_parts: heads that do not lie one behind the other in a block cannot be stored apart; "
-            f"VLLM_KV_CACHE_LAYOUT=HND has them so ({error})"
-        ) from error
+    return DeviceKvBlocks(
+        driver,
+        tensors,
+        blocks=blocks,
+        heads=spec.num_heads // (parts.here if parts else 1),
+        block_tokens=spec.block_size,
+        content_bytes=spec.state_content_size_bytes,
+        states=group.recurrent,
+    )
 
 
 def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:
@@ -101,13 +86,8 @@ def _driver_of(config: Config, tensors: Mapping[str, Any]) -> Driver | None:
     if len(devices) != 1:
         raise LayoutError(f"expected the KV of all layers on one device, found {', '.join(sorted(devices)) or 'no KV'}")
     ((name, device),) = devices.items()
-    if device.type == "cpu" and config.device == "twin":
-        twin = make_twin()
-        for storage in [tensor.untyped_storage() for tensor in tensors.values()]:
-            twin.adopt(Span(storage.data_ptr(), storage.nbytes()))
-        return twin
     if device.type == "cpu":
-        return None
+        return make_cpu_driver() if config.device == "cpu" else None
     if device.type != "cuda":
         raise LayoutError(f"expected KV in host memory or on a CUDA GPU, found it on {name}")
     if config.device != "auto":

@@ -64,7 +64,7 @@ class _Loading:
 
 
 class WorkerSide:
-    """Owns the mover. All methods are called by the engine's thread."""
+    """All methods are called by the engine's thread."""
 
     def __init__(
         self,
@@ -104,8 +104,6 @@ class WorkerSide:
         self._held: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
-        self._hangs = False
-        """A copy never ended: its memory is not given back."""
         # An engine that just exits would leave its last chunks unwritten.
         atexit.register(self.close)
 
@@ -202,8 +200,6 @@ class WorkerSide:
         self._saving, self._receiving = [], {}
         concurrent.futures.wait(list(self._storing), max(0.0, until_s - time.monotonic()))
         report = self.thread.close(max(0.0, until_s - time.monotonic()))
-        if not self._hangs:
-            self.mover.close()
         left = ", ".join(f"{tier}: {chunks}" for tier, chunks in report.pending.items() if chunks)
         logger.info("closed; %s", f"chunks that were not written: {left}" if left else "every chunk was written")
 
@@ -333,7 +329,6 @@ class WorkerSide:
 
     def _take_back(self, move: Move) -> None:
         if not move.take_back(_COPY_WAIT_S):
-            self._hangs = True
             logger.error(
                 "a copy of %s seconds and more: the machine or its device hangs, or memory is swapped out", _COPY_WAIT_S
             )

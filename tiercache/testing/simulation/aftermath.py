@@ -11,7 +11,6 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
-from tiercache.tiers.files.cufile import CuFileFiles
 from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.tier import FileTier
@@ -138,7 +137,7 @@ async def _swept(node: Node) -> None:
 
 def _keeps_files_open(node: Node) -> bool:
     tiers = [tier for _, tier in file_tiers(node.cache)]
-    return any(isinstance(getattr(tier.shelves.mover, "files", None), RegisteredFiles | CuFileFiles) for tier in tiers)
+    return any(isinstance(getattr(tier.shelves.mover, "files", None), RegisteredFiles) for tier in tiers)
 
 
 async def _read(node: Node, key: int, *, there: bool) -> None:

@@ -83,9 +83,7 @@ class DeviceCalls:
             await self.get(cache, [names[key]], [key], where, None)
 
     def close(self) -> None:
-        making, self._making = self._making, None
-        if making is not None and making.done() and making.exception() is None and not self._twin.is_lost:
-            making.result().close()
+        self._making = None
 
     def _give_back(self, parts: Sequence[Part], began_s: float) -> None:
         if asyncio.get_running_loop().time() - began_s >= _COPY_S:

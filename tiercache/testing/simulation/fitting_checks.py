@@ -9,18 +9,15 @@ from typing import Any
 from tiercache.cache import TierCache
 from tiercache.core.budget import Purpose
 from tiercache.errors import TierCacheError
-from tiercache.testing.simulation.descriptors import Opened
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.cufile import CuFileFiles
-from tiercache.tiers.files.device_files import BounceFiles
 from tiercache.tiers.files.threads import DeviceMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.mover import RingMover
 
 
-def check_fittings(cache: TierCache, opened: Callable[[int], Opened]) -> None:
-    """`opened` says what a descriptor is of, past all calls. Raises Violation."""
+def check_fittings(cache: TierCache) -> None:
+    """Raises Violation."""
     kept: dict[str, Any] = {}
     if (on_device := cache.parts.on_device) is not None:
         device, staging, path = on_device.device, on_device.staging, on_device.path
@@ -30,22 +27,15 @@ def check_fittings(cache: TierCache, opened: Callable[[int], Opened]) -> None:
             "slots held for reads from device tiers": staging.budget.held[Purpose.READ],
             "who waits for the device's slots": sum(map(len, staging.turns.waiting)),
             "reads into the device": len(on_device.reader.flights._flights),
-            "events of the device": device.bridge.pending,
+            "ends of the device": device.pending,
             "unknown ends of copies": device.unfinished,
             "batches of puts": _BATCHES - path._puts._value,
             "batches of gets": _BATCHES - path._gets._value,
         }
     for tier in cache.tiers:
         mover = tier.shelves.mover if isinstance(tier, FileTier) else None
-        if isinstance(mover, DeviceMover):
-            files = mover.files
-            if isinstance(files, BounceFiles):
-                kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
-            elif isinstance(files, CuFileFiles):
-                deleted = [
-                    name for name, file in files._open_files.items() if not opened(file.descriptor).inode.links
-                ]
-                kept[f"deleted files that {tier.name} has open"] = deleted
+        if isinstance(mover, DeviceMover) and (files := mover.files) is not None:
+            kept[f"pinned buffers of {tier.name}"] = files._threads - files._buffers.qsize()
         if isinstance(mover, RingMover) and mover.engine is not None:
             engine = mover.engine
             unheard = engine.library.client.unheard  # each costs its place until the rings are made anew

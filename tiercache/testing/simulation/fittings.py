@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tiercache.testing.simulation.weather import KINDS_OF_SERVERS
 
-KINDS_OF_DEVICES = ("refuses", "no-pipes", "slow", "hung", "lost")
+KINDS_OF_DEVICES = ("refuses", "slow", "hung", "lost")
 KINDS_OF_RINGS = ("eio", "slow", "hung", "full", "dead", "ring-error", "ring-short", "late", "silent", "stuck")
 KINDS_OF_OWN = ("refused", "unavailable", "lost-answer", "slow", "hung")
 KINDS_BY_PLACE = {"remote": KINDS_OF_SERVERS, "gpu": KINDS_OF_DEVICES, "hf3fs": KINDS_OF_RINGS, "own": KINDS_OF_OWN}
@@ -33,8 +33,6 @@ class Fittings:
     """Of the device's pool; 0: there is no device."""
     way: str = "posix"
     """How files get to device memory: posix, or cufile."""
-    kernels: bool = False
-    """Whether the device runs kernels. They are compiled, so such a run needs a C++ compiler."""
     pins: bool = True
     """Whether host memory can be locked for the device; where it cannot, copies block."""
     shared_arena: bool = False
@@ -62,7 +60,6 @@ def fittings_of(chance: random.Random, tiers: tuple[str, ...]) -> Fittings:
     return Fittings(
         device_slots=device_slots,
         way=way,
-        kernels=way == "cufile" or chance.random() < 0.3,
         pins=chance.random() < 0.8,
         shared_arena="hf3fs" in tiers and chance.random() < 0.5,
         ring_places=chance.choice([2, 4, 16]),

@@ -19,12 +19,10 @@ from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.config.plan import PlannedTier
 from tiercache.core.layout import Layout
-from tiercache.device.driver import Span
 from tiercache.testing.simulation import own
 from tiercache.testing.simulation.cufile import make_kvikio
 from tiercache.testing.simulation.hf3fs_daemon import Daemon, RingWeather
 from tiercache.testing.simulation.own import make_own
-from tiercache.testing.simulation.pipes import Pipes
 from tiercache.testing.simulation.plan import FILE_BYTES, Setting, places_of
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.shared_memory import SharedMemory
@@ -56,13 +54,10 @@ class Machine:
         self.fittings = setting.fittings
         self.weathers = {place: make_weather(world, place, self) for place in places_of(setting)}
         self.twins: dict[Process, SimulatedTwin] = {}
-        self.pipes = Pipes(world, lambda: self.weathers["gpu"].strikes("no-pipes"))
         self.memory = SharedMemory(f"{ROOT}/shm", now)
         self.daemon: Daemon | None = None
         every = random.Random(f"top levels {world.seed}").random() < _EVERY_TOP_LEVEL
         self._top_levels = TOP_LEVELS if every else TOP_LEVELS[:_TOP_LEVELS]
-        self._given_up: list[tuple[Span, Any]] = []
-        """Device memory that is never freed: nobody knows whether a copy still runs."""
 
     def attach(self, calls: FileCalls, disks: Mapping[str, Disk]) -> None:
         self.memory.calls = calls
@@ -78,7 +73,7 @@ class Machine:
         tiers = set(setting.tiers)
         cap_gb = setting.options.get("max_local_disk_size", 24 * FILE_BYTES / 2**30)
         slots = self.fittings.device_slots
-        values: dict[str, Any] = {"device": "twin" if slots else "none"}
+        values: dict[str, Any] = {"device": "cpu" if slots else "none"}
         if tiers & {"weka", "gds"}:
             place = "weka" if "weka" in tiers else "gds"
             use_gds = self.fittings.way == "cufile"
@@ -104,17 +99,13 @@ class Machine:
         """After the system."""
         replacements: list[tuple[str, str, Any]] = [
             ("tiercache.tiers.files.mounts", "mounts", self._mounts),
-            ("tiercache.device.paged", "_given_up", self._given_up),
             ("tiercache.tiers.files.volume", "TOP_LEVELS", self._top_levels),
             ("tiercache.tiers.files.listing", "TOP_LEVELS", self._top_levels),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
-            ("tiercache.assembly", "TwinDriver", self._make_twin),
-            ("tiercache.device.events", "os", Stand(os, pipe2=self.pipes.pipe2, close=self.pipes.close)),
-            ("tiercache.device.events", "select", Stand(sys.modules["select"], epoll=self.pipes.epoll)),
-            ("tiercache.device.events", "ctypes", self.pipes.ctypes),
+            ("tiercache.assembly", "CpuDriver", self._make_twin),
             ("tiercache.tiers.files.threads", "probe_gds", _gds_works),
-            ("tiercache.tiers.files.cufile", "import_kvikio", make_kvikio),
+            ("tiercache.tiers.files.device_files", "import_kvikio", make_kvikio),
             ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),
             ("tiercache.memory.arena", "mmap", Stand(mmap, mmap=self.memory.mmap)),
             (
@@ -143,7 +134,6 @@ class Machine:
 
     def die(self, process: Process) -> None:
         """What it had of this goes with it."""
-        self.pipes.die(process)
         self.twins.pop(process, None)
         if self.daemon is not None:
             self.daemon.forget(process)
@@ -167,10 +157,9 @@ class Machine:
 
     def left_by(self, process: Process) -> dict[str, Any]:
         """What a process that has closed its cache still holds."""
-        left: dict[str, Any] = {"pipes": self.pipes.left_by(process)}
+        left: dict[str, Any] = {}
         if (twin := self.twins.get(process)) is not None and not twin.is_lost:
-            kept = {table.address for table, _ in self._given_up}  # what a copy may still read
-            left |= {name: [one for one in held if one not in kept] for name, held in twin.holds().items()}
+            left["pinned memory"] = twin.pinned
         if self.daemon is not None and (client := self.daemon.clients.get(process)) is not None:
             left |= {
                 "files that rings know": list(client.files),
@@ -194,7 +183,7 @@ class Machine:
         assert strand is not None
         weather = self.weathers["gpu"]
         assert isinstance(weather, DeviceWeather)
-        twin = SimulatedTwin(strand.process, weather, kernels=self.fittings.kernels, pins=self.fittings.pins)
+        twin = SimulatedTwin(strand.process, weather, pins=self.fittings.pins)
         self.twins[strand.process] = twin
         return twin
 

@@ -12,8 +12,7 @@ from tiercache.cache import TierCache
 from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.layout import Layout
-from tiercache.device.driver import DeviceError
-from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.errors import CacheClosed, ConfigError, DeviceError, TierCacheError, TierUnavailable
 from tiercache.opening import DEVICE_S, FILE_SYSTEMS_S
 from tiercache.testing.simulation.calls import Calls
 from tiercache.testing.simulation.device_calls import DeviceCalls
@@ -293,7 +292,7 @@ class Node:
 
     def check_idle(self) -> None:
         check_idle(self.cache, self.calls.leases)
-        check_fittings(self.cache, self._machine.memory.calls.opened)
+        check_fittings(self.cache)
 
     def check_reads(self) -> None:
         """What a tier has read whole is a hit for somebody, or kept for the next one, unless it was forgotten meanwhile."""
@@ -311,6 +310,3 @@ class Node:
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.process.world.stop()
-
-
-

@@ -26,6 +26,7 @@ from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.remote import Server
 from tiercache.testing.simulation.system import ROOT, System
 from tiercache.testing.simulation.world import World
+from tiercache.testing.twin import STREAM_THREAD
 
 _URL = "simulated://server"
 PROBES = 200
@@ -264,7 +265,7 @@ class Stage:
             return
         strands = [s.name for s in self.world.strands if s.process is node.process and s is not loop.strand]
         problems = {
-            "threads": strands,
+            "threads": [name for name in strands if not name.startswith(STREAM_THREAD)],  # those are the accelerator's
             "descriptors": self.calls.descriptors_of(node.process),
             "errors of nobody": loop.errors,
             **self.machine.left_by(node.process),

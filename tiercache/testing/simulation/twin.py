@@ -1,28 +1,27 @@
-"""The CPU twin in a simulated process: its streams are strands, its memory is real, and it fails as accelerators do.
+"""An accelerator in a simulated process: its streams are strands, its memory is real, and it fails as accelerators do.
 
 `DeviceMemory` is what an engine has there: KV blocks, and memory in one piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tiercache.device.driver import DeviceError, Event, Span, Stream
-from tiercache.device.paged import PagedKv
-from tiercache.device.payloads import PagedChunk
-from tiercache.device.twin import TwinDriver, TwinEvent, TwinStream, host_view
+from tiercache.device.driver import Event, Stream, Tensor
+from tiercache.device.paged import PagedChunk, PagedKv
+from tiercache.errors import DeviceError
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.weather import Weather
-from tiercache.testing.simulation.world import SimulationError, World
+from tiercache.testing.simulation.world import World
+from tiercache.testing.twin import TwinDriver, TwinEvent, TwinStream
 
 _TOTAL_BYTES = 64 << 20
-_ROW_BYTES = 4
 _PLANES = 2
-_BLOCK_TOKENS = 128
+_PLANE_BYTES = 512
 _BLOCKS = 64
 _FENCE = 170
 
@@ -48,23 +47,18 @@ class DeviceWeather(Weather):
 
 
 class SimulatedTwin(TwinDriver):
-    """Of one process. Work on a stream takes its time, a copy is in two parts, and the weather strikes both."""
+    """The accelerator of one process. Work takes its time, a copy is in two parts, and the weather strikes both."""
 
-    def __init__(self, process: Process, weather: DeviceWeather, *, kernels: bool, pins: bool) -> None:
+    def __init__(self, process: Process, weather: DeviceWeather, *, pins: bool) -> None:
         self.process = process
         self.weather = weather
         self.pinned: list[int] = []
-        self._has_kernels = kernels
         super().__init__(_TOTAL_BYTES)
         self.can_pin = pins
 
     @property
     def is_lost(self) -> bool:
         return self._lost.is_set()
-
-    def holds(self) -> dict[str, list[int]]:
-        """What nobody has given back, by what it is: addresses."""
-        return {"device memory": list(self._mappings), "pinned memory": list(self.pinned)}
 
     def make_stream(self) -> TwinStream:
         """An accelerator's, not the system's: there is always one."""
@@ -74,7 +68,7 @@ class SimulatedTwin(TwinDriver):
         finally:
             self.process.no_threads = before
 
-    def pin(self, memory: np.ndarray) -> bool:
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
         if self.can_pin:
             self.pinned.append(memory.ctypes.data)
         return self.can_pin
@@ -92,19 +86,16 @@ class SimulatedTwin(TwinDriver):
         self._may_refuse()
         super().wait(stream, event)
 
-    def copy(self, destination: int, source: int, length_bytes: int, stream: Stream) -> None:
-        self._check()
+    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
         self._may_refuse()
-        middle = length_bytes // 2
-        for start, length in ((0, middle), (middle, length_bytes - middle)):
-            if length:
-                self._enqueue(stream, _move(destination + start, source + start, length))
+        super().enqueue(stream, work)
 
-    def launch(self, kernel: str, threads: int, arguments: Sequence[np.ndarray], stream: Stream) -> None:
-        self._may_refuse()
-        super().launch(kernel, threads, arguments, stream)
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        middle = source.numel() // 2
+        for part in (slice(0, middle), slice(middle, None)):
+            super().copy(destination[part], source[part], stream)
 
-    def _enqueue(self, stream: Stream, work: Callable[[], Any]) -> None:
+    def _give(self, stream: Stream, work: Callable[[], Any]) -> None:
         def run() -> None:
             self.weather.before_work()
             if not self._lost.is_set():
@@ -115,52 +106,6 @@ class SimulatedTwin(TwinDriver):
     def _may_refuse(self) -> None:
         if self.weather.strikes("refuses"):
             raise DeviceError(f"{self.name}: it refuses")
-
-    def _library(self) -> Any:
-        if not self._has_kernels:
-            return None
-        library = super()._library()
-        if library is None:
-            raise SimulationError("this run needs a C++ compiler (c++, or CXX): its device runs kernels")
-        return library
-
-
-def _move(destination: int, source: int, length_bytes: int) -> Callable[[], None]:
-    return lambda: np.copyto(host_view(destination, length_bytes), host_view(source, length_bytes))
-
-
-class Tensor:
-    """As much of a torch tensor as the cache asks of one."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values
-        self.shape = values.shape
-        self.dtype = "torch.uint8"
-        self.device = "twin"
-
-    def dim(self) -> int:
-        return self.values.ndim
-
-    def stride(self) -> tuple[int, ...]:
-        return tuple(stride // self.values.itemsize for stride in self.values.strides)
-
-    def element_size(self) -> int:
-        return int(self.values.itemsize)
-
-    def numel(self) -> int:
-        return int(self.values.size)
-
-    def data_ptr(self) -> int:
-        return int(self.values.ctypes.data)
-
-    def is_contiguous(self) -> bool:
-        return bool(self.values.flags.c_contiguous)
-
-    def __getitem__(self, place: Any) -> Tensor:
-        return Tensor(self.values[place])
-
-
-Tensor.__module__ = "torch.simulated"  # what is no tensor of torch's is taken for host memory
 
 
 class Part:
@@ -190,62 +135,38 @@ class Part:
 
 
 class DeviceMemory:
-    """Of an engine. `fenced` parts are looked at again when they are used next: whoever wrote to one came too late."""
+    """An engine's. `fenced` parts are looked at again when they are used next: whoever wrote to one came too late."""
 
     def __init__(self, driver: SimulatedTwin, chunk_bytes: int) -> None:
-        self.driver = driver
+        self._driver = driver
         self._chunk_bytes = chunk_bytes
-        kv_bytes = _PLANES * _BLOCKS * _BLOCK_TOKENS * _ROW_BYTES
-        self._kv_span = driver.allocate(kv_bytes)
-        driver.view(self._kv_span).fill(_FENCE)
-        shape = (_PLANES, _BLOCKS, _BLOCK_TOKENS, 1, _ROW_BYTES)
-        self._tensor = Tensor(driver.view(self._kv_span).reshape(shape))
-        try:
-            self.kv = PagedKv(driver, [self._tensor], "NHD", planes_first=True)
-        except DeviceError:
-            driver.free(self._kv_span)
-            raise
+        memory = driver.empty(_PLANES * _BLOCKS * _PLANE_BYTES).fill_(_FENCE)
+        self._planes = memory.view(_PLANES, _BLOCKS, _PLANE_BYTES)
+        self.kv = PagedKv(driver, list(self._planes))
         self._free_blocks = list(range(_BLOCKS))
-        self._pieces: list[Span] = []
-        self._spare: list[Span] = []
+        self._spare: list[Tensor] = []
 
     def part(self, length_bytes: int, *, paged: bool) -> Part | None:
-        """Memory for a chunk of that length; None where there is none now. Raises Violation where it was written to since
-        the last one had it."""
-        return self._paged(length_bytes) if paged else self._flat(length_bytes)
+        """Memory for a chunk of that length, in one piece where it is no whole blocks; None where there is none now. Raises
+        Violation where it was written to since the last one had it."""
+        if paged and length_bytes % self.kv.block_bytes == 0:
+            return self._paged(length_bytes // self.kv.block_bytes)
+        return self._flat(length_bytes)
 
-    def close(self) -> None:
-        self.kv.close()
-        self.driver.free(self._kv_span)
-        for piece in self._pieces:
-            self.driver.free(piece)
-
-    def _paged(self, length_bytes: int) -> Part | None:
-        tokens = length_bytes // (_PLANES * _ROW_BYTES)
-        count = -(-tokens // _BLOCK_TOKENS)
+    def _paged(self, count: int) -> Part | None:
         if count > len(self._free_blocks):
             return None
         blocks = [self._free_blocks.pop(0) for _ in range(count)]
-        values = self._tensor.values
-        views = []
-        for plane in range(_PLANES):
-            left = tokens
-            for block in blocks:
-                whole = values[plane, block].reshape(-1)
-                if (whole != _FENCE).any():
-                    raise Violation(f"block {block} of the engine's KV was written to after its caller had it back")
-                views.append(whole[: min(left, _BLOCK_TOKENS) * _ROW_BYTES])
-                left -= min(left, _BLOCK_TOKENS)
-        return Part(PagedChunk(self.kv, blocks, 0, tokens), views, lambda: self._free_blocks.extend(blocks))
+        views = [self._planes[plane, block].numpy() for block in blocks for plane in range(_PLANES)]
+        if any((view != _FENCE).any() for view in views):
+            raise Violation(f"blocks {blocks} of the engine's KV were written to after their caller had them back")
+        return Part(PagedChunk(self.kv, blocks), views, lambda: self._free_blocks.extend(blocks))
 
     def _flat(self, length_bytes: int) -> Part | None:
         if not self._spare:
-            span = self.driver.allocate(self._chunk_bytes)
-            self.driver.view(span).fill(_FENCE)
-            self._pieces.append(span)
-            self._spare.append(span)
-        span = self._spare.pop(0)
-        view = self.driver.view(span)
-        if (view != _FENCE).any():
+            self._spare.append(self._driver.empty(self._chunk_bytes).fill_(_FENCE))
+        memory = self._spare.pop(0)
+        if bool((memory != _FENCE).any()):
             raise Violation("device memory was written to after its caller had it back")
-        return Part(Tensor(view[:length_bytes]), [view[:length_bytes]], lambda: self._spare.append(span))
+        part = memory[:length_bytes]
+        return Part(part, [part.numpy()], lambda: self._spare.append(memory))

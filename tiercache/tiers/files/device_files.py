@@ -1,35 +1,54 @@
-"""Chunk files written from and read into device memory: through pinned host memory, or through cuFile (`cufile.py`).
+"""Chunk files written from and read into device memory: through pinned host memory, or through cuFile (kvikio).
 
 Synchronous; everything here blocks and runs in worker threads. What each call promises is what `chunk_file.py` promises for
 host memory: verified, whole, durable as configured.
+
+The checksum is computed on the host in both ways, over a copy in pinned memory. So there is one checksum in one format of
+header, and every tier and `tiercache verify` can read every file.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
-from tiercache.core.header import Header, aligned, payload_checksum
-from tiercache.device.driver import Driver, Span, Stream
-from tiercache.errors import TierUnavailable
+from tiercache.core.compression import Codec
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, file_bytes, payload_checksum
+from tiercache.device.driver import Driver, Stream, Tensor, host_tensor
+from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import zero_padding
 from tiercache.tiers.compression import unpacked
-from tiercache.tiers.files.chunk_file import read_chunk_file, write_chunk_file
+from tiercache.tiers.files.access import occupied_bytes, open_found, open_regular
+from tiercache.tiers.files.allocation import NO_ROOM, reserve
+from tiercache.tiers.files.chunk_file import host_checksum, read_chunk_file, verify_chunk, write_chunk_file
+
+_TASK_BYTES = 16 << 20
 
 
-class DeviceFiles(ABC):
-    """How device memory gets to files. `direct` and `durable` as for `write_chunk_file`. Once closed, `read` and `write`
-    raise TierUnavailable."""
+class DeviceFiles:
+    """Through a few pinned buffers and the disk tier's own reads and writes: O_DIRECT, one large call.
 
-    name: str
+    `threads` is how many calls there are at a time: each has a buffer of its own. `direct` and `durable` as for
+    `write_chunk_file`. Once closed, `read` and `write` raise TierUnavailable.
+    """
 
-    def __init__(self) -> None:
+    name = "posix"
+
+    def __init__(self, driver: Driver, chunk_bytes: int, threads: int) -> None:
+        self._driver = driver
+        self._buffer_bytes = file_bytes(chunk_bytes)
+        self._threads = threads
+        self._buffers: SimpleQueue[tuple[np.ndarray, Stream]] = SimpleQueue()
+        self._arena: Arena | None = None
+        self._pinned = False
         self._lock = threading.Lock()
         self._calls = 0
         """Reads and writes under way. The last one frees what `close` could not."""
@@ -38,23 +57,35 @@ class DeviceFiles(ABC):
     def open(self) -> None:
         """Take what is needed. Raises DeviceError, OSError or ImportError with the reason when it does not work here."""
         self._closed = False
+        self._arena = Arena(ArenaSettings(size_bytes=self._threads * self._buffer_bytes))
+        self._pinned = self._driver.pin(self._arena.memory, self._buffer_bytes)
+        for number in range(self._threads):
+            start = number * self._buffer_bytes
+            self._buffers.put((self._arena.memory[start : start + self._buffer_bytes], self._driver.make_stream()))
 
-    @abstractmethod
-    def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
+    def read(self, path: str, key: bytes, fingerprint: bytes, into: Tensor, *, direct: bool) -> int:
         """As `read_chunk_file`, into device memory."""
+        with self._buffer() as (buffer, stream):
+            return self._load(path, key, fingerprint, into, buffer, stream, direct)
 
-    @abstractmethod
     def write(
-        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
+        self,
+        path: str,
+        key: bytes,
+        fingerprint: bytes,
+        payload: Tensor,
+        payload_bytes: int,
+        *,
+        direct: bool,
+        durable: bool,
     ) -> int:
         """As `write_chunk_file`, from device memory."""
-
-    def forget(self, path: str) -> None:  # noqa: B027 - not every way keeps files open
-        """The file at `path` is gone."""
-
-    def close_deleted(self) -> int:
-        """Close files that others have deleted: as long as they are open they take their space. How many there were."""
-        return 0
+        with self._buffer() as (buffer, stream):
+            padded = buffer[HEADER_BYTES : file_bytes(payload_bytes)]
+            self._copy(host_tensor(padded[:payload_bytes]), payload[:payload_bytes], stream)
+            padded[payload_bytes:] = 0
+            header = Header(key, fingerprint, payload_bytes, payload_checksum(padded[:payload_bytes]))
+            return self._store(path, header, payload, buffer, stream, direct=direct, durable=durable)
 
     def close(self) -> None:
         """Idempotent. What calls under way still use stays until the last of them ends, and goes then."""
@@ -64,24 +95,65 @@ class DeviceFiles(ABC):
         if ended:
             self._free()
 
-    @abstractmethod
-    def _free(self) -> None:
-        """Give back what was taken: closed, and with no call under way."""
+    def _load(
+        self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: np.ndarray, stream: Stream, direct: bool
+    ) -> int:
+        padded = buffer[HEADER_BYTES:]
+        length = unpacked(read_chunk_file(path, key, fingerprint, padded, direct=direct), padded)
+        self._upload(into, padded, length, stream)
+        return length
+
+    def _store(
+        self,
+        path: str,
+        header: Header,
+        payload: Tensor,
+        buffer: np.ndarray,
+        stream: Stream,
+        *,
+        direct: bool,
+        durable: bool,
+    ) -> int:
+        """Make the file. The payload is in `buffer` too, behind the header's page."""
+        return write_chunk_file(path, header, buffer[HEADER_BYTES:], direct=direct, durable=durable)
+
+    def _upload(self, into: Tensor, padded: np.ndarray, length: int, stream: Stream) -> None:
+        zero_padding(padded, length)
+        self._copy(into[: aligned(length)], host_tensor(padded[: aligned(length)]), stream)
+
+    def _copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy, and sleep until that has ended."""
+        self._driver.copy(destination, source, stream)
+        self._driver.finish(stream)
 
     @property
     def _ended(self) -> bool:
         return self._closed and not self._calls
 
+    def _free(self) -> None:
+        """Give back what was taken: closed, and with no call under way."""
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return
+        if self._pinned:
+            self._driver.unpin(arena.memory)
+        while not self._buffers.empty():
+            self._buffers.get_nowait()
+        arena.close()
+
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        """While a read or a write lasts."""
+    def _buffer(self) -> Iterator[tuple[np.ndarray, Stream]]:
+        """One of as many buffers as there are threads, with its stream, while a call lasts."""
         with self._lock:
             if self._closed:
                 raise TierUnavailable(f"{self.name}: the files are closed")
             self._calls += 1
+        buffer = self._buffers.get_nowait()
         try:
-            yield
+            yield buffer
         finally:
+            self._buffers.put(buffer)
+            del buffer
             with self._lock:
                 self._calls -= 1
                 ended = self._ended
@@ -89,93 +161,112 @@ class DeviceFiles(ABC):
                 self._free()
 
 
-class ThreadStreams:
-    """A stream for each thread that asks, so that their copies do not wait for one another."""
+class KvikioFiles(DeviceFiles):
+    """Device memory straight to the file and back, where GPUDirect Storage works. `memory` is the pool's, registered with
+    cuFile once; every payload lies in it, with the header's page before it, so that each file is one transfer."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._own = threading.local()
-        self._made: list[Stream] = []
+    name = "cufile"
 
-    def get(self) -> Stream:
-        stream = getattr(self._own, "stream", None)
-        if stream is None:
-            stream = self._own.stream = self._driver.make_stream()
-            self._made.append(stream)
-        return stream
-
-    def close(self) -> None:
-        """No thread may use one any more."""
-        while self._made:
-            self._driver.drop_stream(self._made.pop())
-
-    def synchronize(self) -> None:
-        """Sleep until this thread's stream has ended its work."""
-        self._driver.finish(self.get())
-
-
-class BounceFiles(DeviceFiles):
-    """Through a few pinned buffers, one a thread, and the disk tier's own reads and writes: O_DIRECT, one large call, hashed
-    on the host where the bytes are anyway."""
-
-    name = "posix"
-
-    def __init__(self, driver: Driver, chunk_bytes: int, threads: int) -> None:
-        super().__init__()
-        self._driver = driver
-        self._buffer_bytes = aligned(chunk_bytes)
-        self._threads = threads
-        self._streams = ThreadStreams(driver)
-        self._buffers: SimpleQueue[np.ndarray] = SimpleQueue()
-        self._arena: Arena | None = None
-        self._pinned = False
+    def __init__(self, driver: Driver, memory: Tensor, chunk_bytes: int, threads: int) -> None:
+        super().__init__(driver, chunk_bytes, threads)
+        self._memory = memory
+        self._kvikio: Any = None
+        self._registered = False
 
     def open(self) -> None:
         super().open()
-        self._arena = Arena(ArenaSettings(size_bytes=self._threads * self._buffer_bytes))
-        self._pinned = self._driver.pin(self._arena.memory)
-        for number in range(self._threads):
-            start = number * self._buffer_bytes
-            self._buffers.put(self._arena.memory[start : start + self._buffer_bytes])
-
-    def read(self, path: str, key: bytes, fingerprint: bytes, into: Span, *, direct: bool) -> int:
-        with self._buffer() as buffer:
-            length = unpacked(read_chunk_file(path, key, fingerprint, buffer, direct=direct), buffer)
-            zero_padding(buffer, length)
-            room = into.part(0, aligned(length))
-            self._driver.copy(room.address, buffer.ctypes.data, room.length_bytes, self._streams.get())
-            self._streams.synchronize()
-        return length
-
-    def write(
-        self, path: str, key: bytes, fingerprint: bytes, payload: Span, payload_bytes: int, *, direct: bool, durable: bool
-    ) -> int:
-        with self._buffer() as buffer:
-            source = payload.part(0, payload_bytes)
-            self._driver.copy(buffer.ctypes.data, source.address, payload_bytes, self._streams.get())
-            self._streams.synchronize()
-            padded = buffer[: aligned(payload_bytes)]
-            padded[payload_bytes:] = 0
-            header = Header(key, fingerprint, payload_bytes, payload_checksum(padded[:payload_bytes]))
-            return write_chunk_file(path, header, padded, direct=direct, durable=durable)
+        self._kvikio = import_kvikio()
+        self._kvikio.defaults.set({"num_threads": self._threads, "task_size": _TASK_BYTES})
+        if self._memory.device.type != "cpu":
+            self._kvikio.memory_register(self._memory)
+            self._registered = True
 
     def _free(self) -> None:
-        arena, self._arena = self._arena, None
-        if arena is None:
-            return
-        if self._pinned:
-            self._driver.unpin(arena.memory)
-        self._streams.close()
-        while not self._buffers.empty():
-            self._buffers.get_nowait()
-        arena.close()
+        if self._registered:
+            self._kvikio.memory_deregister(self._memory)
+            self._registered = False
+        super()._free()
 
-    @contextmanager
-    def _buffer(self) -> Iterator[np.ndarray]:
-        """One of as many buffers as there are threads, so nobody waits here."""
-        with self._call():
-            buffer = self._buffers.get_nowait()
-            try:
-                yield buffer
-            finally:
-                self._buffers.put(buffer)
+    def _load(
+        self, path: str, key: bytes, fingerprint: bytes, into: Tensor, buffer: np.ndarray, stream: Stream, direct: bool
+    ) -> int:
+        descriptor, status = open_found(path, os.O_RDONLY)  # cuFile would wait for the other end of a pipe
+        os.close(descriptor)
+        total_bytes = status.st_size
+        room_bytes = HEADER_BYTES + into.numel()
+        if total_bytes < file_bytes(1) or total_bytes > room_bytes:
+            raise CorruptChunk(f"{path}: length: expected at most {room_bytes} bytes, found {total_bytes}")
+        got = self._transfer(path, "r", _slot(into, total_bytes))
+        self._copy(host_tensor(buffer[:total_bytes]), _slot(into, total_bytes), stream)
+        padded, raw_header = buffer[HEADER_BYTES:], buffer[:PACKED_BYTES].data
+        header = verify_chunk(path, raw_header, key, fingerprint, got, total_bytes, host_checksum(padded))
+        length = unpacked(header, padded)
+        if header.codec is not Codec.PLAIN:
+            self._upload(into, padded, length, stream)
+        return length
+
+    def _store(
+        self,
+        path: str,
+        header: Header,
+        payload: Tensor,
+        buffer: np.ndarray,
+        stream: Stream,
+        *,
+        direct: bool,
+        durable: bool,
+    ) -> int:
+        total_bytes = file_bytes(header.payload_bytes)
+        packed = header.pack()
+        buffer[:HEADER_BYTES] = 0
+        buffer[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+        slot = _slot(payload, total_bytes)
+        self._copy(slot[:HEADER_BYTES], host_tensor(buffer[:HEADER_BYTES]), stream)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            reserve(descriptor, total_bytes)
+            written = self._transfer(path, "r+", slot)
+            if written != total_bytes:
+                raise OSError(errno.EIO, f"short write: {written} of {total_bytes} bytes", path)
+            if durable:
+                os.fdatasync(descriptor)
+            return occupied_bytes(os.fstat(descriptor))
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def _transfer(self, path: str, flags: str, slot: Tensor) -> int:
+        """Move all of a slot from or to a file; return the bytes moved. kvikio says RuntimeError for everything."""
+        memory = slot if slot.device.type != "cpu" else slot.numpy()
+        try:
+            with closing(self._kvikio.CuFile(path, flags)) as file:
+                move = file.pread if flags == "r" else file.pwrite
+                return int(move(memory, slot.numel(), 0, _TASK_BYTES).get())
+        except RuntimeError as error:
+            if not os.path.exists(path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+            text = str(error)
+            code = next(
+                (code for code in NO_ROOM if os.strerror(code) in text or errno.errorcode[code] in text), errno.EIO
+            )
+            raise OSError(code, f"cuFile: {text}", path) from error
+
+
+def _slot(payload: Tensor, total_bytes: int) -> Tensor:
+    """Return the payload's slot from the header's page on."""
+    return payload.as_strided((total_bytes,), (1,), payload.storage_offset() - HEADER_BYTES)
+
+
+def import_kvikio() -> Any:
+    """Return kvikio, whose libraries are found only once `rapids_logger` is loaded. ImportError says what is missing."""
+    try:
+        import rapids_logger
+
+        rapids_logger.load_library()
+        import kvikio
+        import kvikio.defaults
+    except Exception as error:  # kvikio's loaders raise classes of their own
+        raise ImportError(f"kvikio cannot be loaded ({error}): pip install 'tiercache[gds]'") from error
+    return kvikio

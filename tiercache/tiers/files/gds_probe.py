@@ -14,7 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tiercache.device.driver import Driver
+from tiercache.device.driver import CudaDriver, Driver
+from tiercache.tiers.files.device_files import import_kvikio
+from tiercache.tiers.files.mounts import file_system_of
 
 _TIMEOUT_S = 20.0
 _BYTES = 1 << 20
@@ -58,35 +60,24 @@ async def _ask(command: Sequence[str], timeout_s: float) -> str:
 
 def try_gds(directory: Path, ordinal: int) -> str:
     """Write and read back 1 MiB of device memory with every fallback of kvikio's switched off; why it did not work."""
-    from tiercache.tiers.files.mounts import file_system_of
-
     kind = file_system_of(directory)
     if kind.startswith(_UNFIT):
         return f"{kind} cannot do it"
     os.environ["KVIKIO_COMPAT_MODE"] = "OFF"
-    from tiercache.device.cuda import CudaDriver
-    from tiercache.tiers.files.cufile import import_kvikio
-
     path = directory / f".gds-probe.{os.getpid()}"
     try:
         driver = CudaDriver(ordinal)
         kvikio = import_kvikio()
-        span = driver.allocate(2 * _BYTES)
+        memory = driver.empty(2 * _BYTES)
+        written, read = memory[:_BYTES], memory[_BYTES:]
         stream = driver.make_stream()
-        driver.fill(span.address, 0xA5, _BYTES, stream)
-        driver.fill(span.address + _BYTES, 0, _BYTES, stream)
+        driver.enqueue(stream, lambda: (written.fill_(0xA5), read.zero_()))
         driver.finish(stream)
-        written, read = driver.array(span.part(0, _BYTES)), driver.array(span.part(_BYTES, _BYTES))
         with kvikio.CuFile(str(path), "w") as file:
             file.pwrite(written, _BYTES, 0).get()
         with kvikio.CuFile(str(path), "r") as file:
             file.pread(read, _BYTES, 0).get()
-        import numpy as np
-
-        host = np.zeros(_BYTES, dtype=np.uint8)
-        driver.copy(host.ctypes.data, span.address + _BYTES, _BYTES, stream)
-        driver.finish(stream)
-        return "" if (host == 0xA5).all() else "what was read back is not what was written"
+        return "" if bool((read.cpu() == 0xA5).all()) else "what was read back is not what was written"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -11,7 +11,8 @@ import numpy as np
 
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
-from tiercache.device.driver import DeviceError, Span
+from tiercache.device.driver import Tensor
+from tiercache.errors import DeviceError
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.volume import Volume
@@ -79,12 +80,12 @@ class Mover(ABC):
     ) -> asyncio.Future[int]:
         """As `Volume.write`."""
 
-    def read_device(self, volume: Volume, key: ChunkKey, into: Span) -> asyncio.Future[int | None]:
+    def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
         """As `Volume.read`, into device memory."""
         raise DeviceError("there is no device; only host memory is served")
 
     def write_device(
-        self, volume: Volume, key: ChunkKey, payload: Span, payload_bytes: int, victims: Victims
+        self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
         """As `Volume.write`, from device memory."""
         raise DeviceError("there is no device; only host memory is served")

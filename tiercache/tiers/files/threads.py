@@ -13,13 +13,12 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
-from tiercache.device.driver import DeviceError, Span
-from tiercache.errors import ConfigError, CorruptChunk
+from tiercache.device.driver import Tensor
+from tiercache.errors import ConfigError, CorruptChunk, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.chunk_file import read_chunk
-from tiercache.tiers.files.cufile import CuFileFiles
-from tiercache.tiers.files.device_files import BounceFiles, DeviceFiles
+from tiercache.tiers.files.device_files import DeviceFiles, KvikioFiles
 from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.gds_probe import probe_gds
 from tiercache.tiers.files.parts import Mover
@@ -122,10 +121,6 @@ class DeviceMover(ThreadMover):
     def serves_device(self) -> bool:
         return self.files is not None
 
-    @property
-    def keeps_files_open(self) -> bool:
-        return self.files is not None
-
     async def open(self) -> None:
         if self._given_files is not None:
             await self._take(self._given_files)
@@ -143,7 +138,7 @@ class DeviceMover(ThreadMover):
             reason = await probe_gds(directories, driver)
             if not reason:
                 try:
-                    await self._take(CuFileFiles(driver, pool.memory, chunk_bytes, threads))
+                    await self._take(KvikioFiles(driver, pool.memory, chunk_bytes, threads))
                     return
                 except (DeviceError, OSError, ImportError, RuntimeError) as error:
                     reason = str(error)
@@ -153,7 +148,7 @@ class DeviceMover(ThreadMover):
                     "Set use_gds: false to go through pinned host memory instead"
                 )
             logger.warning("%s: no GPUDirect Storage (%s): going through pinned host memory", shelves.option, reason)
-        await self._take(BounceFiles(driver, chunk_bytes, threads))
+        await self._take(DeviceFiles(driver, chunk_bytes, threads))
 
     async def close(self) -> None:
         files, self.files = self.files, None
@@ -164,20 +159,16 @@ class DeviceMover(ThreadMover):
     def describe(self) -> str:
         return self.files.name if self.files is not None else "host memory only"
 
-    def read_device(self, volume: Volume, key: ChunkKey, into: Span) -> asyncio.Future[int | None]:
+    def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
         files, fingerprint = self._files(), self._shelves.fingerprint
 
         def read() -> int | None:
-            try:
-                return volume.read_by(key, lambda path: files.read(path, key, fingerprint, into, direct=volume.direct))
-            except (CorruptChunk, OSError):
-                files.forget(volume.path(key))
-                raise
+            return volume.read_by(key, lambda path: files.read(path, key, fingerprint, into, direct=volume.direct))
 
         return self._readers.submit(read)
 
     def write_device(
-        self, volume: Volume, key: ChunkKey, payload: Span, payload_bytes: int, victims: Victims
+        self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
         files, fingerprint = self._files(), self._shelves.fingerprint
 
@@ -187,13 +178,6 @@ class DeviceMover(ThreadMover):
             )
 
         return self._writers.submit(volume.write_by, key, payload_bytes, victims, create)
-
-    def forget(self, path: str) -> None:
-        if (files := self.files) is not None:
-            files.forget(path)
-
-    def close_deleted(self) -> int:
-        return files.close_deleted() if (files := self.files) is not None else 0
 
     def _files(self) -> DeviceFiles:
         if self.files is None:

@@ -19,7 +19,7 @@ from tiercache.core.blame import Blame
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import added_up, shown
-from tiercache.device.driver import Span
+from tiercache.device.driver import Tensor
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
@@ -153,7 +153,7 @@ class FileTier(DeviceTier):
     def hurry(self, key: ChunkKey) -> None:
         self.shelves.mover.hurry(key)
 
-    async def read_device(self, key: ChunkKey, into: Span) -> int | None:
+    async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
         return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
 
     async def _read(self, key: ChunkKey, read: BeginRead) -> int | None:
@@ -231,7 +231,7 @@ class FileTier(DeviceTier):
             key, payload_bytes, lambda volume, victims: mover.write(volume, key, payload, payload_bytes, victims)
         )
 
-    async def write_device(self, key: ChunkKey, payload: Span, payload_bytes: int) -> bool:
+    async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         mover = self.shelves.mover
         return await self._write(
             key, payload_bytes, lambda volume, victims: mover.write_device(volume, key, payload, payload_bytes, victims)

@@ -1,0 +1,113 @@
+"""Host memory as an accelerator that works late: its streams are threads, and what they are given has not ended when the
+call that gave it returns. Code that forgets an event fails on it. It can be lost, as a GPU is that falls off its bus."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from tiercache.device.driver import CpuDriver, Event, Stream
+from tiercache.errors import DeviceError
+
+STREAM_THREAD = "twin-stream"
+_LOOK_S = 0.05
+
+
+class TwinStream:
+    """A daemon thread that runs what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class TwinEvent:
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+
+class TwinDriver(CpuDriver):
+    """`total_bytes` is the memory that it pretends to have, `can_pin` what `pin` answers."""
+
+    name = "twin"
+
+    def __init__(self, total_bytes: int = 1 << 30) -> None:
+        super().__init__(total_bytes)
+        self.can_pin = True
+        self._streams: list[TwinStream] = []
+        self._lost = threading.Event()
+        self._idle = self.make_stream()
+
+    def lose(self) -> None:
+        """From now on nothing works, and what was enqueued never ends."""
+        self._lost.set()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for stream in self._streams:
+            stream.close()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        self._check()
+        return super().memory_bytes()
+
+    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
+        return self.can_pin
+
+    def make_stream(self) -> TwinStream:
+        self._check()
+        stream = TwinStream(f"{STREAM_THREAD}-{len(self._streams)}")
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> Stream:
+        return self._idle
+
+    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
+        self._check()
+        self._give(stream, work)
+
+    def record(self, stream: Stream) -> TwinEvent:
+        self._check()
+        event = TwinEvent()
+        self._give(stream, event.happened.set)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._check()
+        stream.enqueue(lambda: self._await(event))
+
+    def query(self, event: Event) -> bool:
+        self._check()
+        return bool(event.happened.is_set())
+
+    def synchronize(self, event: Event) -> None:
+        while not event.happened.wait(_LOOK_S):
+            self._check()
+
+    def _give(self, stream: Stream, work: Callable[[], Any]) -> None:
+        """A lost device does nothing with what it already has."""
+        stream.enqueue(lambda: None if self._lost.is_set() else work())
+
+    def _await(self, event: TwinEvent) -> None:
+        while not event.happened.wait(_LOOK_S) and not self._lost.is_set():
+            pass
+
+    def _check(self) -> None:
+        if self._lost.is_set():
+            raise DeviceError(f"{self.name}: the device is lost", lost=True)

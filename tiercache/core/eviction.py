@@ -4,9 +4,10 @@ Chunk keys are chained, so the residents form a forest of prefixes. A chunk is o
 only leaves are evicted: residents that no other evictable resident continues. Among the leaves the policy's rank decides,
 the lowest first.
 
-The leaves are in a heap of (rank, key) with lazy deletion: an item counts only while it matches the rank that its resident
-was queued with. An access that raises the rank of a queued leaf leaves the heap as it is; the leaf is queued again when the
-old item surfaces.
+The leaves are in buckets of 1,024 ranks, each a heap of (rank, key) with lazy deletion: an item counts only while it matches
+the rank that its resident was queued with. An access that raises the rank of a queued leaf within its bucket leaves the heap
+as it is; the leaf is queued again when the old item surfaces. A bucket knows how many of its items count, and goes with the
+last of them. So an eviction looks at the items of one bucket at most, however many leaves were accessed since the last one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
+
+_BUCKET = 10
+"""Ranks that differ in their lower bits only share a bucket."""
 
 _USE = 1 << 64
 """One access in an LFU rank, whose lower bits are the time of the last one."""
@@ -65,19 +69,33 @@ class Resident:
         self.unleased_children = 0
         self.rank = 0
         self.queued_rank: int | None = None
-        """The rank of this resident's item in the heap; None when it has no item."""
+        """The rank of this resident's item in the queue; None when it has no item."""
 
 
 R = TypeVar("R", bound=Resident)
 
 
-class _Queue:
-    """Leaves by rank, with stale items among them."""
+class _Bucket:
+    """A heap of leaves with about the same rank, stale items among them."""
 
-    __slots__ = ("heap", "residents")
+    __slots__ = ("heap", "valid")
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, ChunkKey]] = []
+        self.valid = 0
+        """Leaves that are queued here."""
+
+
+class _Queue:
+    """Leaves by rank."""
+
+    __slots__ = ("buckets", "order", "residents")
+
+    def __init__(self) -> None:
+        self.buckets: dict[int, _Bucket] = {}
+        """Those in which a leaf is queued, by the upper bits of its rank."""
+        self.order: list[int] = []
+        """A heap of their numbers, and of numbers of buckets that are gone."""
         self.residents = 0
         """Residents that may have an item here."""
 
@@ -88,8 +106,8 @@ class LeafLru(Generic[R]):
     Time is a counter. An access to n chunks of a prefix advances it by n; the first chunk gets the new time and each later
     one a time lower by one, so the tail of a prefix is colder than its head.
 
-    Every operation takes O(1), or O(log n) where a leaf enters or leaves the heap, which holds at most twice as many items
-    as there are residents, and 64 more.
+    Every operation takes O(1), or O(log n) where a leaf enters or leaves the queue. Stale items are removed a bucket at a
+    time: one that holds more than twice as many items as leaves, and 8 more, is made anew.
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
@@ -124,7 +142,9 @@ class LeafLru(Generic[R]):
             if entry is not None and (entry.rank != _ORPHAN or not prefix or at == time):
                 rank = entry.rank = at if lru else rank_of(entry.rank, at)
                 queued = entry.queued_rank
-                if not entry.unleased_children and (queued is None or rank < queued or self._tenants is not None):
+                if not entry.unleased_children and (
+                    queued is None or rank < queued or rank >> _BUCKET != queued >> _BUCKET
+                ):
                     self._enqueue(entry)
             at -= 1
         return time
@@ -193,6 +213,8 @@ class LeafLru(Generic[R]):
             return None
         if not entry.leases:
             self.evictable -= 1
+        if entry.queued_rank is not None:
+            self._unqueue(entry)
         self._queue.residents -= 1
         if self._tenants is not None:
             tenant = tenant_of(key)
@@ -200,7 +222,6 @@ class LeafLru(Generic[R]):
             queue.residents -= 1
             if not queue.residents:
                 del self._tenants[tenant]
-        entry.queued_rank = None
         for child in (entry.children or {}).values():
             child.parent = None
         entry.children, entry.unleased_children = None, 0
@@ -226,7 +247,7 @@ class LeafLru(Generic[R]):
         """Called when the last lease on a resident ends."""
         self.evictable += 1
         if entry.parent is not None:
-            entry.parent.unleased_children += 1
+            self._more_unleased(entry.parent)
         self._enqueue(entry)
 
     def victim(self, tenant: Tenant | None = None) -> R | None:
@@ -238,18 +259,22 @@ class LeafLru(Generic[R]):
             if found is None:
                 return None
             queue = found
-        heap = queue.heap
-        while heap:
-            rank, key = heap[0]
-            entry = self.entries.get(key)
-            if entry is not None and entry.queued_rank == rank:
-                if entry.rank == rank and not entry.leases and not entry.unleased_children:
-                    return entry
-                heappop(heap)
-                entry.queued_rank = None
-                self._enqueue(entry)
+        order, get = queue.order, self.entries.get
+        while order:
+            bucket = queue.buckets.get(order[0])
+            if bucket is None:
+                heappop(order)
+                continue
+            rank, key = bucket.heap[0]
+            entry = get(key)
+            if entry is None or entry.queued_rank != rank:
+                heappop(bucket.heap)
+            elif entry.rank == rank and not entry.leases:
+                return entry
             else:
-                heappop(heap)
+                heappop(bucket.heap)
+                self._unqueue(entry)
+                self._enqueue(entry)
         return None
 
     def pop_victim(self, tenant: Tenant | None = None) -> R | None:
@@ -261,8 +286,8 @@ class LeafLru(Generic[R]):
 
     @property
     def queued(self) -> int:
-        """Items in the heap of all leaves."""
-        return len(self._queue.heap)
+        """Items in the queue of all leaves, stale ones included."""
+        return sum(len(bucket.heap) for bucket in self._queue.buckets.values())
 
     def _attach(self, entry: R, parent: Resident) -> None:
         entry.parent = parent
@@ -270,7 +295,13 @@ class LeafLru(Generic[R]):
             parent.children = {}
         parent.children[entry.key] = entry
         if not entry.leases:
-            parent.unleased_children += 1
+            self._more_unleased(parent)
+
+    def _more_unleased(self, parent: Resident) -> None:
+        """A child keeps `parent` from being a leaf."""
+        parent.unleased_children += 1
+        if parent.queued_rank is not None:
+            self._unqueue(parent)
 
     def _less_unleased(self, parent: Resident) -> None:
         """A child of `parent` does not keep it from being a leaf any more."""
@@ -283,21 +314,49 @@ class LeafLru(Generic[R]):
         if entry.leases or entry.unleased_children:
             return
         rank, queued = entry.rank, entry.queued_rank
-        if queued is not None and (queued == rank or (queued < rank and self._tenants is None)):
-            return
+        if queued is not None:
+            if queued == rank or (queued < rank and queued >> _BUCKET == rank >> _BUCKET):
+                return
+            self._unqueue(entry)
         entry.queued_rank = rank
         item = (rank, entry.key)
-        self._push(self._queue, item)
+        _push(self._queue, item)
         if self._tenants is not None:
-            self._push(self._tenants[tenant_of(entry.key)], item)
+            _push(self._tenants[tenant_of(entry.key)], item)
 
-    def _push(self, queue: _Queue, item: tuple[int, ChunkKey]) -> None:
-        heappush(queue.heap, item)
-        if len(queue.heap) > 2 * queue.residents + 64:
+    def _unqueue(self, entry: Resident) -> None:
+        """The item of a resident counts no more."""
+        rank = entry.queued_rank
+        assert rank is not None
+        entry.queued_rank = None
+        self._uncount(self._queue, rank)
+        if self._tenants is not None:
+            self._uncount(self._tenants[tenant_of(entry.key)], rank)
+
+    def _uncount(self, queue: _Queue, rank: int) -> None:
+        number = rank >> _BUCKET
+        bucket = queue.buckets[number]
+        bucket.valid -= 1
+        if not bucket.valid:
+            del queue.buckets[number]
+            if len(queue.order) > 2 * len(queue.buckets) + 64:
+                queue.order[:] = queue.buckets
+                heapify(queue.order)
+        elif len(bucket.heap) > 2 * bucket.valid + 8:
             get = self.entries.get
-            current = {item for item in queue.heap if (entry := get(item[1])) is not None and entry.queued_rank == item[0]}
-            queue.heap[:] = current
-            heapify(queue.heap)
+            current = {item for item in bucket.heap if (entry := get(item[1])) is not None and entry.queued_rank == item[0]}
+            bucket.heap[:] = current
+            heapify(bucket.heap)
+
+
+def _push(queue: _Queue, item: tuple[int, ChunkKey]) -> None:
+    number = item[0] >> _BUCKET
+    bucket = queue.buckets.get(number)
+    if bucket is None:
+        bucket = queue.buckets[number] = _Bucket()
+        heappush(queue.order, number)
+    heappush(bucket.heap, item)
+    bucket.valid += 1
 
 
 def _root_of(entry: Resident) -> Resident:

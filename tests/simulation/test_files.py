@@ -79,6 +79,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.sampled_from(["rename", "replace", "rename_new", "link", "samefile"]), name, name),
     st.tuples(st.just("symlink"), st.sampled_from(TARGETS), name),
     st.tuples(st.sampled_from(["stat_at", "unlink_at", "mkdir_at", "open_at"]), slot, name),
+    st.tuples(st.just("rename_at"), slot, name, slot, name),
 )
 
 
@@ -121,6 +122,10 @@ class Side:
 
     def do_open_at(self, slot: int, path: str) -> None:
         self._keep(slot, self.system.open(path, os.O_RDWR | os.O_CREAT, 0o600, dir_fd=self.slots.get(slot, 999_999)))
+
+    def do_rename_at(self, slot: int, path: str, to_slot: int, to: str) -> None:
+        source, target = self.slots.get(slot, 999_999), self.slots.get(to_slot, 999_999)
+        self.system.rename(path, to, src_dir_fd=source, dst_dir_fd=target)
 
     def do_close(self, slot: int) -> None:
         self.system.close(self.slots.pop(slot, 999_999))
@@ -609,7 +614,8 @@ def in_the_place_of_os(calls: FileCalls, patch: pytest.MonkeyPatch) -> Iterator[
 
     def routed(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
         def call(target: Any, *rest: Any, **options: Any) -> Any:
-            return (simulated if calls.owns(target) else real)(target, *rest, **options)
+            at = options.get("dir_fd") or options.get("src_dir_fd") or target
+            return (simulated if calls.owns(target) or calls.owns(at) else real)(target, *rest, **options)
 
         return call
 

@@ -158,13 +158,13 @@ async def test_quarantine_takes_a_quarter_of_a_small_cap_at_most(tmp_path: Path)
 async def test_what_could_not_be_removed_from_quarantine_goes_with_the_next_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(path: Path, missing_ok: bool = False) -> None:
+    def fails(*arguments: object, **named: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 13))
         with monkeypatch.context() as device:
-            device.setattr(Path, "unlink", fails)
+            device.setattr(os, "unlink", fails)
             for number in range(1, 13):
                 flip(Path(tier.path(chunk(number)[0])), 5000)
                 assert not await is_hit(tier, number)

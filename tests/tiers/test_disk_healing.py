@@ -774,7 +774,7 @@ async def test_a_dangling_link_in_quarantine_does_not_stop_its_trimming(tmp_path
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 21))
         (tmp_path / "quarantine").mkdir()
-        (tmp_path / "quarantine" / "0").symlink_to("nowhere")
+        (tmp_path / "quarantine" / f"{bytes(24).hex()}.{10**18}").symlink_to("nowhere")
         for number in range(1, 21):
             os.truncate(tier.path(chunk(number)[0]), 4096)
             assert not await is_hit(tier, number)

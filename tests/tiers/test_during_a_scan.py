@@ -38,7 +38,8 @@ class HeldScan:
         self._scandir = os.scandir
 
     def scandir(self, path: Any = ".") -> Any:
-        if len(os.path.basename(path)) == 2:
+        place = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        if len(os.path.basename(place)) == 2:
             self.begun.set()
             self.release.wait()
         return self._scandir(path)

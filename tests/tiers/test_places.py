@@ -72,7 +72,7 @@ async def test_directory_with_files_of_others_is_taken_with_one_warning(
         async with opened(tmp_path) as tier:
             await fill(tier, range(1, 3))
         (said,) = caplog.messages
-        assert said.startswith(f"{tmp_path}: there are files of others, such as passwd, and none of ours")
+        assert said.startswith(f"{tmp_path} holds files of others, such as passwd; chunks are stored in {tmp_path}/")
         async with opened(tmp_path) as tier:
             assert await is_hit(tier, 2)
     assert len(caplog.messages) == 1
@@ -99,3 +99,29 @@ async def test_directory_on_a_mount_that_is_read_only_is_a_wrong_setting(small_d
     with pytest.raises(ConfigError, match=f"local_disk: {small_device} cannot be used: .*Read-only"):
         async with opened(small_device):
             pass
+
+
+async def test_directory_that_is_made_where_a_mount_is_missing_is_made_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at a boot at which the mount is late: `/mnt/nvme` is an empty directory."""
+    if tmp_path.stat().st_dev != Path("/").stat().st_dev:
+        pytest.skip("temporary files do not lie on the root file system")
+    point = tmp_path / "nvme"
+    point.mkdir()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with opened(point / "kv") as tier:
+                await fill(tier, range(1, 3))
+    (said,) = caplog.messages
+    assert said.startswith(f"{point / 'kv'} does not exist and is made on the root file system: if it belongs on a mount")
+
+
+async def test_directory_that_is_made_beside_others_is_made_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "data").mkdir()
+    with caplog.at_level(logging.WARNING):
+        async with opened(tmp_path / "kv"):
+            pass
+    assert caplog.messages == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import aiofiles
 from aiofiles import ospath
 
 from tiercache.tiers.files.manifest import MANIFEST
+from tiercache.tiers.files.place import found_place
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
@@ -17,7 +19,7 @@ async def problem_with(directory: Path) -> str | None:
     """One sentence when `directory` is not one of ours."""
     if not await ospath.isdir(directory):
         return f"{directory} is not a directory"
-    manifest = directory / MANIFEST
+    manifest = await asyncio.to_thread(found_place, directory) / MANIFEST
     if not await ospath.isfile(manifest):
         return f"{directory} is not a directory of chunks: it has no {MANIFEST}"
     try:
@@ -29,7 +31,8 @@ async def problem_with(directory: Path) -> str | None:
 
 
 def chunk_files(directory: Path) -> Iterator[Path]:
+    place = found_place(directory)
     for top in TOP_LEVELS:
-        for path in sorted((directory / top).glob("*")):
+        for path in sorted((place / top).glob("*")):
             if CHUNK_NAME.fullmatch(path.name):
                 yield path

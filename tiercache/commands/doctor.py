@@ -19,6 +19,7 @@ from tiercache.errors import ConfigError
 from tiercache.tiers.files.chunk_file import supports_direct_io
 from tiercache.tiers.files.count_file import counted_in
 from tiercache.tiers.files.mounts import mount_of, mounts
+from tiercache.tiers.files.place import found_place
 from tiercache.tiers.shared_memory import require_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -163,7 +164,7 @@ def _shared_tier() -> list[Finding]:
     wanted = f"{config.max_shared_memory_size:g} GB for {directory}"
     size, huge = shutil.disk_usage(mount.point), mount.option("huge")
     findings = []
-    if size.free + (counted_in(directory / ".tiercache" / "ledger") or 0) < config.shared_memory_bytes:
+    if size.free + (counted_in(found_place(directory) / ".tiercache" / "ledger") or 0) < config.shared_memory_bytes:
         advice = "others take the rest: chunks will be evicted below the cap. Lower it, or enlarge the mount"
         findings.append(Finding(topic, NOTE, f"{wanted}, and {size.free / 2**30:.1f} GB are free", advice))
     if huge in (None, "never"):

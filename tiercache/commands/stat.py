@@ -15,6 +15,8 @@ from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tiers.files.count_file import counted_in
 from tiercache.tiers.files.owners import PENDING_NAME
+from tiercache.tiers.files.place import found_place
+from tiercache.tiers.files.quarantine import QUARANTINED_NAME
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
@@ -79,11 +81,13 @@ async def survey(directory: Path) -> dict[str, Any]:
     `ledger_bytes` while somebody writes, and after a crash until a cache has had the directory to itself.
     """
     found = _Found()
-    for part in asyncio.as_completed([asyncio.to_thread(_headers, directory / top) for top in TOP_LEVELS]):
+    place = await asyncio.to_thread(found_place, directory)
+    for part in asyncio.as_completed([asyncio.to_thread(_headers, place / top) for top in TOP_LEVELS]):
         found.add(*await part)
-    quarantine = await asyncio.to_thread(_files, directory / "quarantine")
+    quarantine = await asyncio.to_thread(_files, place / "quarantine")
+    quarantine = [(path, status) for path, status in quarantine if QUARANTINED_NAME.fullmatch(os.path.basename(path))]
     quarantined_bytes = sum(status.st_blocks * 512 for _, status in quarantine)
-    temporary = await asyncio.to_thread(_files, directory / ".tiercache" / "tmp")
+    temporary = await asyncio.to_thread(_files, place / ".tiercache" / "tmp")
     strays = [status.st_blocks * 512 for path, status in temporary if not path.endswith((".lock", ".new"))]
     strays += found.unfinished_bytes
     layouts, ages = found.layouts, sorted(found.ages)
@@ -92,7 +96,7 @@ async def survey(directory: Path) -> dict[str, Any]:
         "chunks": sum(layout["chunks"] for layout in layouts.values()),
         "occupied_bytes": sum(layout["occupied_bytes"] for layout in layouts.values()),
         "counted_bytes": found.counted_bytes + quarantined_bytes,
-        "ledger_bytes": await asyncio.to_thread(counted_in, directory / ".tiercache" / "ledger"),
+        "ledger_bytes": await asyncio.to_thread(counted_in, place / ".tiercache" / "ledger"),
         "layouts": dict(sorted(layouts.items())),
         "unreadable": sorted(found.unreadable),
         "quarantined": len(quarantine),

@@ -14,6 +14,7 @@ from pathlib import Path
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.core.header import HEADER_BYTES
 from tiercache.tiers.files.mounts import NFS, Mount, local_locks
+from tiercache.tiers.files.place import found_place
 
 CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
 """File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""
@@ -69,7 +70,8 @@ def has_nvidia_fs() -> bool:
 
 def access_to(directory: Path) -> list[Finding]:
     """Who may read the chunks in a directory that a cache has used; nothing where none has."""
-    topic, ours = "file access", directory / ".tiercache"
+    topic, directory = "file access", found_place(directory)
+    ours = directory / ".tiercache"
     if not ours.is_dir():
         return []
     places = [ours, *directory.glob("[0-9a-f][0-9a-f]"), *directory.glob("quarantine")]

@@ -26,6 +26,7 @@ from tiercache.errors import CorruptChunk
 from tiercache.tiers.compression import check_compressed
 from tiercache.tiers.files.access import access_as_found, open_regular
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
+from tiercache.tiers.files.place import found_place
 from tiercache.tiers.files.volume import Volume
 
 _THREADS = 4
@@ -80,16 +81,20 @@ def verify(directory: Path, console: Console) -> Verified:
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only: whoever just looks leaves no trace.
                 volume = volume or _open_volume(directory, stack)
-                volume.quarantine(bytes.fromhex(path.name))
-                found.bad.append(str(outcome))
+                if volume.believes(bytes.fromhex(path.name)):
+                    volume.quarantine(bytes.fromhex(path.name))
+                    found.bad.append(str(outcome))
+                else:
+                    found.unreadable.append(f"{outcome}: it may be somebody else's")
             else:
                 found.unreadable.append(f"{path}: {outcome.strerror}")
     return found
 
 
 def _open_volume(directory: Path, stack: ExitStack) -> Volume:
-    access = access_as_found(directory / ".tiercache")
-    volume = Volume(directory, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
+    place = found_place(directory)
+    access = access_as_found(place / ".tiercache")
+    volume = Volume(place, 0, bytes(FINGERPRINT_BYTES), direct=False, durable=False, access=access)
     volume.open()
     stack.callback(volume.close)
     return volume

@@ -83,7 +83,7 @@ class MappingMover(ThreadMover):
         self, volume: Volume, key: ChunkKey, mapped: list[MappedFile], pause: Callable[[], None] | None = None
     ) -> int | None:
         def by(path: str) -> int:
-            file = map_chunk_file(path, key, self._shelves.fingerprint)
+            file = map_chunk_file(path, key, self._shelves.fingerprint, volume.access)
             mapped.append(file)
             return file.payload_bytes
 

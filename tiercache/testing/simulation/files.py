@@ -161,8 +161,18 @@ class FileCalls(DescriptorCalls):
 
     remove = unlink
 
-    def rename(self, src: Name, dst: Name) -> None:
-        self._rename("rename", src, dst, spare=False)
+    def rename(
+        self, src: Name, dst: Name, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        """With both descriptors, or with none."""
+        if src_dir_fd is None or dst_dir_fd is None:
+            self._rename("rename", src, dst, spare=False)
+            return
+        old, new = os.fsdecode(src), os.fsdecode(dst)
+        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
+        self.before("rename", source.disk, (os.path.join(source.path, old), os.path.join(target.path, new)))
+        source, target = self._opened_for(src_dir_fd, dst_dir_fd, old, new)
+        self._rename_in(source.disk, old, source.inode, target.disk, new, target.inode, spare=False)
 
     replace = rename
 
@@ -216,6 +226,20 @@ class FileCalls(DescriptorCalls):
             (block, block, disk.block_count, free, free, 1 << 30, 1 << 29, 1 << 29, 0, 255, disk.device)
         )
 
+    def _opened_for(self, src_fd: int, dst_fd: int, *paths: str) -> tuple[Opened, Opened]:
+        found = []
+        for fd in (src_fd, dst_fd):
+            opened = self._opened.get(fd)
+            if opened is None:
+                raise failure(errno.EBADF, *paths)
+            if opened.severed:
+                raise failure(errno.ENOTCONN, *paths)
+            if not isinstance(opened.inode, Directory):
+                raise failure(errno.ENOTDIR, *paths)
+            found.append(opened)
+        source, target = found
+        return source, target
+
     def _enter(self, call: str, path: Name, dir_fd: int | None) -> Place:
         """The beginning of a call with a path."""
         name = path if type(path) is str else os.fsdecode(path)
@@ -267,11 +291,20 @@ class FileCalls(DescriptorCalls):
 
     def _rename(self, call: str, src: Name, dst: Name, *, spare: bool) -> None:
         disk, old, to_disk, new = self._enter_both(call, src, dst)
+        self._rename_in(disk, old, None, to_disk, new, None, spare=spare)
+
+    @staticmethod
+    def _rename_in(
+        disk: Disk, old: str, source: Inode | None, to_disk: Disk, new: str, target: Inode | None, *, spare: bool
+    ) -> None:
+        """`source` and `target`: the directories at which relative paths begin."""
+        assert source is None or isinstance(source, Directory)
+        assert target is None or isinstance(target, Directory)
         if to_disk is not disk:
             raise failure(errno.EXDEV, old, new)
         try:
-            directory, name, inode = disk.place(old)
-            to_place = disk.place(new)
+            directory, name, inode = disk.place(old, at=source)
+            to_place = disk.place(new, at=target)
             if not name or not to_place[1]:
                 raise failure(errno.EBUSY)
             if inode is None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+logger = logging.getLogger("tiercache.disk")
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
 """There is no such path: the file is missing, or a directory above it."""
 FILE_MODE = 0o600
 """Of every file when it is made. A chunk is a prompt in another form."""
+_ABOVE_MOUNTS = ("/", "/mnt", "/media", "/srv")
 
 
 @dataclass(frozen=True)
@@ -28,10 +34,14 @@ class Access:
             os.chmod(path, self.file_mode)
 
     def make_directory(self, path: Path | str) -> bool:
-        """Whether it had to be made. One that is there and belongs to this user gets the mode as well."""
+        """Return True if the directory had to be made. An existing directory of this user gets the mode as well.
+
+        Raises NotADirectoryError where something else has the name, a link included.
+        """
         try:
             os.mkdir(path, 0o700)
         except FileExistsError:
+            require_directory(path)
             self.enforce(path)
             return False
         if self.directory_mode != 0o700:
@@ -41,6 +51,7 @@ class Access:
     def make_root(self, path: Path) -> None:
         """As `make_directory`, with the directories above it. One that is there is somebody's choice and stays as it is."""
         if not path.is_dir():
+            _warn_of_missing_mount(path)
             with contextlib.suppress(FileExistsError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.mkdir(path, 0o700)
@@ -50,14 +61,26 @@ class Access:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
     def enforce(self, path: Path | str) -> None:
-        """Give `path` (a directory or a file) its mode if it is this user's; what is another's stays as it is."""
+        """Give `path` (a directory or a file) its mode if it is this user's. Links and others' files stay as they are."""
         with contextlib.suppress(OSError):
-            status = os.stat(path)
+            status = os.lstat(path)
             mode = self.directory_mode if stat.S_ISDIR(status.st_mode) else self.file_mode
-            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != mode:
-                os.chmod(path, mode)
+            if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) == mode:
+                return
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if os.path.samestat(os.fstat(descriptor), status):
+                    os.fchmod(descriptor, mode)
+            finally:
+                os.close(descriptor)
 
-    def enforce_found(self, path: str, status: os.stat_result) -> bool:
+    def owns(self, status: os.stat_result) -> bool:
+        """Return True if a file or directory is this user's, root's or, where the group has access, one of our groups'."""
+        if status.st_uid in (0, os.geteuid()):
+            return True
+        return self.file_mode != FILE_MODE and status.st_gid in (os.getegid(), *os.getgroups())
+
+    def enforce_found(self, path: str, status: os.stat_result, dir_fd: int | None = None) -> bool:
         """As `enforce` for a regular file whose `status` is known already; False where the file system has no such modes.
 
         In a directory that others may write to, the name may be a link by now, or a second name of a file that is private:
@@ -66,7 +89,7 @@ class Access:
         if stat.S_IMODE(status.st_mode) == self.file_mode or status.st_uid != os.geteuid():
             return True
         try:
-            descriptor = open_regular(path, os.O_RDONLY)
+            descriptor = open_regular(path, os.O_RDONLY, dir_fd)
         except OSError:
             return True  # gone, or not ours to open
         try:
@@ -113,19 +136,19 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path | str, flags: int) -> int:
+def open_regular(path: Path | str, flags: int, dir_fd: int | None = None) -> int:
     """open(2) of a regular file, by its own name. A file that is made gets FILE_MODE.
 
     Raises NotAFile for everything else, at once: opening a pipe waits for its other end.
     """
     if flags & os.O_EXCL:
-        return _open(path, flags)  # of a file that was made just now
-    return open_found(path, flags)[0]
+        return _open(path, flags, dir_fd)  # of a file that was made just now
+    return open_found(path, flags, dir_fd)[0]
 
 
-def open_found(path: Path | str, flags: int) -> tuple[int, os.stat_result]:
+def open_found(path: Path | str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
     """As `open_regular`, without O_EXCL, with what fstat(2) says of the file: who needs both asks once."""
-    descriptor = _open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    descriptor = _open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -136,12 +159,48 @@ def open_found(path: Path | str, flags: int) -> tuple[int, os.stat_result]:
     return descriptor, status
 
 
-def _open(path: Path | str, flags: int) -> int:
+@contextmanager
+def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int]:
+    """Open a directory by its own name, for calls with `dir_fd`. `to_list`: also for listdir and scandir.
+
+    Raises FileNotFoundError, and NotADirectoryError where something else has the name, a link included.
+    """
+    how = os.O_RDONLY if to_list else os.O_PATH
+    descriptor = os.open(path, how | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def require_directory(path: Path | str) -> os.stat_result:
+    """Return the status of a directory. Raises NotADirectoryError where something else has the name, a link included."""
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    return status
+
+
+def _warn_of_missing_mount(path: Path) -> None:
+    """Warn if `path` is to be made where a mount is probably missing: on the root file system, where nothing else is."""
+    above = path.parent
+    while not above.is_dir() and above != above.parent:
+        above = above.parent
+    with contextlib.suppress(OSError):
+        looks_like_one = str(above) in _ABOVE_MOUNTS or not os.listdir(above)
+        if looks_like_one and os.stat(above).st_dev == os.stat("/").st_dev:
+            logger.warning(
+                "%s does not exist and is made on the root file system: if it belongs on a mount, that is missing; then "
+                "stop, delete what was made below %s, and mount it", path, above,
+            )  # fmt: skip
+
+
+def _open(path: Path | str, flags: int, dir_fd: int | None) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, FILE_MODE, dir_fd=dir_fd)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL):
-            mode = os.lstat(path).st_mode
+            mode = os.lstat(path, dir_fd=dir_fd).st_mode
             if not stat.S_ISREG(mode):
                 raise NotAFile(path, mode) from error
         raise

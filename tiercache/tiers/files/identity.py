@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import os
 from pathlib import Path
 
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.files.access import ABSENT, Access
-from tiercache.tiers.files.manifest import MANIFEST
-from tiercache.tiers.files.survey import TOP_LEVELS
-
-logger = logging.getLogger("tiercache.disk")
-
-_NOT_WORTH_A_WORD = frozenset({"lost+found", ".tiercache", "quarantine", *TOP_LEVELS})
-"""In a directory that has no manifest: what is ours all the same, and what file systems put there."""
+from tiercache.tiers.files.access import ABSENT, Access, require_directory
 
 
 class Identity:
@@ -25,10 +16,13 @@ class Identity:
         self.root = root
         self._device = self._number = -1
         self._is_mount_point = False
+        self.user = -1
+        """To whom it belongs."""
 
     def note(self) -> None:
         """It is opened now. Raises OSError."""
-        status = os.stat(self.root)
+        status = require_directory(self.root)
+        self.user = status.st_uid
         self._device, self._number = status.st_dev, status.st_ino
         self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
 
@@ -77,20 +71,6 @@ class Identity:
         """Whether only the mount point is left of what was mounted there. Raises OSError."""
         here = os.stat(self.root).st_dev
         return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
-
-    def warn_of_others(self) -> None:
-        """Before the manifest is made: whoever named a wrong directory learns it the first time, and once."""
-        if os.path.lexists(self.root / MANIFEST):
-            return
-        with os.scandir(self.root) as entries:
-            others = list(itertools.islice((entry.name for entry in entries if entry.name not in _NOT_WORTH_A_WORD), 3))
-        if others:
-            logger.warning(
-                "%s: there are files of others, such as %s, and none of ours: is it the right directory? Chunks are stored "
-                "beside them from now on",
-                self.root,
-                ", ".join(sorted(others)),
-            )
 
     def is_mounted_anew(self, descriptor: int) -> bool:
         """Whether what is open there lies on another mount than what has the directory's path now."""

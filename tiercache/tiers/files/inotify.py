@@ -18,6 +18,7 @@ OVERFLOW = 0x4000
 IGNORED = 0x8000
 """The directory is not watched any more: it was deleted, or what it lies on unmounted."""
 _ONLY_DIRECTORIES = 0x01000000
+_NO_LINKS = 0x02000000
 _HEADER = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 
@@ -41,7 +42,7 @@ class Inotify:
     def watch(self, directory: Path, mask: int) -> int:
         """The number that its happenings have; of a directory that is watched already, the same one. Asks the mount, so it
         may block. Raises OSError, also where there may be no more (fs.inotify.max_user_watches)."""
-        number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES)
+        number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS)
         return self._checked(number, str(directory))
 
     def happened(self) -> list[Happening]:

@@ -15,7 +15,7 @@ from tiercache.core.pauses import pause_s
 from tiercache.core.sharing import Freshness, SharedIndex
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
-from tiercache.tiers.files.access import ABSENT, occupied_bytes
+from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 from tiercache.tiers.files.volume import Volume
@@ -160,8 +160,8 @@ def directory_times_ns(volume: Volume) -> list[int]:
     root = str(volume.root)
     for top in TOP_LEVELS:
         try:
-            times_ns.append(os.stat(f"{root}/{top}").st_mtime_ns)
-        except FileNotFoundError:
+            times_ns.append(require_directory(f"{root}/{top}").st_mtime_ns)
+        except ABSENT:
             times_ns.append(0)
     return times_ns
 
@@ -169,7 +169,8 @@ def directory_times_ns(volume: Volume) -> list[int]:
 def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
     """The chunks in a subdirectory, by their names alone. For a worker thread."""
     try:
-        names = os.listdir(volume.root / TOP_LEVELS[directory])
+        with opened_directory(volume.root / TOP_LEVELS[directory], to_list=True) as opened:
+            names = os.listdir(opened)
     except ABSENT:
         return set()
     return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
@@ -180,10 +181,10 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     found = []
     for key in keys:
         try:
-            status = os.stat(volume.path(key))
+            status = os.lstat(volume.path(key))
         except ABSENT:
             continue
-        if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0:
+        if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0 and volume.believes(key):
             found.append((key, occupied_bytes(status)))
     return found
 

@@ -8,8 +8,10 @@ another program has this process killed by SIGBUS at its next look.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import numpy as np
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.files.access import open_regular
+from tiercache.tiers.files.access import Access, open_found
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,11 +76,13 @@ class MappedFile:
         return (status.st_dev, status.st_ino) == self.inode
 
 
-def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes) -> MappedFile:
-    """Map and verify the chunk at `path`. Raises as `read_chunk_file`, and OSError (ENOMEM) where nothing can be mapped."""
-    descriptor = open_regular(path, os.O_RDONLY)
+def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Access) -> MappedFile:
+    """Map and verify the chunk at `path`. Raises as `read_chunk_file`, and OSError (ENOMEM) where nothing can be mapped,
+    PermissionError where another user could change it after it was verified."""
+    descriptor, status = open_found(path, os.O_RDONLY)
     try:
-        status = os.fstat(descriptor)
+        if not access.owns(status) or status.st_mode & stat.S_IWOTH:
+            raise PermissionError(errno.EACCES, "another user can change it", str(path))
         length_bytes = status.st_size
         if length_bytes <= HEADER_BYTES:
             raise CorruptChunk(f"{path}: length: expected more than {HEADER_BYTES} bytes, found {length_bytes}")

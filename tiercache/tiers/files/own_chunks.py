@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError
 from tiercache.core.keys import ChunkKey
+from tiercache.tiers.files.access import NotAFile, open_regular
 from tiercache.tiers.files.listing import list_keys
 from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.files.tier import FileTier
@@ -28,7 +31,7 @@ def _own_in(volume: Volume, directory: int) -> set[ChunkKey]:
 
 def _is_own(volume: Volume, key: ChunkKey) -> bool:
     try:
-        with open(volume.path(key), "rb", buffering=0) as file:
+        with os.fdopen(open_regular(volume.path(key), os.O_RDONLY), "rb", buffering=0) as file:
             return Header.unpack(file.read(PACKED_BYTES)).fingerprint == volume.fingerprint
-    except (FileNotFoundError, HeaderError):
+    except (FileNotFoundError, NotAFile, HeaderError):
         return False  # gone meanwhile, or nobody's: a read would find that out

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular
+from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular, opened_directory
 from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.record import Standing, read_record
@@ -123,14 +123,13 @@ class Owner:
         """One look at each place, however many are dead. What they take stays counted until the count is reckoned anew."""
         removed = 0
         for place in (self.temporary, *self.places):
-            try:
-                names = os.listdir(place)
-            except ABSENT:
-                continue
-            for name in names:
-                stem, _, number = name.rpartition(".")
-                if stem in dead and number.isdigit():
-                    removed += _unlink(place / name)
+            with contextlib.suppress(*ABSENT), opened_directory(place, to_list=True) as directory:
+                for name in os.listdir(directory):
+                    stem, _, number = name.rpartition(".")
+                    if stem in dead and number.isdigit():
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(name, dir_fd=directory)
+                            removed += 1
         return removed
 
     def _names(self, ending: str) -> list[str]:

@@ -123,8 +123,11 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        if self._access.make_directory(path):
-            self._ledger().add(occupied_bytes(os.stat(path)))
+        try:
+            if self._access.make_directory(path):
+                self._ledger().add(occupied_bytes(os.stat(path)))
+        except NotADirectoryError as error:
+            raise NameTaken(error.errno, error.strerror, path) from error
 
 
 def _clear(path: str) -> None:

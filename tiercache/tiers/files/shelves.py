@@ -23,6 +23,7 @@ from tiercache.tiers.files.manifest import WrongFormat
 from tiercache.tiers.files.metadata import MetadataWorkers
 from tiercache.tiers.files.only_read import NoRoom, OnlyRead
 from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.files.place import found_place, make_place
 from tiercache.tiers.files.scanning import Shelf, scan
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.space import default_cap
@@ -104,11 +105,12 @@ class Shelves:
 
     async def _open_all(self) -> None:
         await self.mover.prepare()
+        places = [await self._place_of(directory) for directory in self.settings.directories]
         if not self.settings.cap_bytes and not self._only_reads:
-            self.settings = replace(self.settings, cap_bytes=await self._default_cap())
+            self.settings = replace(self.settings, cap_bytes=await self._default_cap(places))
         share_bytes = self.settings.cap_bytes // len(self.settings.directories)
-        for directory in self.settings.directories:
-            volume = self.make_volume(directory, share_bytes)
+        for place in places:
+            volume = self.make_volume(place, share_bytes)
             await self._open_volume(volume)
             shelf = Shelf(volume, self.knowledge.make_index())
             self.all.append(shelf)
@@ -370,6 +372,15 @@ class Shelves:
         volume.on_delete = self.mover.forget
         return volume
 
+    async def _place_of(self, directory: Path) -> Path:
+        """Where the chunks of a configured directory lie."""
+        try:
+            if self._only_reads:
+                return await self.metadata.submit(found_place, directory)
+            return await self.metadata.submit(make_place, directory, ACCESS[self.settings.file_access])
+        except OSError as error:
+            raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
+
     async def _open_volume(self, volume: Volume) -> None:
         try:
             await self.metadata.opened(volume.open, volume.close)
@@ -380,17 +391,18 @@ class Shelves:
 
     def _require_another(self, volume: Volume) -> None:
         """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""
-        for shelf in self.all:
+        directories = self.settings.directories
+        for shelf, directory in zip(self.all, directories, strict=False):
             if shelf.volume is not volume and shelf.volume.identity.is_same(volume.identity):
                 raise ConfigError(
-                    f"{self.option}: {shelf.volume.root} and {volume.root} are one directory, which would be filled twice; "
-                    "name it once"
+                    f"{self.option}: {directory} and {directories[len(self.all) - 1]} are one directory, which would be "
+                    "filled twice; name it once"
                 )
 
-    async def _default_cap(self) -> int:
+    async def _default_cap(self, places: Sequence[Path]) -> int:
         access = ACCESS[self.settings.file_access]
         try:
-            return await self.metadata.submit(default_cap, self.settings.directories, access)
+            return await self.metadata.submit(default_cap, places, access)
         except OSError as error:
             raise ConfigError(f"{self.option}: {error.filename} cannot be used: {error}") from error
 

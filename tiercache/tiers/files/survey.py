@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import stat
@@ -13,7 +14,7 @@ import numpy as np
 
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.tiers.files.access import Access, occupied_bytes, open_regular
+from tiercache.tiers.files.access import ABSENT, Access, occupied_bytes, open_regular, opened_directory
 from tiercache.tiers.files.count_file import Count
 from tiercache.tiers.files.owners import PENDING_NAME, Owner
 
@@ -78,30 +79,43 @@ class Surveyor:
         self._access = access
         self._has_modes = changes
         """Until the mount is seen to have none: then scans open no files for that any more."""
+        self.trusts_names = False
+        """Whether the directory was empty when it was made ours: then a name and a length that fit make a chunk. Else only a
+        header does."""
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
 
-        Files that are not of our naming are never touched.
+        Files that are not of our naming, or whose headers are not ours, are never touched. Nor is what a link leads to.
         """
         found = Scanned()
-        directory = self._root / top
-        if directory.is_dir():
-            found.counted_bytes += occupied_bytes(directory.stat())
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    try:
-                        self._examine(entry, top, found)
-                    except FileNotFoundError:
-                        continue
+        try:
+            with opened_directory(self._root / top, to_list=True) as directory:
+                own_bytes = occupied_bytes(os.stat(directory))
+                with os.scandir(directory) as entries:
+                    for entry in entries:
+                        try:
+                            self._examine(entry, top, directory, found)
+                        except FileNotFoundError:
+                            continue
+                if self.trusts_names or found.keys or not found.foreign:  # else it is not of our making
+                    found.counted_bytes += own_bytes
+        except ABSENT:
+            return found
         return found
 
-    def _examine(self, entry: os.DirEntry[str], top: str, found: Scanned) -> None:
+    def _examine(self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned) -> None:
         status = entry.stat(follow_symlinks=False)
         is_file = stat.S_ISREG(status.st_mode)
-        if is_file and _is_chunk(entry, top):
+        header = _Unread(entry.name, directory)
+        if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                self._has_modes = self._has_modes and self._access.enforce_found(entry.path, status)
+                if not self.trusts_names and not header.is_ours:
+                    found.foreign += 1
+                    if not header.is_readable:  # it may be ours: the cap holds in any case
+                        found.counted_bytes += occupied_bytes(status)
+                    return
+                self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
                 size_bytes = occupied_bytes(status)
                 found.counted_bytes += size_bytes
                 found.keys.append(bytes.fromhex(entry.name))
@@ -112,27 +126,73 @@ class Surveyor:
         elif not is_file or not self._owner.is_stray(entry.name):
             found.foreign += not PENDING_NAME.fullmatch(entry.name)
             return
-        if self._changes:
-            os.unlink(entry.path)
+        if not header.is_ours and not (self.trusts_names and header.is_blank):
+            found.foreign += 1
+        elif self._changes:
+            os.unlink(entry.name, dir_fd=directory)
             found.strays += 1
 
 
-def _is_chunk(entry: os.DirEntry[str], top: str) -> bool:
+class _Unread:
+    """The beginning of a file, which is read when it is asked for."""
+
+    def __init__(self, name: str, directory: int) -> None:
+        self._name = name
+        self._directory = directory
+
+    @functools.cached_property
+    def _raw(self) -> bytes | None:
+        """None where it cannot be read."""
+        try:
+            descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
+        except OSError:
+            return None
+        try:
+            found = b""
+            while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
+                found += more
+            return found
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_ours(self) -> bool:
+        try:
+            header = Header.unpack(self._raw or b"")
+        except HeaderError:
+            return False
+        return self._name == header.key.hex() or bool(PENDING_NAME.fullmatch(self._name))
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all of a header could be read, be it ours or not."""
+        return self._raw is not None and len(self._raw) == PACKED_BYTES
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing was written there yet: all that a power cut, or a kill, may have left of a file."""
+        return self._raw is not None and not self._raw.strip(b"\0")
+
+
+def has_our_header(path: str) -> bool:
+    """Return True if the header of a file belongs to the key that is the file's name."""
+    above, name = os.path.split(path)
+    try:
+        with opened_directory(above) as directory:
+            return _Unread(name, directory).is_ours
+    except ABSENT:
+        return False
+
+
+def may_be_ours(name: str, directory: int) -> bool:
+    """Return True if a file in an open directory of chunks is a chunk by its header, or is named as one that is written."""
+    return bool(PENDING_NAME.fullmatch(name)) or _Unread(name, directory).is_ours
+
+
+def _is_chunk(name: str, top: str, header: _Unread) -> bool:
     """By its name; where its key is not as long as ours are, also by its header. It takes room, whoever can ask for it."""
-    if CHUNK_NAME.fullmatch(entry.name):
+    if CHUNK_NAME.fullmatch(name):
         return True
-    return bool(_HEX_NAME.fullmatch(entry.name)) and entry.name.startswith(top) and _has_our_header(entry.path)
-
-
-def _has_our_header(path: str) -> bool:
-    try:
-        descriptor = open_regular(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        Header.unpack(os.pread(descriptor, PACKED_BYTES, 0))
-    except (HeaderError, OSError):
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.is_ours

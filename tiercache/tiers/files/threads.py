@@ -43,9 +43,8 @@ class ThreadMover(Mover):
         """Of their own: a read finds a thread, whatever stands still."""
         self._precedence = Precedence()
         self._writers = Workers(f"{shelves.name}-write", writers or threads)
+        self._writes_at_device = writes_at_device
         self._turns: dict[Path, DeviceTurns] = {}
-        if writes_at_device is not None:
-            self._turns = {root: DeviceTurns(writes_at_device) for root in shelves.settings.directories}
 
     @property
     def write_places(self) -> int:
@@ -72,7 +71,9 @@ class ThreadMover(Mover):
     def write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        turns = self._turns.get(volume.root, EVERYBODYS)
+        turns = EVERYBODYS
+        if self._writes_at_device is not None:
+            turns = self._turns.setdefault(volume.root, DeviceTurns(self._writes_at_device))
         return self._writers.submit(volume.write, key, payload, payload_bytes, victims, turns)
 
 

@@ -3,7 +3,7 @@
 ```
 <root>/tiercache.json            manifest: the format of this directory
 <root>/<2 hex>/<key>             chunks
-<root>/quarantine/<key>.<n>      the last few that failed verification
+<root>/quarantine/<key>.<time>   the last few that failed verification
 <root>/.tiercache/ledger         bytes in use, shared by all processes
 <root>/<2 hex>/<owner>.<n>       files being written (in .tiercache/tmp without `beside`)
 <root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
@@ -31,7 +31,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.abandoned import Abandoned
-from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes
+from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes, opened_directory, require_directory
 from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
@@ -41,9 +41,10 @@ from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import Owner
+from tiercache.tiers.files.place import is_empty
 from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
-from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
+from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor, has_our_header
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -95,29 +96,38 @@ class Volume:
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
         self.identity.note()
-        self.identity.warn_of_others()
+        found_empty = is_empty(self.root)
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
         self._owner.settle(self.access)
         self.ledger = Ledger(
             self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
         )
-        self.require_manifest()
+        self.require_manifest(found_empty=found_empty)
         self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
-        places = [place for top in TOP_LEVELS if (place := self.root / top).is_dir()]
-        for place in (*places, self.quarantined.directory):
-            self.access.enforce(place)
+        there = frozenset(os.listdir(self.root))
+        places = [self.root / top for top in TOP_LEVELS if top in there]
+        if self.surveyor.trusts_names:
+            for place in (*places, self.quarantined.directory):
+                self.access.enforce(place)
         if not places:
             if self._beside:
                 spread(self.root)
             self.ledger.trust()
 
-    def require_manifest(self) -> None:
+    def require_manifest(self, *, found_empty: bool) -> None:
         """Somebody who empties the directory takes the manifest, too."""
-        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
+        temporary = f"{self._temporary}/{self._owner.name}.00"
+        self.surveyor.trusts_names = require_manifest(
+            self.root, temporary, self.publisher.ways, self.access, found_empty=found_empty
+        )
+
+    def believes(self, key: ChunkKey) -> bool:
+        """Return True if a file with this key's name is a chunk: by its header, unless names can be trusted here."""
+        return self.surveyor.trusts_names or has_our_header(self.path(key))
 
     def answers(self) -> bool:
         """Whether the directory can be reached by its path, whatever became of what we have open there."""
@@ -144,11 +154,21 @@ class Volume:
 
     def occupied_by(self, key: ChunkKey) -> int:
         """Bytes that a chunk occupies; 0 where it is not here."""
+        path = self.path(key)
         try:
-            status = os.lstat(self.path(key))
+            status = os.lstat(path)
+            self.require_place(path)
         except OSError:
             return 0
         return occupied_bytes(status) if stat.S_ISREG(status.st_mode) else 0
+
+    def require_place(self, path: str) -> None:
+        """Raise NotADirectoryError where a chunk's `path` leads through a link or another user's directory,
+        FileNotFoundError where its directory is not there."""
+        above = os.path.dirname(path)
+        status = require_directory(above)
+        if not (self.access.owns(status) or status.st_uid == self.identity.user):
+            raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", above)
 
     def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
@@ -161,8 +181,10 @@ class Volume:
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
         """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk`."""
+        path = self.path(key)
         try:
-            return reader(self.path(key))
+            self.require_place(path)
+            return reader(path)
         except ABSENT:
             if not self.identity.is_here_or_deleted():
                 raise
@@ -196,11 +218,14 @@ class Volume:
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
         """`create` the file at its path, in a directory that may have to be made first. Raises NameTaken where something
-        else has the name of that."""
+        else has the name of that, as a link or another user's directory."""
+        path = self.path(pending.key)
         try:
+            with contextlib.suppress(FileNotFoundError):
+                self.require_place(path)
             return create(pending.path)
         except NotADirectoryError as error:
-            raise NameTaken(error.errno, error.strerror, os.path.dirname(pending.path)) from error
+            raise NameTaken(error.errno, error.strerror, os.path.dirname(path)) from error
         except FileNotFoundError:
             if not self._beside:
                 raise
@@ -277,6 +302,7 @@ class Volume:
         Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
         leaves an empty one, and the chunk comes back with the mount.
         """
+        self.quarantined.forget(key, self.ledger)
         if self._remove_if_there(key, occupied_bytes):
             return True
         if self.is_mounted_anew() and not self.answers():
@@ -344,7 +370,7 @@ class Volume:
     def begin_reckoning(self) -> Reckoning:
         """Before the first directory is scanned: what is needed to correct the count afterwards."""
         self.remove_stale_writers()
-        self.require_manifest()
+        self.require_manifest(found_empty=self.surveyor.trusts_names)
         self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
         marked = self.ledger.mark()
         own_bytes = self.ledger.outstanding_bytes
@@ -391,8 +417,10 @@ class Volume:
 
     def _delete_file(self, key: ChunkKey) -> bool:
         path = self.path(key)
+        above, name = os.path.split(path)
         try:
-            os.unlink(path)
+            with opened_directory(above) as directory:
+                os.unlink(name, dir_fd=directory)
         except ABSENT:
             return False
         finally:

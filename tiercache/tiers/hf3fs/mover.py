@@ -24,6 +24,7 @@ from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.compression import unpacked
+from tiercache.tiers.files.access import ABSENT
 from tiercache.tiers.files.changes import PendingFile, Victims
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.files.manifest import MANIFEST
@@ -121,7 +122,8 @@ class RingMover(Mover):
             await engine.close()
             if self.active:
                 await asyncio.wait(self.active, timeout=_END_S)
-            self._shelves.metadata.later(self.files.close, str(self._shelves.settings.directories[0] / MANIFEST))
+            roots = [shelf.volume.root for shelf in self._shelves.all] or self._shelves.settings.directories
+            self._shelves.metadata.later(self.files.close, str(roots[0] / MANIFEST))
         for workers in (self.file_threads, self._readers, self._writers):
             workers.close()
 
@@ -202,8 +204,8 @@ class RingMover(Mover):
         file = self.files.kept(path)
         if file is None:
             try:
-                file = await self.file_threads.submit(self.files.open_to_read, path)
-            except FileNotFoundError:
+                file = await self.file_threads.submit(self._open_to_read, volume, path)
+            except ABSENT:
                 if not await self._shelves.metadata.submit(volume.identity.is_here_or_deleted):
                     raise
                 return None
@@ -218,6 +220,10 @@ class RingMover(Mover):
         # The file is to blame only when it is found bad by another way too: anew, with its true length, and without a ring.
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, volume, key, path, into)
+
+    def _open_to_read(self, volume: Volume, path: str) -> RegisteredFile:
+        volume.require_place(path)
+        return self.files.open_to_read(path)
 
     def _read_through_mount(self, volume: Volume, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
         self.files.forget(path)

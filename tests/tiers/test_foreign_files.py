@@ -1,0 +1,301 @@
+"""A directory that holds other programs' files: the tier works beside them, and nothing of them is touched or counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.remote.fs.test_fs import tier_on
+from tests.tiers.test_contract import LAYOUT
+from tests.tiers.test_disk import FILE_BYTES, flip
+from tiercache.commands.stat import survey
+from tiercache.errors import CorruptChunk, TierCacheError
+from tiercache.testing import chunk, page_aligned
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
+from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.tier import FileTier
+from tiercache.tiers.gds import GdsSettings, GdsTier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
+from tiercache.tiers.weka import WekaSettings, WekaTier
+
+KINDS = ["disk", "fs", "weka", "gds", "shared_memory", "hf3fs"]
+FEW_BYTES = 12 * (FILE_BYTES + 4096)
+
+install()
+
+
+def make(kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str) -> FileTier:
+    fingerprint = LAYOUT.fingerprint
+    if kind == "disk":
+        return DiskTier(FileSettings((place,), cap_bytes, **settings), fingerprint)  # type: ignore[arg-type]
+    if kind == "weka":
+        return WekaTier(WekaSettings((place,), cap_bytes, direct=None, threads=2), fingerprint)
+    if kind == "gds":
+        return GdsTier(GdsSettings((place,), cap_bytes, threads=2, way="posix"), fingerprint)
+    if kind == "shared_memory":
+        return SharedMemoryTier(SharedMemorySettings((place,), cap_bytes), fingerprint)
+    if kind == "hf3fs":
+        rings = Hf3fsSettings((place,), cap_bytes, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=16 << 20)
+        return Hf3fsTier(rings, fingerprint)
+    return tier_on(place, max_size=cap_bytes / 2**30)
+
+
+@asynccontextmanager
+async def opened(
+    kind: str, place: Path, cap_bytes: int = FEW_BYTES, **settings: str
+) -> AsyncIterator[FileTier]:
+    tier = make(kind, place, cap_bytes, **settings)
+    await tier.open()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+async def store(tier: FileTier, numbers: range) -> int:
+    """How many chunks were stored."""
+    stored = 0
+    for number in numbers:
+        key, payload = chunk(number)
+        stored += await tier.write(key, payload, CHUNK_BYTES)
+    return stored
+
+
+async def is_hit(tier: FileTier, number: int) -> bool:
+    key, payload = chunk(number)
+    into = page_aligned(CHUNK_BYTES)
+    try:
+        if await tier.read(key, into) is None:
+            return False
+    except CorruptChunk:
+        return False
+    assert np.array_equal(into, payload), "wrong bytes were served as a hit"
+    return True
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory on what the `kind` needs: tmpfs, a 3FS mount, or any file system."""
+    kind = request.getfixturevalue("kind")
+    if kind == "hf3fs":
+        without_fuse = bool(why_no_fuse())
+        if without_fuse:
+            monkeypatch.setenv("HF3FS_USRBIO_DONT_CHECKFS_FOR_MP", "yes")
+        with Hf3fsEmulator(fuse=not without_fuse) as emulator:
+            directory = emulator.mount / "kv"
+            directory.mkdir()
+            yield directory
+    elif kind == "shared_memory":
+        directory = request.getfixturevalue("in_memory") / "kv"
+        directory.mkdir()
+        yield directory
+    else:
+        directory = tmp_path / "kv"
+        directory.mkdir()
+        yield directory
+
+
+def put_foreign_files(place: Path, count: int = 60) -> None:
+    """A content-addressed store whose names, and many of whose sizes, are those of chunks, and what else may lie around."""
+    for number in range(count):
+        name = hashlib.sha256(str(number).encode()).hexdigest()[: 64 if number % 2 else 48]
+        path = place / name[:2] / name
+        path.parent.mkdir(mode=0o755, exist_ok=True)
+        path.write_bytes(b"theirs" * 3 if number % 3 == 0 else bytes([number + 1]) * FILE_BYTES)
+        path.with_name(f"{name[:32]}.{number}").write_text("theirs")
+        path.chmod(0o644)
+    quarantine = place / "quarantine"
+    quarantine.mkdir(mode=0o755)
+    for number in range(20):
+        (quarantine / f"sample-{number}").write_text("theirs")
+        (quarantine / f"{bytes([number]).hex() * 24}.txt").write_text("theirs")
+    (place / "README").write_text("theirs")
+
+
+def seen(place: Path, without: str = "tiercache-chunks") -> dict[str, tuple[int, int, str]]:
+    """Inode, mode and content of all that lies there, but for what is ours."""
+    found = {}
+    for path in sorted(place.rglob("*")):
+        if without not in path.parts:
+            status = path.lstat()
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            found[str(path)] = (status.st_ino, status.st_mode, content)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_of_others_is_touched_or_counted(
+    place: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_foreign_files(place)
+    before = seen(place)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with opened(kind, place) as tier:
+                await tier.scanned()
+                assert tier.statistics().resident <= 12
+                assert await store(tier, range(1, 41)), "a small cap, which has to be kept by evicting"
+                assert await is_hit(tier, 40)
+                await tier.refreshed()
+                statistics = tier.statistics()
+                assert 0 < statistics.resident <= 12, "none of theirs is taken for a chunk"
+                assert statistics.occupied_bytes <= FEW_BYTES + 4096
+        async with opened(kind, place) as tier:
+            assert await is_hit(tier, 40), "what was stored is found by the next start"
+    assert seen(place) == before
+    said = [message for message in caplog.messages if "of others" in message]
+    assert len(said) == 1, "one warning, the first time"
+    assert said[0].startswith(f"{place} holds files of others, such as ")
+    assert any(path.name in said[0] for path in place.iterdir() if path.name != "tiercache-chunks")
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_the_groups_modes_are_given_to_nothing_of_others(place: Path, kind: str) -> None:
+    put_foreign_files(place)
+    before = seen(place)
+    async with opened(kind, place, file_access="group") as tier:
+        await tier.scanned()
+        assert await store(tier, range(1, 4))
+        assert os.stat(tier.path(chunk(1)[0])).st_mode & 0o777 == 0o660
+    assert seen(place) == before
+
+
+@pytest.mark.parametrize("kind", ["disk", "weka"])
+async def test_a_directory_of_an_earlier_version_is_cleared_of_our_files_only(place: Path, kind: str) -> None:
+    """It was taken whatever lay in it, so its names say nothing."""
+    async with opened(kind, place, 1 << 24) as tier:
+        await store(tier, range(1, 13))
+    (place / "tiercache.json").write_text(json.dumps({"format": 1, "what": "tiercache chunks"}) + "\n")
+    put_foreign_files(place)
+    theirs = {path: status for path, status in seen(place).items() if "/00/" not in path and "tiercache" not in path}
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        await tier.refreshed()
+        assert tier.statistics().resident == 12, "our chunks are hits still, and theirs are none"
+        assert await is_hit(tier, 12)
+        await store(tier, range(20, 60))
+        await tier.refreshed()
+        assert 0 < tier.statistics().resident <= 12
+    after = seen(place)
+    assert {path: after.get(path) for path in theirs} == theirs
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_file_of_another_size_that_came_later_stays(place: Path, kind: str) -> None:
+    """In a directory that is ours a name and a size that fits are believed; what cannot be a chunk is looked into."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 3))
+    name = "00" + "5" * 62
+    (place / "00" / name).write_bytes(b"theirs" * 50)
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        assert tier.statistics().resident == 2
+    assert (place / "00" / name).read_bytes() == b"theirs" * 50
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_foreign_files_in_quarantine_stay_and_are_not_counted(place: Path, kind: str) -> None:
+    async with opened(kind, place, 1 << 24) as tier:
+        await store(tier, range(1, 21))
+        (place / "quarantine").mkdir(exist_ok=True)
+        for number in range(20):
+            (place / "quarantine" / f"sample-{number}").write_bytes(bytes(8192))
+        for number in range(1, 21):
+            flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)
+            assert not await is_hit(tier, number)
+    kept = sorted(path.name for path in (place / "quarantine").iterdir())
+    assert len([name for name in kept if name.startswith("sample-")]) == 20
+    assert len(kept) == 28, "the last eight of ours"
+    async with opened(kind, place, 1 << 24) as tier:
+        await tier.scanned()
+        assert tier.statistics().occupied_bytes <= 8 * FILE_BYTES + 8192
+
+
+@pytest.mark.parametrize("kind", ["disk", "fs", "weka"])
+async def test_forget_removes_the_chunk_from_quarantine_too(place: Path, kind: str) -> None:
+    async with opened(kind, place, 1 << 24) as tier:
+        await store(tier, range(1, 4))
+        for number in (1, 2):
+            flip(Path(tier.path(chunk(number)[0])), FILE_BYTES - 9)
+            assert not await is_hit(tier, number)
+        await store(tier, range(1, 2))
+        assert len(list((place / "quarantine").iterdir())) == 2
+        await tier.remove(chunk(1)[0])
+        (left,) = (place / "quarantine").iterdir()
+        assert left.name.startswith(chunk(2)[0].hex())
+        await tier.remove(chunk(2)[0])
+        assert not list((place / "quarantine").iterdir()), "also where no chunk of that key is stored"
+    found = await survey(place)
+    assert found["ledger_bytes"] == found["counted_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_stat_finds_chunks_beside_files_of_others(place: Path, kind: str) -> None:
+    put_foreign_files(place)
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    found = await survey(place)
+    assert (found["chunks"], found["foreign"]) == (3, 0)
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_chunks_stay_findable_when_the_files_of_others_go(place: Path, kind: str) -> None:
+    put_foreign_files(place)
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    for path in place.iterdir():
+        if path.name != "tiercache-chunks":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    async with opened(kind, place) as tier:
+        assert await is_hit(tier, 3)
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("kind", ["disk", "shared_memory"])
+async def test_a_directory_of_another_user_is_used_by_a_subdirectory_of_ours(
+    place: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who owns a directory can put anything in it at any time, links included."""
+    os.chown(place, 65534, 65534)
+    with caplog.at_level(logging.WARNING):
+        async with opened(kind, place) as tier:
+            await store(tier, range(1, 4))
+            assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+    assert (place / "tiercache-chunks").stat().st_mode & 0o777 == 0o700
+    assert sum("user 65534" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_directory_that_everybody_may_write_to_is_used_by_a_subdirectory(place: Path, kind: str) -> None:
+    place.chmod(0o777)
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("kind", ["shared_memory"])
+async def test_a_file_that_another_user_can_change_is_not_mapped(place: Path, kind: str) -> None:
+    """It could be rewritten after it was verified."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 3))
+    assert isinstance(tier, SharedMemoryTier)
+    path = Path(tier.path(chunk(1)[0]))
+    os.chown(path, 65534, 65534)
+    async with opened(kind, place) as tier:
+        assert isinstance(tier, SharedMemoryTier)
+        with pytest.raises((TierCacheError, OSError)):
+            lease = await tier.map(chunk(1)[0], "read")  # type: ignore[arg-type]
+            assert lease is None

@@ -1,0 +1,112 @@
+"""Where the chunks of a configured directory lie: in it, or in a subdirectory of our own.
+
+A directory that is empty, or has our manifest, is used itself. In one that holds files of others, or that others can change,
+a subdirectory is made: whatever the names of those files look like, nothing of ours lies among them. Synchronous; for worker
+threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import stat
+import threading
+from pathlib import Path
+
+from tiercache.tiers.files.access import ABSENT, Access, open_regular, opened_directory, require_directory
+from tiercache.tiers.files.manifest import MANIFEST
+from tiercache.tiers.files.quarantine import QUARANTINED_NAME
+from tiercache.tiers.files.survey import TOP_LEVELS, may_be_ours
+
+logger = logging.getLogger("tiercache.disk")
+
+SUBDIRECTORY = "tiercache-chunks"
+_BEFORE_THE_MANIFEST = frozenset({"lost+found", ".tiercache"})
+"""What an empty directory may hold: what file systems put there, and what an instance makes before its manifest."""
+_LOOKED_AT = 8
+
+
+def found_place(directory: Path) -> Path:
+    """Return where the chunks of `directory` lie already, and `directory` itself where there are none. Changes nothing.
+
+    Links in the configured path are resolved here, once. Raises OSError.
+    """
+    root = Path(os.path.realpath(directory))
+    below = root / SUBDIRECTORY
+    return below if not _has_manifest(root) and _has_manifest(below) else root
+
+
+def make_place(directory: Path, access: Access) -> Path:
+    """As `found_place`, with the directory made, and with the subdirectory where `directory` is not to be used itself.
+
+    Raises PermissionError where the subdirectory is another user's, OSError.
+    """
+    access.make_root(directory)
+    root = Path(os.path.realpath(directory))
+    below = root / SUBDIRECTORY
+    reason = _why_not(root, access)
+    if not reason:
+        return root
+    if not _has_manifest(below):
+        logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
+    access.make_directory(below)
+    status = require_directory(below)
+    if not access.owns(status) and status.st_uid != _own_user(below):
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(below))
+    return below
+
+
+def is_empty(root: Path) -> bool:
+    """Return True if nothing lies in `root` that an instance could take for its own by mistake."""
+    return _BEFORE_THE_MANIFEST.issuperset(os.listdir(root))
+
+
+def _has_manifest(place: Path) -> bool:
+    try:
+        os.lstat(place / MANIFEST)
+    except ABSENT:
+        return False
+    return True
+
+
+def _why_not(root: Path, access: Access) -> str:
+    """Why `root` is not used itself; empty where it is."""
+    status = os.stat(root)
+    if not access.owns(status) and status.st_uid != _own_user(root):
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return "may be written to by everybody"
+    with os.scandir(root) as entries:
+        others = sorted(itertools.islice((entry.name for entry in entries if not _is_ours(root, entry.name)), 3))
+    if not others or _has_manifest(root):  # asked last: other instances may begin at this moment
+        return ""
+    return f"holds files of others, such as {', '.join(others)}"
+
+
+def _is_ours(root: Path, name: str) -> bool:
+    """Return True for what may lie in a directory of ours whose manifest was deleted."""
+    if name in _BEFORE_THE_MANIFEST:
+        return True
+    if name not in TOP_LEVELS and name != "quarantine":
+        return False
+    try:
+        with opened_directory(root / name, to_list=True) as directory:
+            some = os.listdir(directory)[:_LOOKED_AT]
+            if name == "quarantine":
+                return all(QUARANTINED_NAME.fullmatch(each) for each in some)
+            return all(may_be_ours(each, directory) for each in some)
+    except ABSENT:
+        return False
+
+
+def _own_user(directory: Path) -> int:
+    """The user id that the mount shows for what this process makes; not its own where a server or an option maps it."""
+    probe = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
+    descriptor = open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        probe.unlink(missing_ok=True)
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)

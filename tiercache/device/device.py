@@ -43,7 +43,10 @@ class Lane:
         try:
             threading.Thread(target=self._run, name=f"tiercache-{driver.name}-{name}", daemon=True).start()
         except RuntimeError as error:
-            raise DeviceError(f"{driver.name}: no thread can be started to wait for it: {error}") from error
+            raise ConfigError(
+                f"device: no thread can be started to wait for {driver.name}: {error}; raise the limit of processes and "
+                "threads (ulimit -u, pids.max of the container) or free memory"
+            ) from error
 
     def end(self) -> asyncio.Future[None]:
         """Return a future that is done when everything that the stream was given by now has ended, or the device is lost
@@ -54,8 +57,7 @@ class Lane:
         try:
             event = self._driver.record(self.stream)
         except DeviceError:
-            event = None  # the thread waits for the whole stream
-            return self._put(event)
+            return self._put(None)  # the thread waits for the whole stream
         return self.after(event)
 
     def after(self, event: Event) -> asyncio.Future[None]:
@@ -74,6 +76,7 @@ class Lane:
         self._ends.put(None)
 
     def _put(self, event: Event | None) -> asyncio.Future[None]:
+        """None: the whole stream."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending += 1
         self._ends.put((event, future))

@@ -185,7 +185,8 @@ class Expected:
         """Of a prefix that was just stored what is hot is its head: a tail alone is of no use."""
         cpu = self.cache.cpu
         if self.cache.tiers or cpu._order.policy != "LRU":
-            return  # while chunks are being written, any leaf may go; other policies keep a chunk that was hot before its head
+            # While chunks are being written, any leaf may go; other policies keep a chunk that was hot before its head.
+            return
         hot = [cpu.contains(self.keys[key]) for key in began.keys]
         whole = began.keys[0] % self._prefix == 0
         if whole and began.callers == self.begun and cpu.keep and self._is_open() and any(hot) and not hot[0]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.core.header import MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.tiers.files.access import ABSENT, Access, occupied_bytes, open_regular, opened_directory
 from tiercache.tiers.files.count_file import Count
@@ -159,8 +159,11 @@ class _Unread:
 
     @property
     def is_ours(self) -> bool:
+        raw = self._raw or b""
+        if len(MAGIC) <= len(raw) < PACKED_BYTES:  # cut in its header
+            return raw.startswith(MAGIC)
         try:
-            header = Header.unpack(self._raw or b"")
+            header = Header.unpack(raw)
         except HeaderError:
             return False
         return self._name == header.key.hex() or bool(PENDING_NAME.fullmatch(self._name))

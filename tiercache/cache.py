@@ -213,7 +213,7 @@ class TierCache:
             if not 0 < length <= parts.chunk_bytes:
                 parts.check_length(length)
         with parts.closing.operations:
-            return await parts.host_path.put(items, parts.wait_s(deadline_s), prefix=prefix)
+            return await parts.ingest.put(items, parts.wait_s(deadline_s), prefix=prefix)
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """`put` for the chunks of `tokens`, in order; returns how many are hot now."""

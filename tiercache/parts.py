@@ -26,7 +26,7 @@ from tiercache.opening import DEVICE_S, close_device, made, make_arena, make_tie
 from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FanOut, FlushReport
-from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.reader import Reader
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
@@ -87,7 +87,7 @@ class Parts:
     tiers: list[Tier]
     """Below the hot cache."""
     fan_out: FanOut
-    host_path: HostPath
+    ingest: Ingest
     reader: Reader
     on_device: OnDevice | None
     ahead: Ahead
@@ -108,7 +108,7 @@ class Parts:
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,
             prefetch=self.ahead.plan.accounts,
-            puts_skipped=self.host_path.skipped + (on_device.path.skipped if on_device is not None else 0),
+            puts_skipped=self.ingest.skipped + (on_device.path.skipped if on_device is not None else 0),
             device=on_device.statistics() if on_device is not None else None,
             stuck=self.closing.stuck,
         )
@@ -286,7 +286,7 @@ async def _connected(
         cpu=cpu,
         tiers=tiers,
         fan_out=fan_out,
-        host_path=HostPath(cpu, fan_out, fillers),
+        ingest=Ingest(cpu, fan_out, fillers),
         reader=reader,
         on_device=on_device,
         ahead=ahead,

@@ -15,7 +15,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.host_path import HostPath
+from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.writer import TierWriter
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -46,8 +46,8 @@ class Bench:
     memory: MemoryTier
     fillers: Workers
 
-    def host_path(self, fan_out: FanOut) -> HostPath:
-        return HostPath(self.cpu, fan_out, self.fillers)
+    def ingest(self, fan_out: FanOut) -> Ingest:
+        return Ingest(self.cpu, fan_out, self.fillers)
 
     def keep_on_tier(self, numbers: range) -> list[ChunkKey]:
         for number in numbers:

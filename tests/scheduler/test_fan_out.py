@@ -60,7 +60,7 @@ async def settled(bench: Bench, *writers: TierWriter) -> None:
 async def test_put_of_many_chunks_above_a_hung_tier_ends_by_its_deadline_with_all_hot(bench: Bench) -> None:
     bench.tier.gate.clear()
     writer = writer_of(bench.tier)
-    path = bench.host_path(FanOut([writer]))
+    path = bench.ingest(FanOut([writer]))
     began_s = now()
     assert await path.put(items_of(range(1, 21)), 0.5) == 20, "what is hot is hot"
     assert now() - began_s < 3.0
@@ -70,7 +70,7 @@ async def test_put_of_many_chunks_above_a_hung_tier_ends_by_its_deadline_with_al
 
 async def test_put_waits_for_full_queues_once_and_not_for_each_chunk_and_tier(bench: Bench) -> None:
     slow, other = writer_of(SlowTier(), wait_s=0.2), writer_of(SlowTier(), wait_s=0.2)
-    path = bench.host_path(FanOut([slow, other]))
+    path = bench.ingest(FanOut([slow, other]))
     began_s = now()
     assert await path.put(items_of(range(1, 25)), 60.0) == 24
     assert now() - began_s < 1.0
@@ -85,7 +85,7 @@ async def test_put_waits_for_full_queues_once_and_not_for_each_chunk_and_tier(be
 async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(bench: Bench) -> None:
     bench.tier.gate.clear()
     hung, good = writer_of(bench.tier, wait_s=10.0), writer_of(MemoryTier("good"), 100)
-    path = bench.host_path(FanOut([hung, good]))
+    path = bench.ingest(FanOut([hung, good]))
     putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
     began_s = now()
     async with asyncio.timeout(5.0):
@@ -103,7 +103,7 @@ async def test_full_queue_of_one_tier_does_not_delay_what_others_are_offered(ben
 async def test_put_that_is_cancelled_while_it_waits_for_room_holds_nothing(bench: Bench, steps: int) -> None:
     bench.tier.gate.clear()
     hung, slow = writer_of(bench.tier, wait_s=10.0), writer_of(SlowTier(), wait_s=10.0)
-    path = bench.host_path(FanOut([hung, slow]))
+    path = bench.ingest(FanOut([hung, slow]))
     putting = asyncio.create_task(path.put(items_of(range(1, 9)), 60.0))
     while not hung.pending:
         await asyncio.sleep(0)
@@ -119,7 +119,7 @@ async def test_chunk_of_a_put_that_is_cancelled_while_it_waits_for_a_queue_is_wr
 ) -> None:
     bench.tier.gate.clear()
     writer = writer_of(bench.tier, queue_chunks=1, wait_s=60.0)
-    path = bench.host_path(FanOut([writer]))
+    path = bench.ingest(FanOut([writer]))
     copying, go_on = threading.Event(), threading.Event()
 
     def slowly(into: np.ndarray) -> None:
@@ -161,7 +161,7 @@ async def test_a_flush_says_what_was_declined(bench: Bench) -> None:
             return key == chunk(1)[0] and await super().write(key, payload, payload_bytes)
 
     fan_out = FanOut([writer_of(Choosy("choosy", Traits(durable=True)))])
-    assert await bench.host_path(fan_out).put(items_of([1, 2]), 1.0) == 2
+    assert await bench.ingest(fan_out).put(items_of([1, 2]), 1.0) == 2
     flush = asyncio.create_task(fan_out.flush(60.0))
     await asyncio.sleep(0)
     asked.set()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
-from tests.scheduler.test_host_path import items
+from tests.scheduler.test_ingest import items
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
@@ -145,7 +145,7 @@ async def test_slots_come_in_the_order_in_which_they_were_asked_for(bench: Bench
 
 async def test_put_in_the_clean_up_of_a_cancelled_task_gets_its_slot(bench: Bench) -> None:
     """There a request to cancel is still pending, which says nothing about the put."""
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     stored: list[int] = []
 

@@ -179,7 +179,7 @@ async def test_nothing_is_wrong_lost_or_late(seed: int, local_cpu: bool) -> None
         stress = Stress(cache, names, seed)
         loop = asyncio.get_running_loop()
         assert isinstance(loop, JumpingClockLoop)
-        loop.busy = lambda: cache.cpu.copiers.unfinished + cache.parts.host_path.copiers.unfinished > 0
+        loop.busy = lambda: cache.cpu.copiers.unfinished + cache.parts.ingest.copiers.unfinished > 0
         for name in names:
             HeldTier.made[name].fate = stress.fate
         async with asyncio.TaskGroup() as callers:

@@ -42,7 +42,7 @@ class Coverage:
             "get joined another": reader.joined,
             "get late": reader.late,
             "get overtaken": reader.overtaken,
-            "puts skipped": cache.parts.host_path.skipped,
+            "puts skipped": cache.parts.ingest.skipped,
         }
         for tier in (cache.cpu, *cache.tiers):
             statistics = tier.statistics()

@@ -132,7 +132,6 @@ def _check_queues(cache: TierCache) -> None:
 def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     """Nothing is under way: no table of what is keeps anything."""
     tables = {
-        "puts that fill": cache.parts.host_path._filling,
         "operations": cache.cpu.tombstones._in_flight,
         "tombstones": cache.cpu.tombstones,
         "who waits for slots": [turn for turns in cache.cpu.turns.waiting for turn in turns],

@@ -32,7 +32,7 @@ def items(numbers: Sequence[int]) -> list[tuple[ChunkKey, int, Source]]:
 
 async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> None:
     """Slots come free one at a time, and all together are fewer than the puts need: whoever waits for one holds none."""
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
     while len(bench.cpu.turns.waiting[Purpose.WRITE]) < len(puts):
@@ -50,7 +50,7 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
 
 
 async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -63,7 +63,7 @@ async def test_the_deadline_is_of_the_whole_put(bench: Bench) -> None:
 
 
 async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(3)]
     while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 3:
@@ -76,7 +76,7 @@ async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench:
 
 async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Bench) -> None:
     """The second gets its slot when the first has long published."""
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
     while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 2:
@@ -93,7 +93,7 @@ async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Benc
 
 
 async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
     (key,) = bench.keep_on_tier(range(1, 2))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
@@ -119,7 +119,7 @@ async def test_put_beside_a_put_of_the_same_chunk_that_fails_stores_its_own(benc
         go_on.wait(10.0)
         raise OSError("the engine's memory is gone")
 
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     key, payload = chunk(1)
     bad = asyncio.create_task(path.put([(key, CHUNK_BYTES, broken)], 10.0))
     while not copying.is_set():
@@ -148,7 +148,7 @@ async def test_what_is_stored_of_a_put_that_ends_early_is_a_prefix(bench: Bench,
         if ends == "fails":
             raise OSError("the engine's memory is gone")
 
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     some = items(range(20))
     some[19] = (some[19][0], CHUNK_BYTES, last)
     put = asyncio.create_task(path.put(some, 10.0))
@@ -182,7 +182,7 @@ def ends_at_once(put: Coroutine[Any, Any, int]) -> bool:
 async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of_its_own(
     bench: Bench, numbers: list[int]
 ) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     for number in range(SLOTS):
         bench.make_hot(number).release()
     await path.put(items(numbers), 1.0)
@@ -199,7 +199,7 @@ async def test_put_into_a_full_cache_evicts_for_what_is_not_there_and_nothing_of
 
 async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
     """In one part, in parts that are copied at the same time, and in one that comes after them."""
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     numbers = [0, 0, 1, 2, 3, 0, 4, 4, 5, 6, 7, 0, 8]
     assert await path.put(items(numbers), 10.0) == 9
     assert await path.put(items(numbers), 10.0) == 9, "all of them are hot by now"
@@ -208,7 +208,7 @@ async def test_chunks_that_are_named_again_count_once(bench: Bench) -> None:
 
 
 async def test_chunks_that_are_named_again_and_find_no_room_are_skipped_once(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     assert await path.put(items([0, 1, 0, 1, 1]), 1.0) == 0
     assert path.skipped == 2
@@ -218,7 +218,7 @@ async def test_chunks_that_are_named_again_and_find_no_room_are_skipped_once(ben
 
 
 async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
 
     def put(number: int) -> Coroutine[Any, Any, int]:
         key, payload = chunk(number, 32 * 1024)
@@ -235,7 +235,7 @@ async def test_few_bytes_of_our_own_memory_need_no_thread(bench: Bench) -> None:
 
 
 async def test_what_is_more_than_a_turn_may_copy_goes_to_a_thread(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
 
     def put(number: int) -> Coroutine[Any, Any, int]:
         key, payload = chunk(number)
@@ -268,7 +268,7 @@ async def test_slot_that_a_hung_source_may_still_fill_is_nobody_elses(bench: Ben
         slot[:] = 0xBB
 
     free = bench.cpu.pool.free
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     task = asyncio.create_task(path.put([(chunk(1)[0], CHUNK_BYTES, slow)], 10.0))
     while not hangs.is_set():
         await asyncio.sleep(0)
@@ -319,7 +319,7 @@ async def test_who_waits_for_a_slot_gets_one_when_others_have_stored_their_chunk
 
 
 async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     with bench.make_hot(0):
         assert await path.put(items(range(1000, 1000 + 2 * SLOTS)), 1.0) == 2 * SLOTS
         assert await path.put(items(range(6)), 1.0, prefix=True) == 6
@@ -329,7 +329,7 @@ async def test_a_prefix_may_follow_a_chunk_that_was_passed_over_since_it_is_held
 
 async def test_without_a_hot_cache_and_tiers_a_put_leaves_nothing(bench: Bench) -> None:
     bench.cpu.keep = False
-    assert await bench.host_path(FanOut([])).put(items(range(6)), 1.0) == 6
+    assert await bench.ingest(FanOut([])).put(items(range(6)), 1.0) == 6
     assert bench.cpu.pool.free == SLOTS and not any(bench.cpu.budget.held)
 
 
@@ -338,7 +338,7 @@ def no_source(slot: np.ndarray) -> None:
 
 
 async def test_a_hot_chunk_that_is_forgotten_while_others_of_its_put_are_copied_does_not_count(bench: Bench) -> None:
-    path = bench.host_path(FanOut([]))
+    path = bench.ingest(FanOut([]))
     bench.make_hot(1).release()
     copying, go_on = threading.Event(), threading.Event()
 

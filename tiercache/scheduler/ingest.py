@@ -1,0 +1,241 @@
+"""Put: reserve slots, copy chunks into them on worker threads, publish the chunks, and hand them to the write queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tiercache.core.budget import WRITE
+from tiercache.core.keys import ChunkKey, each_once
+from tiercache.core.patience import Patience
+from tiercache.core.tombstones import Operation
+from tiercache.memory.slots import Fill, Slot, fill_slot
+from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
+from tiercache.payloads import PlainCopy, Source
+from tiercache.scheduler.fan_out import FanOut
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
+
+_BATCH_BYTES = 32 << 20
+_PART_BYTES = 2 << 20
+"""The least that a thread copies of a batch which several threads share: to wake one up for less takes longer."""
+
+_ON_LOOP_BYTES = 64 << 10
+"""The most that is copied on the loop in one of its turns: about 5 us at 12 GB/s, less than a hand-over to a thread."""
+
+Item = tuple[ChunkKey, int, Source]
+"""A chunk to store: its key, the length of its payload in bytes, and the call that fills it."""
+
+
+@dataclass(slots=True)
+class _Put:
+    """One call, which may take several batches."""
+
+    operation: Operation
+    patience: Patience
+    parents: Mapping[ChunkKey, ChunkKey]
+    """The chunk before each one, where the chunks are a prefix."""
+    times: Mapping[ChunkKey, int]
+    """The time of each chunk's access, which falls along a prefix."""
+    stored: int = 0
+    skipped: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Chunks of one put that are copied at a time."""
+
+    passed: int = 0
+    """The items of the put that it deals with."""
+    fills: dict[ChunkKey, Fill] = field(default_factory=dict)
+    copies: list[asyncio.Future[None]] = field(default_factory=list)
+    """One for each thread that fills a part of them."""
+    leases: list[Lease] = field(default_factory=list)
+    """On chunks that were hot already, and later on those that were published."""
+    published: bool = False
+
+
+class Ingest:
+    """Stores chunks of host memory. All methods belong to the event loop.
+
+    Two puts of one key at a time both copy; the first copy that is published stays, and equal keys have equal bytes.
+    """
+
+    def __init__(self, cpu: CpuTier, fan_out: FanOut, copiers: Workers) -> None:
+        """`copiers` run the sources of puts, and nothing that a get waits for."""
+        self.cpu = cpu
+        self.copiers = copiers
+        self.skipped = 0
+        """Chunks that found no slot, or no thread, by their deadline."""
+        self._fan_out = fan_out
+        self._copied_bytes = 0
+        """Bytes that were copied on the loop in this turn of it."""
+        self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
+        """Chunks in a batch: few enough that tiers begin to write while the rest is copied, and that two batches fit beside
+        the slots that are kept for reads."""
+
+    async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
+        """Store chunks as `TierCache.put_from`; return how many of them are in the cache. `wait_s` is for all of them."""
+        items = each_once(items)
+        keys = [key for key, _, _ in items]
+        # What is here is accessed before room is made for the rest: nothing of the same put goes for that.
+        latest_first = keys if prefix else keys[::-1]
+        time = self.cpu.access(latest_first, prefix=prefix)
+        put = _Put(
+            self.cpu.tombstones.begin(),
+            Patience(asyncio.get_running_loop().time() + wait_s),
+            dict(zip(keys[1:], keys, strict=False)) if prefix else {},
+            dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
+        )
+        try:
+            await self._put_all(items, put)
+        except NotBegun:
+            put.skipped = sum(key not in self.cpu.residents and not put.operation.forgot(key) for key in keys)
+        finally:
+            self.cpu.tombstones.end(put.operation)
+            self.skipped += put.skipped
+        if prefix:
+            self.cpu.link(keys, time)  # a chunk that came before its parent does not know it
+        return put.stored
+
+    async def _put_all(self, items: Sequence[Item], put: _Put) -> None:
+        """Put batch after batch. While one is copied the next one is handed over, so that no thread waits for the loop.
+
+        A batch ends where a slot has to be waited for. Before the put waits, it publishes all that it has begun: a put that
+        waits must not hold what others wait for.
+        """
+        position = 0
+        before: _Batch | None = None
+        batch: _Batch | None = None
+        try:
+            while position < len(items) or before is not None:
+                some = items[position : position + self._batch_items]
+                batch = self._begin(some, self._reserve(some, put), put) if some else None
+                if before is not None:
+                    await self._finish(before, put)
+                elif batch is None:
+                    batch = await self._begin_late(items[position], put)
+                if batch is not None:
+                    position += batch.passed
+                before, batch = batch, None
+        except BaseException as error:
+            begun = [each for each in (before, batch) if each is not None and not each.published]
+            try:
+                copies = [copy for each in begun for copy in each.copies]
+                for copy in copies:
+                    if self.copiers.withdraw(copy):
+                        retrieve_exception(copy)
+                if not isinstance(error, GeneratorExit):  # then nobody runs what waits
+                    left_s = put.patience.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
+                    await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
+            finally:
+                for each in begun:
+                    self._drop(each)
+            raise
+
+    def _reserve(self, items: Sequence[Item], put: _Put) -> dict[ChunkKey, Slot]:
+        """Reserve slots for those that need one, all at once, up to the first one that gets none."""
+        residents, forgot = self.cpu.residents, put.operation.forgot
+        return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key)])
+
+    def _begin(self, items: Sequence[Item], slots: dict[ChunkKey, Slot], put: _Put) -> _Batch | None:
+        """Hand chunks with their `slots` to the threads, up to the first one that lacks a slot. None: the first one does."""
+        batch = _Batch()
+        try:
+            for key, length, source in items:
+                if not put.operation.forgot(key):
+                    if (lease := self.cpu.lease(key, writes=True)) is not None:
+                        batch.leases.append(lease)
+                    elif key in slots:
+                        batch.fills[key] = (slots.pop(key), length, source)
+                    else:
+                        break  # making room for those before it may have evicted it
+                batch.passed += 1
+            self._copy(batch)
+        except BaseException:
+            self._drop(batch)
+            raise
+        finally:
+            for slot in slots.values():
+                self.cpu.abandon(slot, WRITE)
+        return batch if batch.passed else None
+
+    async def _begin_late(self, item: Item, put: _Put) -> _Batch:
+        """As `_begin`, of one chunk, waiting for a slot as long as the put may. Without one, the chunk is skipped."""
+        key = item[0]
+        slot = await self.cpu.reserve(WRITE, put.patience.deadline_s - asyncio.get_running_loop().time(), key)
+        batch = self._begin([item], {} if slot is None else {key: slot}, put)
+        if batch is None:
+            put.skipped += 1
+            batch = _Batch(passed=1)
+        return batch
+
+    def _copy(self, batch: _Batch) -> None:
+        """Copy here what is little and cannot block, and let threads copy the rest."""
+        work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
+        if self._may_copy_here(work):
+            _fill(work)
+        elif work:
+            copiers = self.copiers
+            parts = max(1, min(copiers.threads, len(work) * self.cpu.pool.slot_bytes // _PART_BYTES))
+            size = -(-len(work) // parts)
+            batch.copies = [copiers.submit(_fill, work[n : n + size]) for n in range(0, len(work), size)]
+
+    def _may_copy_here(self, work: Sequence[tuple[np.ndarray, int, Source]]) -> bool:
+        """Return True if the loop may copy these itself, and count their bytes then."""
+        total_bytes = self._copied_bytes
+        for _, length, source in work:
+            total_bytes += length
+            if type(source) is not PlainCopy or total_bytes > _ON_LOOP_BYTES:
+                return False
+        if work and not self._copied_bytes:
+            asyncio.get_running_loop().call_soon(self._turn_ended)
+        self._copied_bytes = total_bytes
+        return bool(work)
+
+    def _turn_ended(self) -> None:
+        self._copied_bytes = 0
+
+    async def _finish(self, batch: _Batch, put: _Put) -> None:
+        """Publish the chunks of a batch when they are copied, and offer them to the tiers.
+
+        Raises NotBegun when no thread came free for them by the deadline.
+        """
+        for copy in batch.copies:
+            await self.copiers.ended_by(copy, put.patience.deadline_s)
+        cpu, fills, leases = self.cpu, batch.fills, batch.leases
+        if forgotten := put.operation.forgotten(fills):
+            for key in forgotten:
+                cpu.abandon(fills[key][0], WRITE)
+            fills = {key: fill for key, fill in fills.items() if key not in forgotten}
+        put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
+        if (
+            self._fan_out.writers or not cpu.keep or len(fills) == 1
+        ):  # for one chunk `publish_all` costs more than a lease
+            for key, (slot, length, _) in fills.items():
+                leases.append(cpu.publish(key, slot, length, WRITE, put.parents.get(key), put.times.get(key)))
+        else:
+            cpu.publish_all(fills, put.parents, put.times)
+        batch.published = True
+        if leases:
+            await self._fan_out.offer(leases, put.patience)
+
+    def _drop(self, batch: _Batch) -> None:
+        """Store nothing of a batch. Slots that a hung thread may still write to are given back when it ends."""
+        slots = [slot for slot, _, _ in batch.fills.values()]
+
+        def give_back() -> None:
+            for slot in slots:
+                self.cpu.abandon(slot, WRITE)
+
+        once_ended(batch.copies, give_back)
+        for lease in batch.leases:
+            lease.release()
+
+
+def _fill(work: Sequence[tuple[np.ndarray, int, Source]]) -> None:
+    for slot, length, source in work:
+        fill_slot(slot, length, source)

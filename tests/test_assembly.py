@@ -57,7 +57,7 @@ def test_auto_goes_on_without_a_gpu(tmp_path: Path) -> None:
 def test_driver_that_was_handed_in_has_to_work() -> None:
     driver = TwinDriver()
     driver.lose()
-    with pytest.raises(DeviceError, match="lost"):
+    with pytest.raises(ConfigError, match="lost"):
         make_device(Config(), LAYOUT, driver)
     driver.close()
 

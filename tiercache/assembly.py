@@ -84,11 +84,15 @@ def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: i
             else:
                 driver = CudaDriver(in_use or 0)
         return Device(driver, layout.chunk_bytes, pool_bytes)
-    except (DeviceError, ConfigError) as error:
-        if asked_for or (wanted and isinstance(error, ConfigError)):
+    except ConfigError as error:
+        if asked_for or wanted:
             raise
         logger.info("no GPU: %s", error)
-        return None
+    except DeviceError as error:
+        if asked_for:
+            raise ConfigError(f"device: {error}") from error
+        logger.info("no GPU: %s", error)
+    return None
 
 
 def make_cpu_driver() -> CpuDriver:

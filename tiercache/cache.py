@@ -204,8 +204,7 @@ class TierCache:
         Chunks become hot in parts, in order: at most an eighth of the arena and 32 MiB each, fewer where a slot has to be
         waited for, since a put that held filled slots while it waits would hold what others wait for. Two parts are copied
         at a time. A source that raises ends the put with its exception, and a cancellation ends it too: of the parts that
-        are not hot by then nothing is stored, those before them are, whole. So what is stored is a prefix of `items` (but
-        for chunks that somebody else was storing at the same time).
+        are not hot by then nothing is stored, those before them are, whole. So what is stored is a prefix of `items`.
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))

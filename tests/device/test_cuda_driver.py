@@ -45,6 +45,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.check()
 
+    def synchronize(self) -> None:
+        self.check()
+
 
 class Cuda:
     """As much of `torch.cuda` as the driver uses. Work is done when it is enqueued; `error` is what everything raises."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -24,8 +24,6 @@ LONGEST_COPY_S = 30.0
 """After so long a caller is told that a copy hangs, and that its memory is still in use."""
 _STAGING_SLOTS = 8
 _ENQUEUING_THREADS = 2
-_ATTEMPTS = 6
-_FIRST_PAUSE_S = 0.05
 
 
 class Lane:
@@ -85,29 +83,20 @@ class Lane:
     def _run(self) -> None:
         while (item := self._ends.get()) is not None:
             event, future = item
-            is_known, error = self._has_ended(event)
-            if is_known:
-                try:
-                    future.get_loop().call_soon_threadsafe(self._settle, future, error)
-                except RuntimeError:
-                    continue  # the loop is closed: nobody is left to tell
-            del item, event, future, error
-
-    def _has_ended(self, event: Event | None) -> tuple[bool, DeviceError | None]:
-        """Wait. (False, None): the device refuses to say, and the memory is given up."""
-        for attempt in range(_ATTEMPTS):
+            error: DeviceError | None = None
             try:
                 if event is None:
                     self._driver.finish(self.stream)
                 else:
                     self._driver.synchronize(event)
-                return True, None
-            except DeviceError as error:
-                if error.lost:
-                    return True, error
-                logger.warning("%s: does not say whether its copies have ended: %s", self._driver.name, error)
-                time.sleep(_FIRST_PAUSE_S * 2**attempt)
-        return False, None
+            except DeviceError as failed:
+                error = failed
+            if error is None or error.lost:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                    future.get_loop().call_soon_threadsafe(self._settle, future, error)
+            else:
+                logger.error("%s: does not say when its copies end; their memory is given up: %s", self._driver.name, error)
+            del item, event, future, error
 
     def _settle(self, future: asyncio.Future[None], error: DeviceError | None) -> None:
         self.pending -= 1

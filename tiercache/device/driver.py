@@ -40,7 +40,7 @@ _LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718
 class Driver(ABC):
     """One device. Methods may be called from any thread, and raise DeviceError when the device refuses.
 
-    Work on a stream runs in order. Only `empty`, `pin`, `unpin` and `synchronize` block.
+    Work on a stream runs in order. Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
     """
 
     name: str
@@ -97,9 +97,9 @@ class Driver(ABC):
     def synchronize(self, event: Event) -> None:
         """Block the calling thread until `event` has happened; it sleeps and does not hold the GIL."""
 
+    @abstractmethod
     def finish(self, stream: Stream) -> None:
-        """Block the calling thread until everything that `stream` was given by now has ended."""
-        self.synchronize(self.record(stream))
+        """As `synchronize`, for everything that `stream` was given by now."""
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Give a stream a copy between tensors uint8[n] in device memory or host memory. Blocks until it has ended where
@@ -212,6 +212,11 @@ class CudaDriver(Driver):
         with self._reported():
             event.synchronize()
 
+    def finish(self, stream: Stream) -> None:
+        self._attach()
+        with self._reported():
+            stream.synchronize()
+
     def _attach(self) -> None:
         """Make the calling thread, which is a cache's, use this GPU."""
         if not getattr(self._thread, "attached", False):
@@ -278,6 +283,8 @@ class CpuDriver(Driver):
         return True
 
     def synchronize(self, event: Event) -> None: ...
+
+    def finish(self, stream: Stream) -> None: ...
 
 
 def gpu_in_use() -> int | None:

@@ -100,6 +100,11 @@ class TwinDriver(CpuDriver):
         while not event.happened.wait(_LOOK_S):
             self._check()
 
+    def finish(self, stream: Stream) -> None:
+        event = TwinEvent()
+        self._give(stream, event.happened.set)
+        self.synchronize(event)
+
     def _give(self, stream: Stream, work: Callable[[], Any]) -> None:
         """A lost device does nothing with what it already has."""
         stream.enqueue(lambda: None if self._lost.is_set() else work())

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.remote.fs.test_fs import tier_on
 from tests.tiers.test_contract import LAYOUT
 from tests.tiers.test_disk import FILE_BYTES, flip
 from tiercache.commands.stat import survey
-from tiercache.errors import CorruptChunk, TierCacheError
+from tiercache.commands.verify import verify
+from tiercache.errors import ConfigError, CorruptChunk, TierCacheError
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
@@ -283,6 +285,35 @@ async def test_a_directory_that_everybody_may_write_to_is_used_by_a_subdirectory
     async with opened(kind, place) as tier:
         await store(tier, range(1, 4))
         assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+
+
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("name", [".tiercache", ".tiercache/tmp"])
+@pytest.mark.parametrize("kind", ["disk", "shared_memory"])
+async def test_bookkeeping_of_another_user_is_an_error(place: Path, kind: str, name: str) -> None:
+    """In a directory in which everybody may make something, but remove only what is theirs."""
+    place.chmod(0o1777)
+    (place / ".tiercache" / "tmp").mkdir(parents=True)
+    os.chown(place / name, 65534, 65534)
+    with pytest.raises(ConfigError, match=f"{place}.*belongs to user 65534.*{name}"):
+        async with opened(kind, place):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_verify_leaves_files_of_others_where_they_are(place: Path, kind: str) -> None:
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+        flip(Path(tier.path(chunk(3)[0])), FILE_BYTES - 9)
+    (place / "tiercache.json").write_text(json.dumps({"format": 1, "what": "tiercache chunks"}) + "\n")
+    put_foreign_files(place, 6)
+    before = seen(place)
+    found = verify(place, Console(quiet=True))
+    assert (found.checked, len(found.bad), len(found.unreadable)) == (9, 1, 6)
+    after = seen(place)
+    gone = before.keys() - after.keys()
+    assert [Path(path).name for path in gone] == [chunk(3)[0].hex()]
+    assert all(after[path] == before[path] for path in before.keys() - gone if Path(path).is_file())
 
 
 @pytest.mark.needs("root")

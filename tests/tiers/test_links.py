@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -100,6 +101,29 @@ async def test_a_link_in_the_place_of_quarantine_is_not_followed(place: Path, ki
         assert tier.statistics().occupied_bytes <= 13 * (FILE_BYTES + 4096)
         await tier.remove(chunk(1)[0])
     assert (seen(target), target.stat().st_mode) == (before, mode)
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared_memory"])
+@pytest.mark.parametrize("impostor", ["link", "file"])
+async def test_deletions_by_others_are_told_beside_a_link(
+    place: Path, kind: str, impostor: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Directories of chunks are watched one by one."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    if impostor == "link":
+        (place / "77").symlink_to(place.parent)
+    else:
+        (place / "77").write_text("theirs")
+    gone = asyncio.Event()
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        tier.tell(lambda key: gone.set() if not tier.contains(key) else None)
+        (place / "00" / chunk(2)[0].hex()).unlink()
+        async with asyncio.timeout(60):
+            await gone.wait()
+        assert not tier.contains(chunk(2)[0])
+    assert not [message for message in caplog.messages if "noticed only when" in message]
 
 
 @pytest.mark.parametrize("name", [".tiercache", ".tiercache/tmp"])

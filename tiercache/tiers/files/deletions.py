@@ -171,7 +171,7 @@ def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, ca
     inotify.watch(volume.root, _ROOT)
     found = []
     for name in names:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(*ABSENT):
             inotify.watch(volume.root / name, mask)
             if name in came:
                 chunks = filter(CHUNK_NAME.fullmatch, os.listdir(volume.root / name))

@@ -99,6 +99,7 @@ class Volume:
         found_empty = is_empty(self.root)
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
+            self._require_own(directory)
         self._owner.settle(self.access)
         self.ledger = Ledger(
             self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
@@ -165,10 +166,13 @@ class Volume:
     def require_place(self, path: str) -> None:
         """Raise NotADirectoryError where a chunk's `path` leads through a link or another user's directory,
         FileNotFoundError where its directory is not there."""
-        above = os.path.dirname(path)
-        status = require_directory(above)
+        self._require_own(os.path.dirname(path))
+
+    def _require_own(self, directory: Path | str) -> None:
+        """Raise NotADirectoryError where `directory` is a link or another user's, FileNotFoundError."""
+        status = require_directory(directory)
         if not (self.access.owns(status) or status.st_uid == self.identity.user):
-            raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", above)
+            raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", str(directory))
 
     def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in

@@ -31,7 +31,7 @@ def source_of(payload: Any) -> tuple[int, Source]:
 
     Nothing is copied here: an array that is not contiguous, or a tensor on a device, is gathered by the copying thread.
     """
-    if _is_tensor(payload):
+    if is_tensor(payload):
         tensor = _bit_for_bit(payload)
         return tensor.numel() * tensor.element_size(), lambda slot: _tensor_view(slot, tensor).copy_(tensor)
     array = payload if isinstance(payload, np.ndarray) else np.frombuffer(payload, dtype=np.uint8)
@@ -47,7 +47,7 @@ def sink_of(buffer: Any) -> Sink:
 
     It raises ValueError in the thread when lengths differ, which ends the prefix that the caller gets.
     """
-    if _is_tensor(buffer):
+    if is_tensor(buffer):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
             # torch takes writable memory only, and the chunk is not: these rarer kinds pay for a second copy.
             tensor, length = _bit_for_bit(buffer), buffer.numel() * buffer.element_size()
@@ -78,8 +78,8 @@ def _is_own_memory(array: np.ndarray) -> bool:
     return type(owner) in (np.ndarray, bytes)
 
 
-def _is_tensor(value: Any) -> bool:
-    # Asked of the type's module, because importing torch takes seconds and most callers have no tensors.
+def is_tensor(value: Any) -> bool:
+    """Return True for a torch tensor, without importing torch, which takes seconds."""
     return type(value).__module__.partition(".")[0] == "torch"
 
 

@@ -74,7 +74,7 @@ class Lane:
         self._ends.put(None)
 
     def _put(self, event: Event | None) -> asyncio.Future[None]:
-        """None: the whole stream."""
+        """Wait in the thread for an event, or for the whole stream where there is none."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending += 1
         self._ends.put((event, future))

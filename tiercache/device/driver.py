@@ -295,11 +295,6 @@ def gpu_in_use() -> int | None:
     return int(torch.cuda.current_device())
 
 
-def is_tensor(value: Any) -> bool:
-    """Return True for a torch tensor, without importing torch."""
-    return type(value).__module__.partition(".")[0] == "torch"
-
-
 def host_tensor(memory: np.ndarray) -> Tensor:
     """Return a tensor uint8[n] over host memory, which may be read-only. The caller keeps the memory alive."""
     import torch

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, Protocol
 
-from tiercache.device.driver import Driver, Stream, Tensor, bytes_of, in_own_thread, is_tensor
+from tiercache.device.driver import Driver, Stream, Tensor, bytes_of, in_own_thread
 from tiercache.errors import LayoutError
+from tiercache.payloads import is_tensor
 
 _WARM_UP_BLOCKS = 32
 """torch has other kernels for more than 16."""

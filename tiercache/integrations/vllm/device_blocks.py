@@ -58,7 +58,7 @@ class DeviceKvBlocks:
         except LayoutError as error:
             raise LayoutError(f"KV of layer {first_name}: {error}") from error
         self.bytes_per_block: int = self.kv.block_bytes
-        """Of one block over all layers."""
+        """The bytes of one block over all layers."""
 
     @property
     def bytes_per_token(self) -> int:

@@ -201,7 +201,7 @@ class Chat:
         session.ids = answer.ids
         if question.cached:
             session.keys = self.generator.prefixes.keys(answer.ids, salt=session.tenant)
-            self.cache.ahead.ended(json.dumps([session.tenant, session.name]), session.keys, kind="user")
+            self.cache.ahead.ended(json.dumps([session.tenant, session.name]), session.keys)
         for tier, tokens in answer.hit_by_tier.items():
             self.tokens[tier] += tokens
         self.tokens["computed"] += answer.prompt_tokens - answer.hit_tokens
@@ -235,7 +235,7 @@ class Chat:
             "model": self.cache.layout.model,
             "prefetched_bytes": {
                 name: sum(getattr(account, f"{name}_bytes") for account in statistics.prefetch.values())
-                for name in ("fetched", "used", "late", "wasted")
+                for name in ("promoted", "used", "late", "wasted")
             },
         }
 

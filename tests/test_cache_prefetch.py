@@ -83,27 +83,6 @@ async def test_share_of_zero_prefetches_nothing(tmp_path: Path) -> None:
         assert cache.lookup_hot(cache.keys(TOKENS)) == 0
 
 
-async def test_session_that_comes_back_finds_its_chunks_hot(cache: TierCache) -> None:
-    """The predictor learns the gaps from sessions that came back before; then a turn's end is enough."""
-    keys = cache.keys(TOKENS)
-    loop = asyncio.get_running_loop()
-    sessions = cache.ahead.sessions
-    for number in range(20):
-        sessions.arrived(f"s{number}", 0.0)
-        sessions.finished(f"s{number}", keys[:1], 0.0)
-        sessions.arrived(f"s{number}", 0.5)
-    cache.ahead.began("mine", keys)
-    cache.ahead.ended("mine", keys)
-    until_s = loop.time() + 10.0
-    while cache.ahead.prefetcher.held < 12:
-        assert loop.time() < until_s
-        await asyncio.sleep(0)
-    cache.ahead.began("mine", keys)
-    assert await cache.get_into(keys, [np.empty(LAYOUT.chunk_bytes, dtype=np.uint8) for _ in keys]) == 12
-    assert cache.statistics().prefetch["sessions"].used_bytes == 12 * LAYOUT.chunk_bytes
-    cache.ahead.over("mine")
-
-
 async def test_pinned_chunks_stay_until_they_are_unpinned(cache: TierCache) -> None:
     keys = cache.keys(TOKENS)
     await cache.warm(keys)
@@ -138,13 +117,13 @@ async def test_what_is_removed_is_kept_for_nobody(cache: TierCache) -> None:
     await cache.warm(keys[8:])
     assert cache.ahead.pin(keys[4:]) == 8
     cache.clear_hot()
-    assert (cache.statistics().slots_free, cache.ahead.pinned, cache.ahead.prefetcher.held) == (free, 0, 0)
+    assert (cache.statistics().slots_free, cache.ahead.pinned, cache.ahead.held) == (free, 0, 0)
     assert cache.ahead.pin(keys) == 0, "none is hot"
     await cache.prefetch(keys, ttl=600.0)
     await cache.forget(keys)
     assert cache.statistics().slots_free == free
     account = cache.statistics().prefetch["hints"]
-    assert account.fetched_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
+    assert account.promoted_bytes == account.used_bytes + account.wasted_bytes == 20 * LAYOUT.chunk_bytes
 
 
 async def test_a_closed_cache_pins_nothing(tmp_path: Path) -> None:
@@ -165,10 +144,10 @@ async def test_prefetches_and_pins_share_what_they_may_take(cache: TierCache) ->
     await cache.prefetch(tokens, ttl=600.0)
     handle = cache.prefetch(TOKENS, ttl=600.0)
     assert (await cache.warm(cache.keys(TOKENS)[6:])) == 6
-    while cache.ahead.prefetcher.held < share:
+    while cache.ahead.held < share:
         await asyncio.sleep(0)
     assert cache.ahead.pin(cache.keys(TOKENS)) == 6, "those that were held for somebody"
-    assert cache.ahead.pinned + cache.ahead.prefetcher.held == share
+    assert cache.ahead.pinned + cache.ahead.held == share
     assert cache.cpu.budget.held[Purpose.PREFETCH] == share
     handle.cancel()
 
@@ -200,21 +179,6 @@ async def test_pin_for_a_time_that_is_no_number_is_refused(cache: TierCache) -> 
     assert cache.ahead.pinned == 0
 
 
-@pytest.mark.parametrize("how", ["began", "over"])
-async def test_workflow_that_went_on_or_ended_is_not_expected_any_more(cache: TierCache, how: str) -> None:
-    keys, now_s = cache.keys(TOKENS), asyncio.get_running_loop().time()
-    ahead = cache.ahead
-    for run in range(20):
-        for step in ("plan", "code"):
-            ahead.foresight.workflows.arrived(f"run {run}", step, keys, now_s)
-            ahead.foresight.workflows.finished(f"run {run}", step, now_s)
-    ahead.began("mine", keys, "plan")
-    ahead.ended("mine", keys, "plan")
-    assert ahead.plan.acts_on("workflows", "mine>code")
-    ahead.over("mine") if how == "over" else ahead.began("mine", keys, "review")
-    assert not ahead.plan.acts_on("workflows", "mine>code")
-
-
 async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: TierCache) -> None:
     free = cache.statistics().slots_free
     keys = cache.keys(TOKENS)[:1]
@@ -227,9 +191,9 @@ async def test_chunk_that_is_removed_as_soon_as_it_has_come_is_not_kept(cache: T
 
     cache.cpu.publish = publish  # type: ignore[method-assign]
     await cache.prefetch(keys, ttl=600.0)
-    while cache.ahead.prefetcher._reads:
+    while cache.ahead._reads:
         await asyncio.sleep(0)
-    assert (cache.statistics().slots_free, cache.ahead.prefetcher.held) == (free, 0)
+    assert (cache.statistics().slots_free, cache.ahead.held) == (free, 0)
     assert cache.statistics().prefetch["hints"].wasted_bytes == LAYOUT.chunk_bytes
 
 
@@ -246,7 +210,7 @@ async def test_truncated_and_deleted_files_are_missing_and_the_rest_is_right(cac
     assert await cache.get_into(keys, buffers) == 3
     assert all(np.array_equal(buffer, payload_of(number)) for number, buffer in enumerate(buffers[:3]))
     account = cache.statistics().prefetch["hints"]
-    assert account.fetched_bytes == 10 * LAYOUT.chunk_bytes
+    assert account.promoted_bytes == 10 * LAYOUT.chunk_bytes
 
 
 async def test_handle_that_has_ended_keeps_no_keys() -> None:

@@ -154,11 +154,11 @@ async def test_what_is_prefetched_counts_and_takes_a_part_of_the_quota_only(tmp_
         await put(cache, quiet)
         await cache.flush()
         handle = cache.prefetch(noisy, deadline=0.0, ttl=30.0)
-        while cache.ahead.prefetcher.held < QUOTA // 2:
+        while cache.ahead.held < QUOTA // 2:
             await asyncio.sleep(0.001)
         for _ in range(20):
             await asyncio.sleep(0)
-        assert cache.ahead.prefetcher.held == QUOTA // 2, "prefetch_share of the quota"
+        assert cache.ahead.held == QUOTA // 2, "prefetch_share of the quota"
         assert held(cache, "cpu", "noisy")[1] == QUOTA // 2
         assert cache.cpu.try_reserve(PREFETCH, None, noisy[-1]) is None
         assert cache.lookup_hot(quiet) == QUOTA

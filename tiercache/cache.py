@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.ahead import Ahead, check_loop, check_number, check_seconds
+from tiercache.checks import check_loop, check_number, check_seconds
 from tiercache.closing import Closing
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
@@ -21,7 +21,7 @@ from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.parts import Get, Parts, build
 from tiercache.payloads import Sink, Source, sink_of, source_of
 from tiercache.scheduler.fan_out import FlushReport
-from tiercache.scheduler.prefetcher import PrefetchHandle
+from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Hit
 from tiercache.serving import Naming, serve
 from tiercache.statistics import Statistics
@@ -139,8 +139,8 @@ class TierCache:
         return self.parts.tiers
 
     @property
-    def ahead(self) -> Ahead:
-        """What is known about requests to come."""
+    def ahead(self) -> Prefetcher:
+        """What is known about requests to come: sessions and pins."""
         return self.parts.ahead
 
     def keys(self, tokens: Sequence[int] | np.ndarray, *, salt: str = "") -> list[ChunkKey]:

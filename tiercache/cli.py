@@ -115,7 +115,7 @@ def replay(
     policy: Annotated[str, typer.Option(help="Eviction from RAM: LRU,FIFO,LFU,MRU.")] = "LRU",
     admission: Annotated[str, typer.Option(help="What flash takes: all,second_touch,live_session.")] = "all",
     gib_per_day: Annotated[str, typer.Option(help="The governor of flash writes; 0: none.")] = "0",
-    prefetch: Annotated[str, typer.Option(help="none, or hints,sessions,workflows; + joins them.")] = "none",
+    prefetch: Annotated[str, typer.Option(help="none, or hints,sessions; + joins them.")] = "none",
     hint_lead_s: Annotated[float, typer.Option(min=0, help="Programs announce a turn so long before.")] = 10.0,
     hint_error: Annotated[float, typer.Option(min=0, max=1, help="By what part of that time they are wrong.")] = 0.0,
     bounds: Annotated[bool, typer.Option(help="Beside no cache, an infinite and an offline-optimal one.")] = True,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from tiercache.ahead import Ahead, check_loop, check_number
 from tiercache.assembly import arena_settings, make_cpu, make_device, make_fan_out, reader_settings
+from tiercache.checks import check_loop, check_number
 from tiercache.closing import Closing, Part
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
@@ -27,6 +27,7 @@ from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FanOut, FlushReport
 from tiercache.scheduler.ingest import Ingest
+from tiercache.scheduler.prefetcher import Prefetcher
 from tiercache.scheduler.reader import Reader
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
@@ -90,7 +91,7 @@ class Parts:
     ingest: Ingest
     reader: Reader
     on_device: OnDevice | None
-    ahead: Ahead
+    ahead: Prefetcher
 
     def describe(self) -> str:
         arena = f"{self.arena.size_bytes / 2**30:.2f} GB of {self.arena.kind} memory in {self.cpu.pool.count} slots"
@@ -107,7 +108,7 @@ class Parts:
             breakers=self.reader.breakers(),
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,
-            prefetch=self.ahead.plan.accounts,
+            prefetch=self.ahead.accounts,
             puts_skipped=self.ingest.skipped + (on_device.path.skipped if on_device is not None else 0),
             device=on_device.statistics() if on_device is not None else None,
             stuck=self.closing.stuck,
@@ -275,7 +276,7 @@ async def _connected(
     chunk_bytes, slots = layout.chunk_bytes, cpu.pool.count
     share_bytes = int(config.prefetch_share * slots) * chunk_bytes
     prefetching = PrefetchSettings(slots * chunk_bytes, share_bytes, bytes_per_s=config.prefetch_bytes_per_s)
-    ahead = Ahead(cpu, reader, prefetching, chunk_bytes, reading.deadline_s, fan_out.continued)
+    ahead = Prefetcher(reader, prefetching, chunk_bytes, read_s=reading.deadline_s, on_continued=fan_out.continued)
     closing.push([("prefetching", ahead.close)])
     return Parts(
         loop=loop,

@@ -37,7 +37,7 @@ class Statistics:
     slots: int
     slots_free: int
     prefetch: dict[str, Account]
-    """What prefetching did, by predictor: bytes that were used, late, evicted unused, wasted, cancelled."""
+    """What prefetching did, by source: bytes that were used, late, evicted unused, wasted, cancelled."""
     puts_skipped: int
     stuck: int
     """Operations that outlived their deadline and still hold a slot."""

@@ -61,7 +61,7 @@ def test_bad_lines_are_named_and_the_exit_status_says_so(tmp_path: Path) -> None
     [
         (["--policy", "ARC"], "--policy: expected one or more of LRU, FIFO, LFU, MRU, found 'ARC'"),
         (["--admission", "some"], "--admission: expected one or more of all, second_touch, live_session, found 'some'"),
-        (["--prefetch", "magic"], "--prefetch: expected one or more of none, hints, sessions, workflows, found 'magic'"),
+        (["--prefetch", "magic"], "--prefetch: expected one or more of none, hints, sessions, found 'magic'"),
         (["--sweep", "lots"], "size: expected 10%, 64GB, a number of blocks or all, found 'lots'"),
         (["--measure-from", "1"], "--measure-from: expected a part from 0 to below 1, found 1"),
         (["--json", "/no/such/place/x"], "/no/such/place is not a directory"),

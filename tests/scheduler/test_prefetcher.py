@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,8 +11,7 @@ import pytest
 from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prediction import Hints
-from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.core.prefetch import PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Reader
 from tiercache.scheduler.reads import ReaderSettings
@@ -26,14 +25,12 @@ class Prefetching:
     def __init__(self, bench: Bench, share: int = 16, **settings: float) -> None:
         self.bench = bench
         self.reader = Reader(bench.cpu, [bench.tier], ReaderSettings(deadline_s=5.0))
-        self.plan = PrefetchPlan(PrefetchSettings(SLOTS * CHUNK_BYTES, share * CHUNK_BYTES, **settings), CHUNK_BYTES)
-        self.prefetcher = Prefetcher(self.reader, self.plan)
-        self.hints = Hints()
+        limits = PrefetchSettings(SLOTS * CHUNK_BYTES, share * CHUNK_BYTES, **settings)
+        self.prefetcher = Prefetcher(self.reader, limits, CHUNK_BYTES)
+        self.plan = self.prefetcher.plan
 
     def hint(self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0) -> PrefetchHandle:
-        now_s = asyncio.get_running_loop().time()
-        prediction = self.hints.announce(keys, now_s, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
-        return self.prefetcher.begin(prediction, now_s + 1.0)
+        return self.prefetcher.prefetch(keys, due_in_s, ttl_s, priority, look_s=1.0)
 
     async def use(self, key: ChunkKey) -> np.ndarray:
         lease = await self.reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
@@ -41,9 +38,18 @@ class Prefetching:
         with lease:
             return lease.view.copy()
 
-    def account(self) -> dict[str, int]:
+    async def learn(self) -> None:
+        """Sessions come back after 10 s."""
+        for number in range(10):
+            self.prefetcher.began(f"s{number}", [])
+            self.prefetcher.ended(f"s{number}", [])
+        await asyncio.sleep(10.0)
+        for number in range(10):
+            self.prefetcher.began(f"s{number}", [])
+
+    def account(self, source: str = "hints") -> dict[str, int]:
         """In chunks, without what is zero."""
-        account = self.plan.accounts["hints"].to_dict()
+        account = self.prefetcher.accounts[source].to_dict()
         return {name.removesuffix("_bytes"): value // CHUNK_BYTES for name, value in account.items() if value}
 
 
@@ -66,7 +72,7 @@ async def test_awaiting_a_prefetch_gives_what_became_of_it(work: Prefetching) ->
     for number, key in enumerate(keys, start=1):
         assert np.array_equal(await work.use(key), chunk(number)[1])
     assert work.bench.memory.counters.reads == 5, "all hot"
-    assert work.account() == {"fetched": 5, "used": 5}
+    assert work.account() == {"promoted": 5, "used": 5}
     assert work.prefetcher.held == 0, "kept no longer than until it was used"
 
 
@@ -160,7 +166,7 @@ async def test_what_nobody_comes_for_is_let_go_and_counted(work: Prefetching) ->
     assert work.prefetcher.held == 4
     await asyncio.sleep(10.0)
     assert work.prefetcher.held == 0
-    assert work.account() == {"fetched": 4, "wasted": 4}
+    assert work.account() == {"promoted": 4, "wasted": 4}
     assert work.bench.cpu.contains(chunk(1)[0]), "like any other hot chunk now"
 
 
@@ -176,7 +182,7 @@ async def test_who_comes_before_it_has_arrived_makes_it_late(work: Prefetching) 
     assert (await handle).promoted == 2
     while work.prefetcher._reads:
         await asyncio.sleep(0)
-    assert work.account() == {"fetched": 2, "late": 2}
+    assert work.account() == {"promoted": 2, "late": 2}
     assert work.prefetcher.held == 0
 
 
@@ -197,7 +203,7 @@ async def test_failed_reads_are_missing_and_cost_nothing(work: Prefetching) -> N
     work.bench.tier.fail_reads = [OSError("gone")]
     progress = await work.hint(keys)
     assert (progress.promoted, progress.missing) == (2, 1)
-    assert work.account() == {"fetched": 2, "cancelled": 1}
+    assert work.account() == {"promoted": 2, "cancelled": 1}
 
 
 async def test_closing_tells_who_waits(work: Prefetching) -> None:
@@ -247,8 +253,8 @@ async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetchi
     assert (await first).promoted == (await second).promoted == 2
     while work.prefetcher._reads:
         await asyncio.sleep(0)
-    assert work.account() == {"fetched": 2, "late": 2}
-    assert work.plan.transfers.waiting_bytes == 0
+    assert work.account() == {"promoted": 2, "late": 2}
+    assert work.plan.accounts.waiting_bytes == 0
 
 
 async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(work: Prefetching) -> None:
@@ -262,7 +268,7 @@ async def test_what_is_announced_and_hot_is_not_displaced_by_other_prefetches(wo
     await work.hint(bench.keep_on_tier(range(20, 32)))
     assert all(bench.cpu.contains(key) for key in announced), "the 24 that nobody expects went first"
     assert (await later).promoted == 8
-    assert work.account()["fetched"] == 12
+    assert work.account()["promoted"] == 12
 
 
 async def test_what_is_due_at_the_same_time_is_not_displaced(bench: Bench) -> None:
@@ -289,7 +295,7 @@ async def test_what_was_used_and_evicted_is_not_fetched_again(work: Prefetching)
         work.bench.make_hot(number).release()
     assert not any(work.bench.cpu.contains(key) for key in keys)
     await asyncio.sleep(10.0)
-    assert work.account() == {"fetched": 4, "used": 4}
+    assert work.account() == {"promoted": 4, "used": 4}
 
 
 async def test_chunks_that_are_announced_twice_in_one_prefetch_count_once(work: Prefetching) -> None:
@@ -309,7 +315,7 @@ async def test_the_search_for_a_victim_takes_the_loop_ten_times_a_second_at_most
         searches.append(loop.time())
         return False
 
-    monkeypatch.setattr(work.plan, "finds_room", finds_none)
+    monkeypatch.setattr(work.plan, "find_room", finds_none)
     handles = [work.hint([key]) for key in work.bench.keep_on_tier(range(1, 31))]
     await asyncio.sleep(2.0)
     assert 10 <= len(searches) <= 21, "for different ones of the thirty"
@@ -328,4 +334,47 @@ async def test_chunks_that_are_gone_or_broken_when_they_are_read_are_missing(wor
     work.bench.tier.gate.set()
     progress = await handle
     assert (progress.found, progress.promoted, progress.missing) == (4, 2, 2)
-    assert work.account() == {"fetched": 2, "cancelled": 2}
+    assert work.account() == {"promoted": 2, "cancelled": 2}
+
+
+async def test_session_that_comes_back_finds_its_chunks_hot(work: Prefetching) -> None:
+    keys = work.bench.keep_on_tier(range(1, 5))
+    await work.learn()
+    work.prefetcher.began("mine", keys)
+    work.prefetcher.ended("mine", keys)
+    await asyncio.sleep(9.0)
+    assert work.prefetcher.held == 4
+    work.prefetcher.began("mine", keys)
+    await asyncio.sleep(5.0)
+    for key in keys:
+        await work.use(key)
+    assert work.bench.memory.counters.reads == 4 and work.prefetcher.held == 0
+    assert work.account("sessions") == {"promoted": 4, "used": 4}
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+async def test_chunks_of_a_session_that_does_not_come_back_are_let_go(work: Prefetching, says_so: bool) -> None:
+    keys = work.bench.keep_on_tier(range(1, 5))
+    await work.learn()
+    work.prefetcher.ended("mine", keys)
+    await asyncio.sleep(9.0)
+    assert work.prefetcher.held == 4
+    if says_so:
+        work.prefetcher.over("mine")
+    await asyncio.sleep(2.0 if says_so else 20.0)
+    assert work.prefetcher.held == 0
+    assert work.account("sessions") == {"promoted": 4, "wasted": 4}
+
+
+async def test_chunks_of_sessions_that_came_back_are_told(bench: Bench) -> None:
+    continued: list[Sequence[ChunkKey]] = []
+    limits = PrefetchSettings(SLOTS * CHUNK_BYTES, SLOTS * CHUNK_BYTES)
+    prefetcher = Prefetcher(Reader(bench.cpu, [bench.tier]), limits, CHUNK_BYTES, on_continued=continued.append)
+    keys = [chunk(number)[0] for number in range(3)]
+    prefetcher.began("s", keys[:1])
+    prefetcher.ended("s", keys[:1])
+    assert not continued
+    prefetcher.began("s", keys[:2])
+    prefetcher.ended("s", keys)
+    assert continued == [keys[:2], keys]
+    await prefetcher.close()

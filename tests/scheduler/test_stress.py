@@ -148,7 +148,7 @@ class Stress:
                     found = generation_of(number, np.frombuffer(stored, np.uint8))
                     assert found == self.generations[number], f"{name} has bytes from before the forget"
         assert self.cache.statistics().stuck == 0
-        self.cache.ahead.prefetcher.let_go()
+        self.cache.ahead.release_all()
         self.cache.ahead.unpin([key(0)])
         assert await is_whole(self.cache)
         for number in range(KEYS):

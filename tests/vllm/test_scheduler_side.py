@@ -440,7 +440,7 @@ def test_worker_is_told_when_a_turn_begins_and_ends_and_with_which_chunks(engine
     assert engine.side.has_news
     engine.admits(request)
     work = engine.steps((request, 100))
-    assert work.turns == [RequestBegan("s", "plan", [NAMES[1], NAMES[3], NAMES[5]])]
+    assert work.turns == [RequestBegan("s", [NAMES[1], NAMES[3], NAMES[5]])]
     assert not engine.side.has_news
     engine.reports(work)
     engine.side.finished(request, (BLOCKS[:7],))

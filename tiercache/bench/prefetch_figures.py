@@ -87,7 +87,7 @@ async def _get_ms(cache: TierCache, key: bytes) -> float:
 
 
 def _make_cold(cache: TierCache, keys: list[bytes]) -> None:
-    cache.ahead.prefetcher.let_go()
+    cache.ahead.release_all()
     cache.clear_hot()
     (disk,) = cache.tiers
     drop_cached([disk.path(key) for key in keys])  # type: ignore[attr-defined]

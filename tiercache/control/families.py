@@ -41,7 +41,7 @@ def figures_of(cache: ServedCache) -> dict[str, Any]:
         "world_size": layout.world_size,
         "chunk_bytes": layout.chunk_bytes,
         "pinned": cache.ahead.pinned,
-        "held": cache.ahead.prefetcher.held,
+        "held": cache.ahead.held,
         "sessions": len(cache.ahead.sessions),
         "statistics": cache.statistics().to_dict(),
     }
@@ -130,7 +130,7 @@ def _write_breakers(figures: Figures) -> Iterator[Row]:
 def _prefetched(figures: Figures) -> Iterator[Row]:
     for predictor, account in figures["statistics"]["prefetch"].items():
         for outcome, amount in account.items():
-            if outcome != "fetched_bytes":  # it falls when a fetch fails, so it is no counter; the others make it up
+            if outcome != "promoted_bytes":  # it falls when a read fails, so it is no counter; the others make it up
                 yield (predictor, outcome.removesuffix("_bytes")), amount
 
 
@@ -239,7 +239,11 @@ FAMILIES = (
     _reader("corrupt", "Reads that failed verification."),
     _reader("failed", "Reads that failed."),
     Family(
-        "tiercache_puts_skipped", "counter", "Chunks not stored: no memory came free in time.", (), _of_cache("puts_skipped")
+        "tiercache_puts_skipped",
+        "counter",
+        "Chunks not stored: no memory came free in time.",
+        (),
+        _of_cache("puts_skipped"),
     ),
     Family("tiercache_slots", "gauge", "Slots of the arena.", (), _of_cache("slots")),
     Family("tiercache_slots_free", "gauge", "Free slots of the arena.", (), _of_cache("slots_free")),

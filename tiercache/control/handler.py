@@ -80,10 +80,10 @@ class Handler:
                 hit = await cache.lookup_keys(keys)
                 return {"asked": len(keys), "found": hit.chunks, "by_tier": dict(hit.by_tier)}
             case Began():
-                cache.ahead.began(command.session, keys, command.step)
+                cache.ahead.began(command.session, keys)
                 return {"chunks": len(keys)}
             case Ended():
-                cache.ahead.ended(command.session, keys, command.step, command.kind)
+                cache.ahead.ended(command.session, keys)
                 return {"chunks": len(keys)}
             case Pin():
                 if cache.lookup_hot(keys) < len(keys):

@@ -106,14 +106,14 @@ class Lookup(Prefix, tag="lookup"):
 
 
 class Began(Prefix, tag="began", kw_only=True):
-    """A request of this session (and workflow step) has come."""
+    """A turn of this session has begun. `step` is accepted and has no effect."""
 
     session: Name
     step: Word = ""
 
 
 class Ended(Prefix, tag="ended", kw_only=True):
-    """That request is answered; the prefix is what the session's next one will begin with."""
+    """A turn has ended; the prefix is what the session's next one will begin with. `step` and `kind` have no effect."""
 
     session: Name
     step: Word = ""

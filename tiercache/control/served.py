@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tiercache.ahead import Ahead
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
-from tiercache.scheduler.prefetcher import PrefetchHandle
+from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reader import Hit
 from tiercache.statistics import Statistics
 
@@ -22,7 +21,7 @@ class ServedCache(Protocol):
     namespace: bytes
 
     @property
-    def ahead(self) -> Ahead: ...
+    def ahead(self) -> Prefetcher: ...
 
     async def lookup_keys(self, keys: Sequence[ChunkKey]) -> Hit: ...
 

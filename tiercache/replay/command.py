@@ -24,7 +24,7 @@ from tiercache.replay.setting import Hardware, Setting, SettingError, parse_size
 from tiercache.replay.simulator import Simulator
 from tiercache.tables import show_figures
 
-PREDICTORS = ("hints", "sessions", "workflows")
+PREDICTORS = ("hints", "sessions")
 _PICTURES = (".png", ".svg", ".pdf")
 _UNBOUNDED = 1 << 40
 

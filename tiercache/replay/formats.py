@@ -6,16 +6,15 @@ Three formats, told apart by the keys of their first line; all are JSON Lines, p
 `hash_ids` of blocks of 512 tokens, equal for equal prefixes across all requests.
 
 **agentic** (callanjfox/kv-cache-tester): one session a line, with `id`, `block_size`, `hash_id_scope` and `requests`: `t`
-(s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took), `stop`. Ids of scope
+(s, from the session's beginning), `in`, `out`, `hash_ids`, `api_time` (s, how long the answer took). Ids of scope
 "local" are the session's own: two sessions share no block, even where their system prompts were equal.
 
 **tiercache**: one request a line, in order of time:
 `{"time_s": 12.5, "blocks": ["a", 7], "block_tokens": 256, "input_tokens": 700, "output_tokens": 90, "session": "s1",
-"step": "plan", "duration_s": 4.1, "ended": "tool", "lead_s": 3.0}`
+"duration_s": 4.1, "lead_s": 3.0}`
 Only `time_s` and `blocks` must be there. A block is a number or a text that stands for the whole prefix up to its end.
-`session` joins the turns of one conversation, `step` names the node of a workflow graph, `duration_s` is how long the answer
-took, `ended` says how it ended ("tool": the caller will be back by itself), `lead_s`: the program announced the request so
-long before.
+`session` joins the turns of one conversation, `duration_s` is how long the answer took, `lead_s`: the program announced the
+request so long before. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -54,9 +53,7 @@ class Request:
     input_tokens: int
     output_tokens: int = 0
     session: str | None = None
-    step: str | None = None
     duration_s: float | None = None
-    ended: str | None = None
     lead_s: float | None = None
 
     @property
@@ -182,9 +179,7 @@ class _OwnLine(msgspec.Struct):
     input_tokens: int | None = None
     output_tokens: int = 0
     session: str | None = None
-    step: str | None = None
     duration_s: float | None = None
-    ended: str | None = None
     lead_s: float | None = None
 
 
@@ -194,7 +189,6 @@ class _Turn(msgspec.Struct):
     in_: int = msgspec.field(name="in")
     out: int = 0
     api_time: float | None = None
-    stop: str | None = None
 
 
 class _Session(msgspec.Struct):
@@ -217,7 +211,6 @@ class _Session(msgspec.Struct):
 
     def request(self, turn: int) -> Request:
         entry = self.requests[turn]
-        stop = entry.stop or None
         return Request(
             self.time_s(turn),
             _keys(entry.hash_ids, self.scope),
@@ -226,7 +219,6 @@ class _Session(msgspec.Struct):
             entry.out,
             session=self.id,
             duration_s=entry.api_time,
-            ended="tool" if stop == "tool_use" else stop,
         )
 
 
@@ -258,9 +250,7 @@ def _own(line: bytes, scope: bytes) -> Request:
         tokens,
         found.output_tokens,
         session,
-        found.step,
         found.duration_s,
-        found.ended,
         found.lead_s,
     )
 

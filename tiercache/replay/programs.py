@@ -8,16 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 
-from tiercache.core.foresight import Foresight
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prefetch import PrefetchPlan, PrefetchSettings
+from tiercache.core.prefetch import HINTS, SESSIONS, PrefetchPlan, PrefetchSettings, SessionPredictor, hint
 from tiercache.replay.announcements import Announcements
 from tiercache.replay.formats import Request
 from tiercache.replay.setting import Setting
 
 
 class Programs:
-    """Timers, around the predictors and the plan of the live cache. What its driver does with tasks is done by `fire`."""
+    """Timers, around the session predictor and the plan of the live cache."""
 
     def __init__(self, setting: Setting, block_bytes: int, renew: Callable[[Sequence[ChunkKey]], None]) -> None:
         """`renew` is called with keys that are announced, so that they are not evicted meanwhile."""
@@ -35,8 +34,8 @@ class Programs:
         self._error = setting.hint_error
         self._chance = Random(0)
         self._renew = renew
-        self._announces = "hints" in setting.prefetch
-        self.foresight = Foresight(self.plan, setting.prefetch)
+        self._announces = HINTS in setting.prefetch
+        self._sessions = SessionPredictor() if SESSIONS in setting.prefetch else None
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}
@@ -44,15 +43,11 @@ class Programs:
     @property
     def next_s(self) -> float:
         """When the next thing is due."""
-        timer_s = self._timers[0][0] if self._timers else float("inf")
-        think_s = self.foresight.think_s
-        return timer_s if think_s is None else min(timer_s, think_s)
+        return self._timers[0][0] if self._timers else float("inf")
 
     def fire(self) -> None:
         """Do what is due then."""
         now_s = self.next_s
-        while (think_s := self.foresight.think_s) is not None and think_s <= now_s:
-            self.foresight.think(now_s)
         while self._timers and self._timers[0][0] <= now_s:
             at_s, _, call = heapq.heappop(self._timers)
             call(at_s)
@@ -75,12 +70,14 @@ class Programs:
         """After the plan was told what was asked for."""
         now_s, run = request.time_s, request.session
         if self._announces:
-            self.plan.withdraw("hints", request.subject)
+            self.plan.withdraw(HINTS, request.subject, now_s)
             self._announcements.arrived(request)
         if run is None:
             return
         self._turns[run] = turn = self._turns.get(run, 0) + 1
-        self.foresight.began(run, request.keys, request.step or "", now_s)
+        if self._sessions is not None:
+            self._sessions.began(run, now_s)
+            self.plan.withdraw(SESSIONS, run, now_s)
         took_s = request.duration_s
         if took_s is None:
             took_s = first_token_s - now_s + request.output_tokens / decode_tokens_per_s
@@ -89,9 +86,14 @@ class Programs:
     def _ended(self, request: Request, run: str, turn: int, now_s: float) -> None:
         if self._announces and (following := self._announcements.ended(request, now_s)) is not None:
             self._announce(following, now_s)
-        if self._turns.get(run) != turn:
+        if self._sessions is None or self._turns.get(run) != turn:
             return
-        self.foresight.ended(run, request.keys, request.step or "", request.ended or "", now_s)
+        plan = self.plan
+        prediction = self._sessions.ended(
+            run, request.keys, now_s, plan.lifetime_s(now_s), plan.settings.least_probability
+        )
+        if prediction is not None:
+            plan.offer(prediction, now_s)
 
     def _will_announce(self, request: Request) -> None:
         self._at(self._announcements.at_s(request), lambda at_s: self._announce(request, at_s))
@@ -101,9 +103,7 @@ class Programs:
             return
         self._renew(request.keys)
         due_in_s = (request.time_s - now_s) * (1 + self._error * self._chance.uniform(-1, 1))
-        self.plan.offer(
-            self.foresight.hints.announce(request.keys, now_s, due_in_s=due_in_s, subject=request.subject), now_s
-        )
+        self.plan.offer(hint(request.keys, now_s, request.subject, due_in_s=due_in_s), now_s)
 
     def _at(self, time_s: float, call: Callable[[float], None]) -> None:
         heapq.heappush(self._timers, (time_s, next(self._numbers), call))

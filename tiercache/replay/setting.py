@@ -39,7 +39,7 @@ class Setting:
     admission: str = "all"
     flash_bytes_per_day: float = 0.0
     prefetch: tuple[str, ...] = ()
-    """Of hints, sessions, workflows."""
+    """Of hints, sessions."""
     prefetch_bytes_per_s: float = 0.0
     """0: what the flash gives."""
     prefetch_share: float = 0.5

@@ -16,7 +16,7 @@ from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, mak
 from tiercache.core.eviction import LeafLru, Resident
 from tiercache.core.index import CappedIndex, prefix_in
 from tiercache.core.keys import KEY_BYTES, ChunkKey, Tenant, tenant_of, tenant_tag
-from tiercache.core.prefetch import Fetch, PrefetchPlan
+from tiercache.core.prefetch import PrefetchPlan, Promotion
 from tiercache.core.tenants import Shares
 from tiercache.replay.figures import Figures
 from tiercache.replay.formats import Request
@@ -101,7 +101,7 @@ class Simulator:
         self._to_scan = 0.0
         self._measuring = False
         self._prefetched_s = 0.0
-        self._coming: tuple[Fetch, float] | None = None
+        self._coming: tuple[Promotion, float] | None = None
         self.programs: Programs | None = None
         if setting.prefetch and self.flash is not None:
             self.programs = Programs(setting, self.block_bytes, self.ram.renew)
@@ -115,7 +115,7 @@ class Simulator:
             if not self._measuring and number >= measure_from:
                 self._measuring = True
                 if programs is not None:
-                    programs.plan.accounts.clear()
+                    programs.plan.accounts.by_source.clear()
             if programs is not None:
                 self._until(programs, request.time_s)
             self._scan(request)
@@ -123,8 +123,8 @@ class Simulator:
             figures.all_requests += 1
             figures.span_s = request.time_s
         if programs is not None:
-            programs.plan.transfers.finish()
-            figures.accounts = programs.plan.accounts
+            programs.plan.accounts.finish()
+            figures.accounts = programs.plan.accounts.by_source
         return figures
 
     def _until(self, programs: Programs, time_s: float) -> None:
@@ -142,12 +142,12 @@ class Simulator:
         now_s = max(self._prefetched_s, self._flash_free_s)
         while now_s < until_s:
             if self._coming is not None:
-                fetch, done_s = self._coming
+                promotion, done_s = self._coming
                 if done_s > until_s:
                     break
                 now_s = done_s
                 self._coming = None
-                self._promote(plan, fetch, now_s)
+                self._promote(plan, promotion, now_s)
                 continue
             found = plan.next(now_s, lambda key: key in ram or key not in flash)
             if found is not None:
@@ -157,21 +157,18 @@ class Simulator:
             now_s = until_s if wake_s is None else min(until_s, max(wake_s, now_s + block_s))
         self._prefetched_s = now_s
 
-    def _promote(self, plan: PrefetchPlan, fetch: Fetch, now_s: float) -> None:
+    def _promote(self, plan: PrefetchPlan, promotion: Promotion, now_s: float) -> None:
         """A block has been read: it takes the place of one that is expected later, or is dropped."""
-        ram = self.ram
+        ram, key = self.ram, promotion.key
         if self.flash is not None:
-            self.flash.touch(fetch.key)
-        if fetch.key in ram:
-            plan.transfers.fetched(fetch.key)
-            return
-        if ram.next_victim(fetch.key) is not None:
-            if not plan.finds_room(partial(ram.next_victim, fetch.key), ram.renew, fetch, now_s):
-                plan.no_room(fetch, now_s)
+            self.flash.touch(key)
+        if key not in ram:
+            if not plan.find_room(partial(ram.next_victim, key), ram.renew, promotion):
+                plan.no_room(promotion, now_s)
                 return
-            self._make_room(fetch.key, now_s)
-        ram.add(fetch.key, fetch.parent)
-        plan.transfers.fetched(fetch.key)
+            self._make_room(key, now_s)
+            ram.add(key, promotion.parent)
+        plan.accounts.arrived(key)
 
     def _make_room(self, key: ChunkKey, now_s: float) -> None:
         """In RAM, for one block: what is above the quota of its tenant goes first."""
@@ -202,7 +199,7 @@ class Simulator:
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
         if self.programs is not None:
-            self.programs.plan.transfers.asked(keys)
+            self.programs.plan.used(keys)
             self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
         self._deliver(keys, 0, found, request.time_s)

@@ -1,45 +1,67 @@
-"""The async half of prefetching: carries out what the plan (`core/prefetch/`) decides, and holds what came of it.
+"""Carry out the prefetch plan (`core/prefetch.py`): hints, requests in an engine's queue, sessions, and pins.
 
-A promoted chunk is held, so that nothing evicts it before the request that it was fetched for, until somebody reads it or
-nobody expects it any more. The plan bounds how much that may be.
+A promoted chunk is kept hot by a lease until it is read or no prediction expects it any more. The plan bounds how much that
+may be.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
+from math import isfinite
+from operator import index
 
-from tiercache.core.keys import ChunkKey
-from tiercache.core.prediction.base import Prediction
-from tiercache.core.prefetch import Fetch, PrefetchPlan
+from tiercache.checks import check_loop, check_seconds
+from tiercache.core.keys import ChunkKey, check_keys
+from tiercache.core.prefetch import (
+    HINTS,
+    QUEUE,
+    SESSIONS,
+    Account,
+    Prediction,
+    PrefetchPlan,
+    PrefetchSettings,
+    Promotion,
+    SessionPredictor,
+    hint,
+)
+from tiercache.errors import ConfigError
 from tiercache.scheduler.reader import Reader
 from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.prefetch")
 
 _SWEEP_S = 1.0
-_SEARCH_PAUSE_S = 0.1
-_MOST_LOOKED_FOR = 1 << 18
-"""Keys that tiers are being asked about for prefetches; what comes on top of them is cancelled at once."""
+_MAX_LOOKED_FOR = 1 << 18
+"""Keys that tiers are being asked about for prefetches; prefetches on top of them are cancelled at once."""
+_FIRST = 1 << 40
+"""Requests that are in the queue go before everything that is only predicted, and one after the other."""
+_QUEUED_SHARES = 4
+"""The queue is remembered up to this many times the prefetcher's share. Chunks behind that are read on demand."""
+_QUEUE_TTL_S = 60.0
+_COMING_S = 10.0
+"""How long chunks are kept for a turn that has begun and has not read them yet."""
 
 
 @dataclass(frozen=True)
 class PrefetchProgress:
-    """Of one prefetch, in chunks; `chunk_bytes` each (a shorter tail counts as whole)."""
+    """Progress of one prefetch, in chunks of `chunk_bytes` each (a shorter tail counts as whole)."""
 
     asked: int
     found: int
-    """Of the contiguous prefix that some tier has; the others are `missing`."""
+    """Length of the contiguous prefix that some tier has; the others are `missing`."""
     in_flight: int
     promoted: int
-    """In the hot cache: fetched, or there already."""
+    """In the hot cache: read from a tier, or there already."""
     missing: int
     """Found in no tier, behind such a gap, or lost on the way."""
     cancelled: int
-    """Not fetched any more: by `cancel`, because the cache was closed, or because nobody came within the `ttl`."""
+    """Not promoted: by `cancel`, because the cache was closed, or because the `ttl` was over."""
     chunk_bytes: int
 
     @property
@@ -56,18 +78,19 @@ class PrefetchProgress:
 
 
 class PrefetchHandle:
-    """One `cache.prefetch`. Awaiting it waits until every chunk is promoted, missing or cancelled, and gives the progress;
-    cancelling whoever awaits leaves the prefetch alone, `cancel` ends it."""
+    """One `cache.prefetch`. Await it to wait until every chunk is promoted, missing or cancelled; that gives the progress.
+
+    Cancelling a task that awaits it leaves the prefetch alone; `cancel` ends it.
+    """
 
     def __init__(self, prefetcher: Prefetcher, subject: str, keys: Sequence[ChunkKey]) -> None:
         self.subject = subject
-        self.keys = keys
-        """Empty once it has ended."""
+        self.keys: Sequence[ChunkKey] = keys
+        """Empty when the prefetch has ended."""
+        self.offered = False
+        """The tiers were asked, and the plan has the prediction."""
         self._prefetcher = prefetcher
         self._found = 0
-        self._reach = 0
-        """How many of `keys` the prefetcher looks out for."""
-        self._looked = False
         self._left: set[ChunkKey] = set(keys)
         self._asked = len(self._left)
         self._promoted = 0
@@ -78,7 +101,7 @@ class PrefetchHandle:
 
     @property
     def progress(self) -> PrefetchProgress:
-        """At this moment."""
+        """The progress at this moment."""
         return PrefetchProgress(
             asked=self._asked,
             found=self._found,
@@ -95,150 +118,232 @@ class PrefetchHandle:
 
     def cancel(self) -> None:
         """Begin no more reads. Chunks that are on their way arrive, and may be evicted like others. Idempotent."""
-        self._prefetcher.withdraw(self)
+        if not self.done:
+            self._prefetcher.withdraw(self)
+            self.give_up(cancelled=True)
 
     def __await__(self) -> Generator[object, None, PrefetchProgress]:
         yield from self._ended.wait().__await__()
         return self.progress
 
-    def _look_for(self, found: set[ChunkKey]) -> None:
+    # Called by the prefetcher
+
+    def found(self, keys: Sequence[ChunkKey]) -> None:
         """Some tier has these; the others are missing."""
-        self._found = len(found)
-        self._left &= found
+        there = set(keys)
+        self._found = len(there)
+        self._left &= there
         self._end_if_done()
 
-    def _settle(self, key: ChunkKey, *, promoted: bool) -> None:
+    def settle(self, key: ChunkKey, *, promoted: bool) -> None:
         if key in self._left:
             self._left.discard(key)
             self._promoted += promoted
             self._end_if_done()
 
-    def _give_up(self, keys: Sequence[ChunkKey], *, cancelled: bool) -> None:
-        given_up = self._left.intersection(keys)
-        self._left -= given_up
+    def give_up(self, *, cancelled: bool, but_in_flight: bool = False) -> None:
+        left = {key for key in self._left if but_in_flight and self._prefetcher.is_in_flight(key)}
         if cancelled:
-            self._cancelled += len(given_up)
+            self._cancelled += len(self._left) - len(left)
+        self._left = left
         self._end_if_done()
 
     def _end_if_done(self) -> None:
         if not self._left:
             self._ended.set()
             self._prefetcher.forget(self)
-            self.keys = ()  # whoever keeps the handle wants to know what became of it
+            self.keys = ()
 
 
 class Prefetcher:
-    """All methods belong to the event loop. Nothing here waits for a tier but the reads themselves."""
+    """What is known about requests to come: hints, sessions, pins. `TierCache.ahead`.
 
-    def __init__(self, reader: Reader, plan: PrefetchPlan, *, read_s: float = 10.0) -> None:
-        """`read_s`: how long one chunk may take."""
-        self.reader = reader
-        self.plan = plan
-        self.read_s = read_s
+    All methods belong to the event loop (calls from elsewhere are RuntimeErrors), and none but `close` waits. A wrong
+    prediction costs the bandwidth that the settings allow and nothing else.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        settings: PrefetchSettings,
+        chunk_bytes: int,
+        *,
+        read_s: float = 10.0,
+        on_continued: Callable[[Sequence[ChunkKey]], None] | None = None,
+    ) -> None:
+        """`read_s` bounds the read of one chunk. `on_continued` is called with the chunks of sessions that came back."""
+        self.plan = PrefetchPlan(settings, chunk_bytes)
+        self._reader = reader
+        self._read_s = read_s
+        self._on_continued = on_continued
+        self.sessions = SessionPredictor()
         self._loop = asyncio.get_running_loop()
         self._lanes = max(2, reader.read_concurrency)
+        self._numbers = count()
         self._reads: dict[ChunkKey, asyncio.Task[None]] = {}
-        self._holds: dict[ChunkKey, Lease] = {}
-        self.pinned = 0
-        """Chunks that somebody else keeps, out of the same share."""
+        self._held: dict[ChunkKey, Lease] = {}
+        self._pins: dict[ChunkKey, tuple[Lease, asyncio.TimerHandle]] = {}
+        self._queue: deque[Prediction] = deque()
         self._handles: dict[str, PrefetchHandle] = {}
         self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
         self._looking: set[asyncio.Task[None]] = set()
         self._keys_looked_for = 0
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = self._loop.time()
-        self._search_s = float("-inf")
-        """When a victim may be looked for again, after there was none."""
         self._pumping = False
         self._closed = False
-        reader.cpu.on_use = self.asked
+        reader.cpu.on_use, reader.cpu.on_forget = self._used, self._removed
         for tier in reader.mapped:
-            tier.mappings.on_use = self.asked
-        reader.flights.on_demand = self.asked
+            tier.mappings.on_use, tier.mappings.on_forget = self._used, self._removed
+        reader.flights.on_demand = self._used
         reader.cpu.on_evict = self._evicted
 
     @property
+    def promotes(self) -> bool:
+        """There is a hot cache to promote into, or a tier that can be mapped."""
+        return self._reader.cpu.keep or bool(self._reader.mapped)
+
+    @property
+    def accounts(self) -> dict[str, Account]:
+        """What prefetching did, by source."""
+        return self.plan.accounts.by_source
+
+    @property
     def held(self) -> int:
-        """Chunks that are kept for somebody to come."""
-        return len(self._holds)
+        """Chunks that are kept for a prediction now."""
+        return len(self._held)
 
-    def has_room(self, key: ChunkKey) -> bool:
-        """Whether a chunk that is hot may be kept, too: within the share, and leaving reads and writes theirs."""
-        kept = len(self._holds) + len(self._reads) + self.pinned
-        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self.reader.cpu.spares(key)
+    @property
+    def pinned(self) -> int:
+        """Chunks that are pinned now."""
+        return len(self._pins)
 
-    def hand_over(self, key: ChunkKey) -> Lease | None:
-        """The hold on a chunk, for whoever keeps it from now on: he counts as the one that it was fetched for."""
-        self.plan.transfers.asked([key])
-        return self._holds.pop(key, None)
-
-    def is_in_flight(self, key: ChunkKey) -> bool:
-        return key in self._reads
-
-    def begin(self, prediction: Prediction, deadline_s: float) -> PrefetchHandle:
-        """Act on an explicit hint. Tiers are asked first (until `deadline_s`, a loop time) what they have of it."""
-        handle = PrefetchHandle(self, prediction.subject, prediction.keys)
-        keys = len(handle.keys)
-        if self._looking and self._keys_looked_for + keys > _MOST_LOOKED_FOR:
-            handle._give_up(handle.keys, cancelled=True)
+    def prefetch(
+        self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
+    ) -> PrefetchHandle:
+        """See `TierCache.prefetch`. Tiers are asked for `look_s` at most what they have of `keys`."""
+        if not isfinite(due_in_s):
+            raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
+        check_seconds("ttl", ttl_s)
+        priority = index(priority)
+        if not self.promotes:
+            raise ConfigError(
+                "prefetch: local_cpu is false, so there is no hot cache to promote into; set local_cpu: true"
+            )
+        check_keys(keys)
+        now_s, subject = self._loop.time(), f"#{next(self._numbers)}"
+        prediction = hint(keys, now_s, subject, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
+        handle = PrefetchHandle(self, subject, keys)
+        if self._looking and self._keys_looked_for + len(keys) > _MAX_LOOKED_FOR:
+            handle.give_up(cancelled=True)
         if not handle.done:
-            self._handles[handle.subject] = handle
-            self._keys_looked_for += keys
-            task = self._loop.create_task(self._look(handle, prediction, deadline_s), name="tiercache-prefetch")
+            self._handles[subject] = handle
+            self._keys_looked_for += len(keys)
+            task = self._loop.create_task(self._look(handle, prediction, now_s + look_s), name="tiercache-prefetch")
             self._looking.add(task)
-            task.add_done_callback(partial(self._looked, keys))
+            task.add_done_callback(partial(self._looked, len(keys)))
         return handle
 
-    def _looked(self, keys: int, task: asyncio.Task[None]) -> None:
-        self._keys_looked_for -= keys
-        self._looking.discard(task)
+    def no_prefetch(self) -> PrefetchHandle:
+        """Return a handle of a prefetch of nothing."""
+        return PrefetchHandle(self, "", ())
 
-    def offer(self, prediction: Prediction | None) -> None:
-        """Act on what a predictor says; None says nothing."""
+    def queued(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that a request for `keys` waits for its turn, behind those that came before it."""
+        self._reader.cpu.renew(keys)
+        if self._closed or self._reader.prefix_at_hand(keys) == len(keys):
+            return
+        while self._queue and not self.plan.has(QUEUE, self._queue[0].subject):
+            self._queue.popleft()
+        most = self.plan.settings.share_bytes // self.plan.chunk_bytes
+        if sum(len(prediction.keys) for prediction in self._queue) >= _QUEUED_SHARES * most:
+            return
+        now_s, number = self._loop.time(), next(self._numbers)
+        prediction = Prediction(QUEUE, str(number), keys[:most], now_s, now_s, now_s + _QUEUE_TTL_S, number - _FIRST)
+        self._queue.append(prediction)
+        self.plan.offer(prediction, now_s)
+        self.pump()
+
+    def served(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that a request for `keys` had its turn: the first such one in the queue is over."""
+        if self._queue:
+            came = set(keys)
+            for prediction in self._queue:
+                if prediction.keys[-1] in came:
+                    self._queue.remove(prediction)
+                    self.plan.withdraw(QUEUE, prediction.subject, self._loop.time())
+                    break
+
+    def began(self, session: str, keys: Sequence[ChunkKey]) -> None:
+        """Note that a turn of `session` has begun, which needs `keys`."""
+        check_loop(self._loop)
+        check_keys(keys)
+        now_s = self._loop.time()
+        self.plan.withdraw(SESSIONS, session, now_s, _COMING_S)
+        if self.sessions.began(session, now_s) and self._on_continued is not None:
+            self._on_continued(keys)
+        self.pump()
+
+    def ended(self, session: str, keys: Sequence[ChunkKey], kind: str = "") -> None:
+        """Note that a turn has ended; `keys` are what the session's next one will begin with. `kind` has no effect."""
+        check_loop(self._loop)
+        check_keys(keys)
+        now_s, plan = self._loop.time(), self.plan
+        least_chance = plan.settings.least_probability
+        prediction = self.sessions.ended(session, keys, now_s, plan.lifetime_s(now_s), least_chance)
+        if self.sessions.came_back(session) and self._on_continued is not None:
+            self._on_continued(keys)
         if prediction is not None and not self._closed:
-            self.plan.offer(prediction, self._loop.time())
+            plan.offer(prediction, now_s)
             self.pump()
 
-    def withdraw(self, handle: PrefetchHandle) -> None:
-        if not handle.done:
-            self.plan.withdraw("hints", handle.subject)
-            handle._give_up(handle.keys, cancelled=True)
+    def over(self, session: str) -> None:
+        """Note that a session will not come back; chunks that were promoted for it may be evicted."""
+        check_loop(self._loop)
+        self.sessions.over(session)
+        self.plan.withdraw(SESSIONS, session, self._loop.time())
+        self.pump()
 
-    def asked(self, key: ChunkKey) -> None:
-        """Somebody came for a chunk that is held for him, or on its way for him."""
-        self.plan.transfers.asked([key])
-        self.plan.met(key)
-        hold = self._holds.pop(key, None)
-        if hold is not None:
-            hold.release()
-            self._pump_soon()
+    def pin(self, keys: Sequence[ChunkKey], ttl_s: float = 600.0) -> int:
+        """Keep those of `keys` hot that are, for `ttl_s` from now; return how many are pinned. Prefetch the others first.
 
-    def removed(self, key: ChunkKey) -> None:
-        """A chunk that is held was removed from the hot cache: nobody can find it any more."""
-        self.plan.transfers.removed(key)
-        hold = self._holds.pop(key, None)
-        if hold is not None:
-            hold.release()
-            self._pump_soon()
+        Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
+        writes their part of it. A chunk that was prefetched counts as used then. A closed cache pins nothing.
+        """
+        check_loop(self._loop)
+        check_keys(keys)
+        check_seconds("ttl_s", ttl_s)
+        pinned = 0
+        for key in keys if not self._closed else ():
+            lease: Lease | None
+            if (pin := self._pins.pop(key, None)) is not None:
+                lease = pin[0]
+                pin[1].cancel()
+            elif key in self._held:
+                lease = self._held.pop(key)
+                self.plan.used([key])
+            else:
+                lease = self._reader.hold(key) if self._has_room(key) else None
+            if lease is not None:
+                self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
+                pinned += 1
+        return pinned
 
-    def forget(self, handle: PrefetchHandle) -> None:
-        """It has ended."""
-        if self._handles.pop(handle.subject, None) is not None:
-            for key in handle.keys[: handle._reach]:
-                handles = self._by_key.get(key, [])
-                if handle in handles:
-                    handles.remove(handle)
-                if not handles:
-                    self._by_key.pop(key, None)
+    def unpin(self, keys: Sequence[ChunkKey]) -> None:
+        """Let `keys` be evicted like others."""
+        check_loop(self._loop)
+        check_keys(keys)
+        for key in keys:
+            pin = self._pins.pop(key, None)
+            if pin is not None:
+                pin[1].cancel()
+                pin[0].release()
 
-    def let_go(self) -> int:
-        """Keep nothing any more; returns how many chunks may be evicted like others now."""
-        count = len(self._holds)
-        self.plan.transfers.finish()
-        for hold in self._holds.values():
-            hold.release()
-        self._holds.clear()
-        return count
+    def release_all(self) -> None:
+        """Keep nothing for predictions any more."""
+        self.plan.accounts.finish()
+        while self._held:
+            self._held.popitem()[1].release()
 
     async def close(self) -> None:
         """End everything; who waits for a handle learns that the rest is cancelled."""
@@ -246,39 +351,66 @@ class Prefetcher:
         if self._timer is not None:
             self._timer.cancel()
         for handle in list(self._handles.values()):
-            handle._give_up(handle.keys, cancelled=True)
+            handle.give_up(cancelled=True)
         tasks = [*self._looking, *self._reads.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.let_go()
+        self.unpin(list(self._pins))
+        self.release_all()
+
+    # Handles
+
+    def is_in_flight(self, key: ChunkKey) -> bool:
+        return key in self._reads
+
+    def withdraw(self, handle: PrefetchHandle) -> None:
+        self.plan.withdraw(HINTS, handle.subject, self._loop.time())
+
+    def forget(self, handle: PrefetchHandle) -> None:
+        """Drop a handle that has ended."""
+        if self._handles.pop(handle.subject, None) is not None and handle.offered:
+            for key in handle.keys:
+                handles = self._by_key.get(key, [])
+                if handle in handles:
+                    handles.remove(handle)
+                if not handles:
+                    self._by_key.pop(key, None)
 
     async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
         found = 0
         try:
-            found, _ = await self.reader.lookup(prediction.keys, deadline_s)
+            found, _ = await self._reader.lookup(prediction.keys, deadline_s)
         except Exception:
-            # Somebody waits for the handle: all of it is missing then.
-            logger.exception("a look-up failed unexpectedly")
+            logger.exception("a look-up failed unexpectedly")  # and all chunks count as missing
         keys = prediction.keys[:found]
-        handle._look_for(set(keys))
-        if not handle.done:
-            handle._reach = found
-            for key in handle._left:
+        handle.found(keys)
+        if not handle.done and not self._closed:
+            handle.keys, handle.offered = keys, True
+            for key in dict.fromkeys(keys):
                 self._by_key.setdefault(key, []).append(handle)
-            self.reader.cpu.renew(keys)
-            self.offer(replace(prediction, keys=keys))
-            handle._looked = True
+            self._reader.cpu.renew(keys)
+            self.plan.offer(replace(prediction, keys=keys), self._loop.time())
+            self.pump()
             self._end_if_expired(handle)
 
-    def _pump_soon(self) -> None:
-        """Once for all that happens in this turn of the loop."""
-        if not self._pumping:
-            self._pumping = True
-            self._loop.call_soon(self.pump)
+    def _looked(self, keys: int, task: asyncio.Task[None]) -> None:
+        self._keys_looked_for -= keys
+        self._looking.discard(task)
+
+    def _end_if_expired(self, handle: PrefetchHandle) -> None:
+        """Cancel what is not in flight of a prefetch that the plan does not act on any more."""
+        if handle.offered and not self.plan.has(HINTS, handle.subject):
+            handle.give_up(cancelled=True, but_in_flight=True)
+
+    def _tell(self, key: ChunkKey, *, promoted: bool) -> None:
+        for handle in list(self._by_key.get(key, ())):
+            handle.settle(key, promoted=promoted)
+
+    # Promotions
 
     def pump(self) -> None:
-        """Begin as many reads as there are lanes and the plan allows."""
+        """Begin as many reads as there are lanes and the plan allows, and drop what nothing expects any more."""
         self._pumping = False
         if self._closed:
             return
@@ -286,86 +418,105 @@ class Prefetcher:
         self._begin_reads(now_s)
         if now_s >= self._swept_s + _SWEEP_S:
             self._swept_s = now_s
-            self._release_unexpected()
+            for key in [key for key in self._held if not self.plan.expects(key)]:
+                self._held.pop(key).release()
             for handle in list(self._handles.values()):
                 self._end_if_expired(handle)
-        wakes = [wake_s for wake_s in (self.plan.wake_s(now_s),) if wake_s is not None]
-        if now_s < self._search_s:
-            wakes = [self._search_s]
-        if self._holds or self._handles:
+        wakes = []
+        if self._held or self._handles:
             wakes.append(self._swept_s + _SWEEP_S)
+        if len(self._reads) < self._lanes and (wake_s := self.plan.wake_s(now_s)) is not None:
+            wakes.append(wake_s)  # otherwise the next read that ends pumps
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(min(wakes), self.pump) if wakes else None
 
-    def _begin_reads(self, now_s: float) -> None:
-        if now_s < self._search_s:
-            return
-        cpu = self.reader.cpu
-        self._count_kept()
-        while len(self._reads) < self._lanes and (fetch := self.plan.next(now_s, self._is_hot)) is not None:
-            if not self.plan.finds_room(partial(cpu.next_victim, fetch.key), cpu.renew, fetch, now_s):
-                # The others are worth no more and would find none either: each search takes milliseconds of the loop.
-                self.plan.no_room(fetch, now_s)
-                self._search_s = now_s + _SEARCH_PAUSE_S
-                return
-            self._reads[fetch.key] = self._loop.create_task(self._read(fetch), name="tiercache-prefetch")
+    def _pump_soon(self) -> None:
+        """Pump once for all that happens in this turn of the loop."""
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self.pump)
 
-    async def _read(self, fetch: Fetch) -> None:
-        key = fetch.key
-        hold: Lease | None = None
+    def _begin_reads(self, now_s: float) -> None:
+        cpu, plan = self._reader.cpu, self.plan
+        self._count_kept()
+        while len(self._reads) < self._lanes and (promotion := plan.next(now_s, self._is_hot)) is not None:
+            key = promotion.key
+            if plan.find_room(partial(cpu.next_victim, key), cpu.renew, promotion):
+                self._reads[key] = self._loop.create_task(self._read(promotion), name="tiercache-prefetch")
+            else:
+                plan.no_room(promotion, now_s)
+
+    async def _read(self, promotion: Promotion) -> None:
+        key = promotion.key
+        lease: Lease | None = None
         try:
-            hold = await self.reader.promote(key, self._loop.time() + self.read_s, fetch.parent)
+            lease = await self._reader.promote(key, self._loop.time() + self._read_s, promotion.parent)
         finally:
             del self._reads[key]
-            self._tell(key, promoted=hold is not None)
-            if hold is None:
-                self.plan.transfers.failed(key)
+            self._tell(key, promoted=lease is not None)
+            if lease is None:
+                self.plan.accounts.failed(key)
             else:
-                self.plan.transfers.fetched(key)
-                if not hold.findable:  # removed as soon as it had come
-                    self.plan.transfers.removed(key)
-                if key in self.plan.transfers.ready:
-                    self._keep(key, hold)
-                else:
-                    hold.release()  # whoever it was for has come meanwhile
+                self._keep_promoted(key, lease)
             self._pump_soon()
 
+    def _keep_promoted(self, key: ChunkKey, lease: Lease) -> None:
+        if not self.plan.accounts.arrived(key):
+            lease.release()  # it was asked for meanwhile
+        elif not lease.findable:
+            self.plan.accounts.wasted(key)
+            lease.release()
+        else:
+            self._keep(key, lease)
+
     def _is_hot(self, key: ChunkKey) -> bool:
-        """Asked by the plan about a chunk that is expected: if it is there already it is kept there."""
+        """Called by the plan about a chunk that is expected: if it is hot, it is kept hot."""
         if key in self._reads:
-            return True  # somebody came for it already; whoever waits is told when it is here
-        if not self.reader.has_at_hand(key):
+            return True  # it was asked for already, and handles are told when it is here
+        if not self._reader.has_at_hand(key):
             return False
-        if key not in self._holds and self.has_room(key):
-            hold = self.reader.hold(key)
-            if hold is not None:
-                self._keep(key, hold)
+        if key not in self._held and self._has_room(key):
+            lease = self._reader.hold(key)
+            if lease is not None:
+                self._keep(key, lease)
                 self._count_kept()
         self._tell(key, promoted=True)
         return True
 
-    def _evicted(self, keys: Sequence[ChunkKey]) -> None:
-        self.plan.evicted(keys, self._loop.time())
+    def _has_room(self, key: ChunkKey) -> bool:
+        """Return True if a hot chunk may be kept, too: within the share, and leaving reads and writes theirs."""
+        kept = len(self._held) + len(self._reads) + len(self._pins)
+        return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self._reader.cpu.spares(key)
 
-    def _keep(self, key: ChunkKey, hold: Lease) -> None:
-        old = self._holds.pop(key, None)
+    def _keep(self, key: ChunkKey, lease: Lease) -> None:
+        old = self._held.pop(key, None)
         if old is not None:
             old.release()
-        self._holds[key] = hold
+        self._held[key] = lease
 
     def _count_kept(self) -> None:
-        self.plan.kept_bytes = (len(self._holds) - len(self.plan.transfers.ready) + self.pinned) * self.plan.chunk_bytes
+        kept = len(self._held) - len(self.plan.accounts.ready) + len(self._pins)
+        self.plan.kept_bytes = kept * self.plan.chunk_bytes
 
-    def _release_unexpected(self) -> None:
-        for key in [key for key in self._holds if not self.plan.expects(key)]:
-            self._holds.pop(key).release()
+    # Called by the reader and the memory that it reads into
 
-    def _end_if_expired(self, handle: PrefetchHandle) -> None:
-        """Its time is over: what is not on its way by now will not be fetched for it."""
-        if handle._looked and not self.plan.acts_on("hints", handle.subject):
-            handle._give_up([key for key in handle._left if key not in self._reads], cancelled=True)
+    def _used(self, key: ChunkKey) -> None:
+        """A chunk that is kept or in flight was asked for."""
+        self.plan.used([key])
+        self._release(key)
 
-    def _tell(self, key: ChunkKey, *, promoted: bool) -> None:
-        for handle in list(self._by_key.get(key, ())):
-            handle._settle(key, promoted=promoted)
+    def _removed(self, key: ChunkKey) -> None:
+        """A chunk that is kept or pinned was removed from the hot cache."""
+        self.unpin([key])
+        self.plan.accounts.wasted(key)
+        self._release(key)
+
+    def _release(self, key: ChunkKey) -> None:
+        lease = self._held.pop(key, None)
+        if lease is not None:
+            lease.release()
+            self._pump_soon()
+
+    def _evicted(self, keys: Sequence[ChunkKey]) -> None:
+        self.plan.evicted(keys, self._loop.time())

@@ -53,7 +53,7 @@ class SessionTurns:
         try:
             keys = self._keys_of(turn.names)
             if isinstance(turn, RequestBegan):
-                self._thread.cache.ahead.began(turn.session, keys, turn.step)
+                self._thread.cache.ahead.began(turn.session, keys)
                 return
             # Without waiting: the session's next turn may begin before this one is stored, and must not overtake it.
             self._end_turn(turn.wishes, keys)
@@ -71,7 +71,7 @@ class SessionTurns:
     def _end_turn(self, wishes: Wishes, keys: list[ChunkKey]) -> None:
         ahead = self._thread.cache.ahead
         if wishes.session:
-            ahead.ended(wishes.session, keys, wishes.step, wishes.ended)
+            ahead.ended(wishes.session, keys)
             if wishes.session_over:
                 ahead.over(wishes.session)
 

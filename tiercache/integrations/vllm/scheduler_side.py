@@ -326,7 +326,7 @@ class SchedulerSide:
             if tracked.wishes.session:
                 names = self._asking.names_of(tracked)
                 full = held_names(names, self.geometry.whole_chunks(len(names)), self.geometry)
-                self._work.turns.append(RequestBegan(tracked.wishes.session, tracked.wishes.step, full))
+                self._work.turns.append(RequestBegan(tracked.wishes.session, full))
 
     def _say_end(self, tracked: TrackedRequest) -> None:
         if not tracked.wishes.at_the_end:

@@ -1,6 +1,6 @@
 """What a request says about itself and what follows it, in its `kv_transfer_params`. Pure: no vLLM, no asyncio.
 
-    {"tiercache.session": "chat-17", "tiercache.ended": "tool", "tiercache.next_in_s": 20}
+    {"tiercache.session": "chat-17", "tiercache.next_in_s": 20}
 
 The same may come as the payload of actions in vLLM's `kv_hints`; and its `session_id` is a session.
 """
@@ -27,9 +27,9 @@ class Wishes:
     session: str = ""
     """An id of the program's own: its turns predict one another."""
     step: str = ""
-    """Of a workflow, whose run is the session."""
+    """Accepted without effect."""
     ended: str = ""
-    """How the turn ends, in a word of the program's own: after "tool" the next one comes sooner than after "user"."""
+    """Accepted without effect."""
     next_in_s: float | None = None
     """What the request leaves behind is needed again in so many seconds."""
     pin_s: float | None = None
@@ -54,7 +54,6 @@ class RequestBegan:
     """A request of a session has come. `names` are those of its prompt's full chunks."""
 
     session: str
-    step: str
     names: list[bytes]
 
 

@@ -181,7 +181,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
             [(question, [self._keys(run) for run in question.runs]) for question in self._requests.questions()]
         )
         for request in self._requests.begun():
-            began = RequestBegan(request.wishes.session, request.wishes.step, request.names)
+            began = RequestBegan(request.wishes.session, request.names)
             self._turns.follow([began], {})
 
     # Transfers

@@ -176,7 +176,7 @@ class Player:
 
     def _counted(self) -> Timed:
         check(self._contents)
-        self._cache.ahead.prefetcher.let_go()
+        self._cache.ahead.release_all()
         known = self._cache.statistics()
         if DISK in known.tiers:
             self.found.written_blocks = known.tiers[DISK].writes

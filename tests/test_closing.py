@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tiercache.closing import Deadline, Lingering, closed
+from tiercache.closing import AbandonedTasks, Deadline, closed
 
 
 class Thing:
@@ -81,12 +81,12 @@ async def test_part_that_fails_is_told_and_the_others_are_closed(caplog: pytest.
 
 async def test_memory_is_free_when_the_last_of_what_lingers_has_ended_and_not_after_a_cancelled_wait() -> None:
     free: list[int] = []
-    lingering = Lingering(lambda: free.append(len(lingering.tasks)))
+    abandoned = AbandonedTasks(lambda: free.append(len(abandoned.tasks)))
     thing, other = Thing(None), Thing(None)
     tasks = [asyncio.ensure_future(thing.close()), asyncio.ensure_future(other.close())]
-    lingering.keep(tasks)
+    abandoned.keep(tasks)
     began_s = soon(0.0)
-    await lingering.ended(began_s + 0.2)
+    await abandoned.ended(began_s + 0.2)
     assert 0.15 < soon(0.0) - began_s < 1.0
     thing.go_on.set()
     await tasks[0]
@@ -99,14 +99,14 @@ async def test_memory_is_free_when_the_last_of_what_lingers_has_ended_and_not_af
 
 
 async def test_what_has_ended_in_this_very_step_does_not_hang() -> None:
-    lingering = Lingering(lambda: None)
+    abandoned = AbandonedTasks(lambda: None)
     thing = Thing(None)
     task = asyncio.ensure_future(thing.close())
     await asyncio.sleep(0)
-    lingering.keep([task])
+    abandoned.keep([task])
     thing.go_on.set()
     await asyncio.sleep(0)
-    assert task.done() and lingering.tasks, "its callbacks come with the next step"
-    await lingering.ended(soon(0.0))
-    assert not lingering.tasks
-    assert (lingering.hanging, lingering.called_off) == (0, 0)
+    assert task.done() and abandoned.tasks, "its callbacks come with the next step"
+    await abandoned.ended(soon(0.0))
+    assert not abandoned.tasks
+    assert (abandoned.hanging, abandoned.called_off) == (0, 0)

@@ -111,7 +111,7 @@ class Operations:
             self._when_ended()
 
 
-class Lingering:
+class AbandonedTasks:
     """What hung when a cache was opened or closed, and may still touch its memory."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
@@ -186,7 +186,7 @@ class Closing:
         self.pool: SlotPool | None = None
         self.users: list[TierWriter | Flights] = []
         """Who touches that memory, and knows what of it was left behind."""
-        self.lingering = Lingering(self._give_memory_back)
+        self.abandoned = AbandonedTasks(self._give_memory_back)
         self.operations = Operations(self._give_memory_back)
         """A close waits for those."""
         self.reads = Operations(self._give_memory_back)
@@ -207,14 +207,14 @@ class Closing:
         """Close those that `parts` has by then, side by side, and before all that was pushed earlier."""
 
         async def close() -> None:
-            self.lingering.keep(await closed(self.deadline, *parts))
+            self.abandoned.keep(await closed(self.deadline, *parts))
 
         self.taken.push_async_callback(close)
 
     async def settle(self) -> None:
         """Give what was left behind a little time: what was merely under way ends soon."""
-        self.lingering.keep(self._left_behind())
-        await self.lingering.ended(min(self.deadline.until_s, asyncio.get_running_loop().time() + GRACE_S))
+        self.abandoned.keep(self._left_behind())
+        await self.abandoned.ended(min(self.deadline.until_s, asyncio.get_running_loop().time() + GRACE_S))
 
     async def let_end(self) -> None:
         """Those that waited for memory are told that there will be none, and need a moment to end."""
@@ -250,9 +250,9 @@ class Closing:
 
     def _end(self) -> None:
         self._ended = True
-        if hanging := self.lingering.hanging + self.operations.under_way:
+        if hanging := self.abandoned.hanging + self.operations.under_way:
             logger.warning("%d operations hang in a device; their memory stays mapped until they end", hanging)
-        if called_off := self.lingering.called_off:
+        if called_off := self.abandoned.called_off:
             logger.warning(
                 "the event loop was shut down before the cache was closed, with %d operations under way: its memory stays "
                 "mapped. Use `async with TierCache.open(...)`, or await `close`, before the loop ends",
@@ -265,10 +265,10 @@ class Closing:
             return  # after every operation of a cache in use
         if any(task.done() for task in self._left_behind()):
             asyncio.get_running_loop().call_soon(self._give_memory_back)  # what they owe at their end comes before that
-        elif not (self.lingering.tasks or self.stuck or self.operations.under_way or self.reads.under_way):
+        elif not (self.abandoned.tasks or self.stuck or self.operations.under_way or self.reads.under_way):
             for part in (self.device, self.pool, self.arena):  # a view of the arena keeps all of it mapped
                 if part is not None:
                     part.close()
 
     def _left_behind(self) -> list[asyncio.Task[Any]]:
-        return [task for user in self.users for task in user.lingering]
+        return [task for user in self.users for task in user.abandoned]

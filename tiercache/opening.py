@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tiercache.assembly import make_tiers
-from tiercache.closing import Deadline, Lingering, closed
+from tiercache.closing import AbandonedTasks, Deadline, closed
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
@@ -115,7 +115,7 @@ def close_device(device: Device | None) -> None:
         device.close()
 
 
-async def open_tier(tier: Tier, lingering: Lingering) -> None:
+async def open_tier(tier: Tier, abandoned: AbandonedTasks) -> None:
     """`tier.open` by the tier's own deadline, and ConfigError after it.
 
     A tier that is too late, or whose opening is cancelled, gives back what it holds. Where it does not get to that at once
@@ -126,10 +126,10 @@ async def open_tier(tier: Tier, lingering: Lingering) -> None:
     try:
         await asyncio.wait([opening], timeout=within_s)
     except asyncio.CancelledError:
-        await _call_off(tier, opening, lingering)
+        await _call_off(tier, opening, abandoned)
         raise
     if not opening.done():
-        await _call_off(tier, opening, lingering)
+        await _call_off(tier, opening, abandoned)
         option = getattr(tier, "option", tier.name)
         raise ConfigError(
             f"{option}: {tier.describe()} did not open within {within_s:.0f} s; does its device, "
@@ -141,12 +141,12 @@ async def open_tier(tier: Tier, lingering: Lingering) -> None:
         raise ConfigError(f"{getattr(tier, 'option', tier.name)}: {error}") from error
 
 
-async def _call_off(tier: Tier, opening: asyncio.Future[None], lingering: Lingering) -> None:
+async def _call_off(tier: Tier, opening: asyncio.Future[None], abandoned: AbandonedTasks) -> None:
     opening.cancel()
     ended = asyncio.ensure_future(_closed_again(tier, opening))
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.wait([ended], timeout=_LET_GO_S)
-    lingering.keep([ended])
+    abandoned.keep([ended])
 
 
 async def _closed_again(tier: Tier, opening: asyncio.Future[None]) -> None:

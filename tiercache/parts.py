@@ -244,7 +244,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     closing.push(opened)
     for tier in tiers:
         tier.use_arena(arena)
-        await open_tier(tier, closing.lingering)
+        await open_tier(tier, closing.abandoned)
         opened.append((tier.name, tier.close))
     return await _connected(config, layout, closing, arena, cpu, tiers, fillers)
 

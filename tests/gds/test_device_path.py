@@ -315,7 +315,7 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
     hold = Hold(bench.device.loading.stream)
     keys = [chunk(1)[0], chunk(2)[0]]
     get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
-    while not bench.device.pending and not bench.host_reader.flights.lingering:
+    while not bench.device.pending and not bench.host_reader.flights.abandoned:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()

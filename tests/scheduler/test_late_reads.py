@@ -109,7 +109,7 @@ async def test_late_read_that_fails_gives_its_slot_back(bench: Bench) -> None:
     bench.tier.gate.set()
     await settle()
     assert not bench.cpu.contains(wanted)
-    assert len(reader.flights.lingering) == 0
+    assert len(reader.flights.abandoned) == 0
     assert bench.is_whole()
 
 

@@ -137,7 +137,7 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
     assert lease is not None, "a demand read has room"
     for each in (lease, *holds):
         each.release()
-    while reader.flights or reader.flights.lingering:
+    while reader.flights or reader.flights.abandoned:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -160,7 +160,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
     while (
-        reader.flights or reader.flights.lingering
+        reader.flights or reader.flights.abandoned
     ):  # their timers are a moment later than those of the last who waited
         await asyncio.sleep(0)
     assert bench.is_whole()

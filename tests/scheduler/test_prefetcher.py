@@ -29,7 +29,9 @@ class Prefetching:
         self.prefetcher = Prefetcher(self.reader, limits, CHUNK_BYTES)
         self.plan = self.prefetcher.plan
 
-    def hint(self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0) -> PrefetchHandle:
+    def hint(
+        self, keys: list[ChunkKey], due_in_s: float = 0.0, ttl_s: float = 60.0, priority: int = 0
+    ) -> PrefetchHandle:
         return self.prefetcher.prefetch(keys, due_in_s, ttl_s, priority, look_s=1.0)
 
     async def use(self, key: ChunkKey) -> np.ndarray:
@@ -213,7 +215,7 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
     await work.prefetcher.close()
     assert (await handle).cancelled == 4
     work.bench.tier.gate.set()
-    while work.reader.flights.lingering:
+    while work.reader.flights.abandoned:
         await asyncio.sleep(0)
 
 

@@ -109,11 +109,11 @@ async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_e
     assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.2)
     while reader.flights:
         await asyncio.sleep(0)
-    assert len(reader.flights.lingering) == 1
+    assert len(reader.flights.abandoned) == 1
     assert not bench.is_whole(), "the slot belongs to the read that still runs"
     bench.tier.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.lingering or not bench.is_whole():
+        while reader.flights.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)
 
 

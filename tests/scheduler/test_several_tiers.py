@@ -154,7 +154,7 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
     lease.release()
     hung.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.lingering or not bench.is_whole():
+        while reader.flights.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)
 
 
@@ -363,7 +363,9 @@ async def deliver(reader: Reader, *numbers: int) -> tuple[int, float]:
     return arrived, now() - began
 
 
-async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_follows_until_it_is_well(bench: Bench) -> None:
+async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_follows_until_it_is_well(
+    bench: Bench,
+) -> None:
     """Two are read at a time, each in 10 ms; the engine computes a chunk in half a second. Then a read takes 80 times as
     long, and later it is well again."""
     server = Server("a", range(1, 30), read_s=0.01)
@@ -377,7 +379,7 @@ async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_fol
     arrived, took_s = await deliver(reader, 8, 9)
     assert (arrived, took_s) == (0, pytest.approx(0.0, abs=0.05)), "a read that hangs says enough"
     assert (await reader.lookup(keys_of(8, 9)))[0] == 0
-    while reader.flights.lingering:
+    while reader.flights.abandoned:
         await asyncio.sleep(0.1)
     assert (await reader.lookup(keys_of(5, 6)))[0] == 2, "what came late is kept"
     assert (await deliver(reader, 8, 9))[0] == 2, "less than computing the two takes"
@@ -396,5 +398,5 @@ async def test_a_load_that_hangs_is_waited_for_as_long_as_somebody_else_would_co
     assert (await deliver(reader, 5, 6))[1] == pytest.approx(0.0, abs=0.05)
     hung.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.lingering or not bench.is_whole():
+        while reader.flights.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)

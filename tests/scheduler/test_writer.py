@@ -10,7 +10,7 @@ from tests.scheduler.conftest import Bench, flushed
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
 from tests.scheduler.held import OLD, key, opened, settle, tier
 from tiercache.core.breaker import BreakerSettings
-from tiercache.core.patience import Patience
+from tiercache.core.queue import WaitBudget
 from tiercache.errors import TierFull
 from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.writer import TierWriter, WriterSettings
@@ -23,9 +23,9 @@ def writer_of(bench: Bench, **settings: object) -> TierWriter:
     return TierWriter(bench.tier, WriterSettings(**{**defaults, **settings}))  # type: ignore[arg-type]
 
 
-def patience(wait_s: float = 100.0) -> Patience:
+def wait_budget(wait_s: float = 100.0) -> WaitBudget:
     """Of a put whose deadline is so far away."""
-    return Patience(asyncio.get_running_loop().time() + wait_s)
+    return WaitBudget(asyncio.get_running_loop().time() + wait_s)
 
 
 async def occupy(bench: Bench, writer: TierWriter) -> None:
@@ -99,10 +99,10 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
     writer = writer_of(bench, on_full="wait", wait_s=1.0)
     await occupy(bench, writer)
     began = asyncio.get_running_loop().time()
-    await writer.enqueue(deque([bench.make_hot(7)]), patience())
+    await writer.enqueue(deque([bench.make_hot(7)]), wait_budget())
     assert asyncio.get_running_loop().time() - began == pytest.approx(1.0, abs=0.2)
     assert writer.statistics().skipped == 1
-    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), patience()))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(8)]), wait_budget()))
     await asyncio.sleep(0)
     bench.tier.gate.set()
     await waiting
@@ -114,7 +114,7 @@ async def test_full_queue_with_wait_waits_for_room_up_to_its_limit(bench: Bench)
 async def test_cancelled_wait_for_room_leaks_nothing(bench: Bench) -> None:
     writer = writer_of(bench, on_full="wait")
     await occupy(bench, writer)
-    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(7)]), patience()))
+    waiting = asyncio.create_task(writer.enqueue(deque([bench.make_hot(7)]), wait_budget()))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
@@ -164,10 +164,10 @@ async def test_hung_write_is_given_up_and_its_memory_kept_until_it_ends(bench: B
     writer = writer_of(bench)
     await occupy(bench, writer)
     assert await flushed(writer, 60.0), "a hung tier does not hang a flush"
-    assert len(writer.lingering) == 2
+    assert len(writer.abandoned) == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
-    while writer.lingering:
+    while writer.abandoned:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -202,10 +202,10 @@ async def test_close_with_a_hung_tier_returns_and_keeps_the_memory_until_the_wri
     assert await writer.close(began_s + 0.5) == 6
     assert writer.statistics().dropped == 6, "those whose writes were called off, too"
     assert loop.time() - began_s == pytest.approx(0.5, abs=0.1)
-    assert len(writer.lingering) == 2
+    assert len(writer.abandoned) == 2
     assert bench.cpu.pool.count - bench.cpu.obtainable == 2
     bench.tier.gate.set()
-    while writer.lingering:
+    while writer.abandoned:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -217,9 +217,9 @@ async def test_writes_that_hang_together_are_one_bad_sign(bench: Bench) -> None:
     await occupy(bench, writer)
     assert await flushed(writer, 60.0)
     now_s = asyncio.get_running_loop().time()
-    assert len(writer.lingering) == 2 and writer.breaker.would_allow(now_s + 1.01)
+    assert len(writer.abandoned) == 2 and writer.breaker.would_allow(now_s + 1.01)
     bench.tier.gate.set()
-    while writer.lingering:
+    while writer.abandoned:
         await asyncio.sleep(0)
 
 
@@ -231,7 +231,7 @@ async def test_writes_that_hang_at_close_fail_later_without_a_word(
     bench.tier.fail_writes = [OSError("device lost")] * 2
     await writer.close(0.0)
     bench.tier.gate.set()
-    while writer.lingering:
+    while writer.abandoned:
         await asyncio.sleep(0)
     gc.collect()
     assert not [record for record in caplog.records if record.name == "asyncio"]
@@ -257,7 +257,7 @@ async def test_one_bad_tier_does_not_keep_another_from_being_written(bench: Benc
     bench.tier.gate.clear()
 
     for number in range(1, 15):
-        await fan_out.offer([bench.make_hot(number)], patience())
+        await fan_out.offer([bench.make_hot(number)], wait_budget())
     assert await flushed(good, 5.0)
     assert good.statistics().written == 14
     bench.tier.gate.set()
@@ -272,7 +272,7 @@ async def test_nobody_waits_for_room_in_the_queue_of_a_tier_that_stalls(bench: B
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
     began_s = loop.time()
-    await writer.enqueue(deque([bench.make_hot(7)]), patience())
+    await writer.enqueue(deque([bench.make_hot(7)]), wait_budget())
     assert loop.time() - began_s < 0.5, (
         "a put that waited would wait for this tier in vain, and the other tiers with it"
     )
@@ -345,7 +345,7 @@ async def test_nobody_waits_for_room_while_a_probe_is_under_way(bench: Bench) ->
     assert writer.enqueue_nowait(bench.make_hot(6)), "one is on its way to a task that waits for the probe"
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    await writer.enqueue(deque([bench.make_hot(7)]), Patience(began_s + 10.0))
+    await writer.enqueue(deque([bench.make_hot(7)]), WaitBudget(began_s + 10.0))
     assert writer.statistics().skipped == 1
     assert loop.time() - began_s < 0.5, "it may be as ill as before"
     bench.tier.gate.set()

@@ -1,4 +1,4 @@
-"""A queue with a bound in bytes and in items. It decides; who waits, waits elsewhere."""
+"""A queue with a bound in bytes and in items, and how long a put may wait for room in such queues."""
 
 from __future__ import annotations
 
@@ -104,3 +104,24 @@ class BoundedQueue(Generic[V]):
         _, (value, item_bytes) = self._aside.popitem(last=False)
         self.queued_bytes -= item_bytes
         return value
+
+
+class WaitBudget:
+    """The seconds that one put may wait for room in write queues, for all of its chunks and all tiers together.
+
+    Times are seconds of one clock.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        """`deadline_s` is the put's own, which no wait outlasts."""
+        self.deadline_s = deadline_s
+        self.waited_s = 0.0
+
+    def until_s(self, now_s: float, wait_s: float) -> float:
+        """Return the end of a wait that begins now, where a put may wait `wait_s` altogether. It is not after `now_s` where
+        the put has waited enough."""
+        return min(self.deadline_s, now_s + wait_s - self.waited_s)
+
+    def waited(self, began_s: float, now_s: float) -> None:
+        """Count a wait. Waits that pass side by side count once."""
+        self.waited_s += now_s - began_s

@@ -18,7 +18,7 @@ import numpy as np
 from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, each_once
-from tiercache.core.patience import Patience
+from tiercache.core.queue import WaitBudget
 from tiercache.core.tombstones import Operation
 from tiercache.device.device import Device
 from tiercache.device.driver import Event, Tensor, host_tensor
@@ -96,12 +96,12 @@ class DevicePath:
         chunks = each_once(chunks)
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
-        patience = Patience(deadline_s)
+        wait_budget = WaitBudget(deadline_s)
         # The staging tier's too: a chunk is forgotten in both at the same time.
         operation = self.cpu.tombstones.begin()
         try:
             tasks = [
-                asyncio.ensure_future(self._put_batch(chunks[start : start + size], operation, after, patience))
+                asyncio.ensure_future(self._put_batch(chunks[start : start + size], operation, after, wait_budget))
                 for start in range(0, len(chunks), size)
             ]
             await all_or_none(tasks)
@@ -114,12 +114,12 @@ class DevicePath:
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
         operation: Operation,
         after: Event | None,
-        patience: Patience,
+        wait_budget: WaitBudget,
     ) -> int:
         batch = _Batch()
         done: asyncio.Future[None] | None = None
         try:
-            await turn_by(patience.deadline_s, self._puts)
+            await turn_by(wait_budget.deadline_s, self._puts)
         except TimeoutError:
             self.skipped += len(chunks)
             return 0
@@ -127,7 +127,7 @@ class DevicePath:
             try:
                 for key, payload in chunks:
                     if not operation.forgot(key):
-                        await self._admit(key, payload, batch, patience.deadline_s)
+                        await self._admit(key, payload, batch, wait_budget.deadline_s)
                 if batch.storing:
                     done = self.device.run(self.device.storing, self._enqueue_put, batch, after)
                     await self.device.ended(done)
@@ -149,7 +149,7 @@ class DevicePath:
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
         stored = batch.there + len(batch.storing)
-        await self._fan_out.offer(batch.leases, patience, batch.staged)
+        await self._fan_out.offer(batch.leases, wait_budget, batch.staged)
         return stored
 
     async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tiercache.core.keys import ChunkKey
-from tiercache.core.patience import Patience
+from tiercache.core.queue import WaitBudget
 from tiercache.errors import TierUnavailable
 from tiercache.scheduler.together import all_or_none
 from tiercache.scheduler.writer import TierWriter, WriterStatistics
@@ -40,12 +40,12 @@ class FanOut:
         self.writers = writers
         self._keeps = keeps
 
-    async def offer(self, leases: Sequence[Lease], patience: Patience, staged: Sequence[Lease] = ()) -> None:
+    async def offer(self, leases: Sequence[Lease], wait_budget: WaitBudget, staged: Sequence[Lease] = ()) -> None:
         """Queue chunks for every tier that lacks them. Uses up the leases, also when cancelled.
 
         Each writer gets a lease of its own: on device memory where a chunk is `staged` there and the tier writes from it.
         All are offered everything before anybody is waited for, and those with full queues are waited for side by side, as
-        long as the put's `patience` lasts. What does not fit then is skipped by that writer.
+        long as the put's `wait_budget` lasts. What does not fit then is skipped by that writer.
         """
         waiting: dict[TierWriter, deque[Lease]] = {}
         try:
@@ -54,9 +54,9 @@ class FanOut:
                 loop = asyncio.get_running_loop()
                 began_s = loop.time()
                 await all_or_none(
-                    [asyncio.ensure_future(writer.enqueue(rest, patience)) for writer, rest in waiting.items()]
+                    [asyncio.ensure_future(writer.enqueue(rest, wait_budget)) for writer, rest in waiting.items()]
                 )
-                patience.waited(began_s, loop.time())
+                wait_budget.waited(began_s, loop.time())
         finally:
             for writer, rest in waiting.items():
                 writer.skip(rest)  # one that was cancelled before its first step has not come to it

@@ -34,9 +34,9 @@ class Flights:
         return len(self._flights)
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[Any]]:
+    def abandoned(self) -> Sequence[asyncio.Task[Any]]:
         """Reads that outlived their deadline and still hold a slot."""
-        return [read for tier in self.tiers for read in tier.lingering]
+        return [read for tier in self.tiers for read in tier.abandoned]
 
     async def fetch(
         self,

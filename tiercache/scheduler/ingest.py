@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.core.budget import WRITE
 from tiercache.core.keys import ChunkKey, each_once
-from tiercache.core.patience import Patience
+from tiercache.core.queue import WaitBudget
 from tiercache.core.tombstones import Operation
 from tiercache.memory.slots import Fill, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
@@ -35,7 +35,7 @@ class _Put:
     """One call, which may take several batches."""
 
     operation: Operation
-    patience: Patience
+    wait_budget: WaitBudget
     parents: Mapping[ChunkKey, ChunkKey]
     """The chunk before each one, where the chunks are a prefix."""
     times: Mapping[ChunkKey, int]
@@ -86,7 +86,7 @@ class Ingest:
         time = self.cpu.access(latest_first, prefix=prefix)
         put = _Put(
             self.cpu.tombstones.begin(),
-            Patience(asyncio.get_running_loop().time() + wait_s),
+            WaitBudget(asyncio.get_running_loop().time() + wait_s),
             dict(zip(keys[1:], keys, strict=False)) if prefix else {},
             dict(zip(latest_first, range(time, time - len(keys), -1), strict=True)),
         )
@@ -129,7 +129,7 @@ class Ingest:
                     if self.copiers.withdraw(copy):
                         retrieve_exception(copy)
                 if not isinstance(error, GeneratorExit):  # then nobody runs what waits
-                    left_s = put.patience.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
+                    left_s = put.wait_budget.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
                     await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
             finally:
                 for each in begun:
@@ -166,7 +166,7 @@ class Ingest:
     async def _begin_late(self, item: Item, put: _Put) -> _Batch:
         """As `_begin`, of one chunk, waiting for a slot as long as the put may. Without one, the chunk is skipped."""
         key = item[0]
-        slot = await self.cpu.reserve(WRITE, put.patience.deadline_s - asyncio.get_running_loop().time(), key)
+        slot = await self.cpu.reserve(WRITE, put.wait_budget.deadline_s - asyncio.get_running_loop().time(), key)
         batch = self._begin([item], {} if slot is None else {key: slot}, put)
         if batch is None:
             put.skipped += 1
@@ -205,7 +205,7 @@ class Ingest:
         Raises NotBegun when no thread came free for them by the deadline.
         """
         for copy in batch.copies:
-            await self.copiers.ended_by(copy, put.patience.deadline_s)
+            await self.copiers.ended_by(copy, put.wait_budget.deadline_s)
         cpu, fills, leases = self.cpu, batch.fills, batch.leases
         if forgotten := put.operation.forgotten(fills):
             for key in forgotten:
@@ -221,7 +221,7 @@ class Ingest:
             cpu.publish_all(fills, put.parents, put.times)
         batch.published = True
         if leases:
-            await self._fan_out.offer(leases, put.patience)
+            await self._fan_out.offer(leases, put.wait_budget)
 
     def _drop(self, batch: _Batch) -> None:
         """Store nothing of a batch. Slots that a hung thread may still write to are given back when it ends."""

@@ -36,7 +36,7 @@ class Request:
     over: bool = False
     """Whether nobody waits for it any more."""
     timer: asyncio.TimerHandle | None = None
-    """For the end of patience."""
+    """Calls the writer when the removal takes too long."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

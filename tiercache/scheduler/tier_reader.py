@@ -92,7 +92,7 @@ class TierReader:
         self._closed = False
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[_Outcome]]:
+    def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
         return list(self._stuck)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
-from tiercache.core.patience import Patience
-from tiercache.core.queue import BoundedQueue
+from tiercache.core.queue import BoundedQueue, WaitBudget
 from tiercache.errors import TierFull
 from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.removals import Removals, Request
@@ -21,6 +20,7 @@ from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.writer")
+
 
 @dataclass(frozen=True)
 class WriterSettings:
@@ -134,11 +134,11 @@ class TierWriter:
         lease.release()
         return True
 
-    async def enqueue(self, leases: deque[Lease], patience: Patience) -> None:
-        """Queue `leases` in their order, waiting for room as configured and as long as `patience` lasts; the others are
+    async def enqueue(self, leases: deque[Lease], wait_budget: WaitBudget) -> None:
+        """Queue `leases` in their order, waiting for room as configured and as long as `wait_budget` lasts; the others are
         skipped. First come, first served. Takes them out, and takes care of all in any case, cancellation included."""
         loop = asyncio.get_running_loop()
-        until_s = patience.until_s(loop.time(), self.settings.wait_s)
+        until_s = wait_budget.until_s(loop.time(), self.settings.wait_s)
         place = object()
         self._line.append(place)
         try:
@@ -388,7 +388,7 @@ class TierWriter:
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
     @property
-    def lingering(self) -> Sequence[asyncio.Task[bool]]:
+    def abandoned(self) -> Sequence[asyncio.Task[bool]]:
         """Writes that outlived their deadline and still hold memory."""
         return list(self._stuck)
 

@@ -13,7 +13,7 @@ from tests.scheduler.conftest import flushed
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
-from tiercache.core.patience import Patience
+from tiercache.core.queue import WaitBudget
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
@@ -65,7 +65,7 @@ class Bench:
         assert slot is not None
         self.cpu.pool.view(slot)[:] = payload
         lease = self.cpu.publish(key, slot, CHUNK_BYTES, Purpose.WRITE)
-        await self.writer.enqueue(deque([lease]), Patience(asyncio.get_running_loop().time() + 60.0))
+        await self.writer.enqueue(deque([lease]), WaitBudget(asyncio.get_running_loop().time() + 60.0))
         return key
 
     async def get(self, number: int) -> bool:
@@ -87,7 +87,7 @@ class Bench:
 
     async def until_none_is_stuck(self) -> None:
         async with asyncio.timeout(20):
-            while stuck := {*self.reader.flights.lingering, *self.writer.lingering}:
+            while stuck := {*self.reader.flights.abandoned, *self.writer.abandoned}:
                 await asyncio.wait(stuck)
 
 

@@ -97,7 +97,7 @@ class Expected:
         while there < len(keys) and self._is_there(keys[there]):
             there += 1
         flights = cache.parts.reader.flights
-        quiet = self.running == 1 and not (any(cache.cpu.budget.held) or flights._flights or flights.lingering)
+        quiet = self.running == 1 and not (any(cache.cpu.budget.held) or flights._flights or flights.abandoned)
         if not quiet:
             self.recent.clear()
         return Began(

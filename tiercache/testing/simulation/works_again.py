@@ -44,7 +44,7 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
             writer: writer.counters.dropped
             for writer in cache.parts.fan_out.writers
             if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
-            if not (writer.lingering or len(writer._removals))
+            if not (writer.abandoned or len(writer._removals))
         }
         await node.calls.put_many(several)
         if node.calls.device is not None:
@@ -122,9 +122,7 @@ async def _takes_everything(node: Node, first: int) -> None:
         for writer, then in zip(writers, before, strict=True):
             now = writer.statistics()
             if now.dropped != then.dropped or now.declined != then.declined or now.queued:
-                raise Violation(
-                    f"{writer.tier.name}: all is well, and {operation} was not written: {then}, then {now}"
-                )
+                raise Violation(f"{writer.tier.name}: all is well, and {operation} was not written: {then}, then {now}")
         for key in operation.keys:
             name = node.keys[key]
             node.cache.clear_hot()

@@ -184,6 +184,8 @@ def test_victim_goes_for_what_is_more_urgent() -> None:
     urgent = plan.next(1.0, lambda key: False)
     assert urgent is not None and urgent.key == b"u"
     assert plan.find_room(lambda: b"a", lambda keys: None, urgent)
+    plan.offer(expecting("s", 1.0), 1.0)
+    assert not plan.find_room(lambda: b"s", lambda keys: None, urgent), "not for what is due at the same time"
 
 
 def test_without_room_it_is_tried_a_little_later() -> None:
@@ -404,6 +406,16 @@ def test_gaps_that_are_spread_over_longer_than_chunks_stay_hot_give_no_predictio
         turns(predictor, f"s{number}", *(2.0**octave for octave in range(10)))
     assert predictor.ended("mine", KEYS, 0.0, 10.0, 0.8) is None
     assert predictor.ended("mine", KEYS, 0.0, inf, 0.8) is not None
+
+
+def test_session_that_was_away_for_longer_than_is_probable_is_not_promoted_for() -> None:
+    """Most are back after 10 s, some after an hour: in between no more can be said than that it may be any time."""
+    of_all = Gaps(4096)
+    for number in range(100):
+        of_all.add(3600.0 if number % 10 == 0 else 10.0)
+    turn = next_turn(Gaps(32), of_all, 1000.0, 0.8)
+    assert turn is not None
+    assert turn.begin_s < 10.0 < turn.promote_until_s < 20.0 and turn.expires_s < 1100.0
 
 
 @given(

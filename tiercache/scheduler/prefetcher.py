@@ -244,10 +244,6 @@ class Prefetcher:
             task.add_done_callback(partial(self._looked, len(keys)))
         return handle
 
-    def no_prefetch(self) -> PrefetchHandle:
-        """Return a handle of a prefetch of nothing."""
-        return PrefetchHandle(self, "", ())
-
     def queued(self, keys: Sequence[ChunkKey]) -> None:
         """Note that a request for `keys` waits for its turn, behind those that came before it."""
         self._reader.cpu.renew(keys)

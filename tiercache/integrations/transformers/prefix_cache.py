@@ -110,7 +110,7 @@ class PrefixCache:
         """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`; with
         `local_cpu: false` there is nothing to promote into, and the handle is one of no chunks."""
         if not self.cache.ahead.promotes:
-            return self.cache.ahead.no_prefetch()
+            return PrefetchHandle(self.cache.ahead, "", ())
         return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:

@@ -119,7 +119,7 @@ async def open_tier(tier: Tier, abandoned: AbandonedTasks) -> None:
     """`tier.open` by the tier's own deadline, and ConfigError after it.
 
     A tier that is too late, or whose opening is cancelled, gives back what it holds. Where it does not get to that at once
-    it is left to itself, and to `lingering`.
+    it is left to itself, and to `abandoned`.
     """
     opening = asyncio.ensure_future(tier.open())
     within_s = max(tier.open_s, 2 * (tier.patience_s or 0.0))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tiercache.core.layout import Layout
     from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
     from tiercache.scheduler.fan_out import FlushReport
-    from tiercache.scheduler.reader import Hit
+    from tiercache.scheduler.reads import Hit
     from tiercache.statistics import Statistics
     from tiercache.tiers.leases import Lease
 

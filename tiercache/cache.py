@@ -22,7 +22,7 @@ from tiercache.parts import Get, Parts, build
 from tiercache.payloads import Sink, Source, sink_of, source_of
 from tiercache.scheduler.fan_out import FlushReport
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
-from tiercache.scheduler.reader import Hit
+from tiercache.scheduler.reads import Hit
 from tiercache.serving import Naming, serve
 from tiercache.statistics import Statistics
 from tiercache.tiers.base import Tier

@@ -15,7 +15,7 @@ from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import retrieve_exception
 from tiercache.scheduler.fan_out import FlushReport
-from tiercache.scheduler.flights import Flights
+from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import TierWriter
 
 logger = logging.getLogger("tiercache")
@@ -184,7 +184,7 @@ class Closing:
         self.device: Device | None = None
         self.arena: Arena | None = None
         self.pool: SlotPool | None = None
-        self.users: list[TierWriter | Flights] = []
+        self.users: list[TierWriter | Reader] = []
         """Who touches that memory, and knows what of it was left behind."""
         self.abandoned = AbandonedTasks(self._give_memory_back)
         self.operations = Operations(self._give_memory_back)

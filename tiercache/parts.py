@@ -28,7 +28,7 @@ from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FanOut, FlushReport
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.prefetcher import Prefetcher
-from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.reads import Reader
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
@@ -272,7 +272,7 @@ async def _connected(
         on_device = OnDevice(device, staging, device_reader, path)
     readers = [reader] if on_device is None else [reader, on_device.reader]
     closing.push([("reading", reader.close) for reader in readers])
-    closing.users += [*fan_out.writers, *(reader.flights for reader in readers)]
+    closing.users += [*fan_out.writers, *readers]
     chunk_bytes, slots = layout.chunk_bytes, cpu.pool.count
     share_bytes = int(config.prefetch_share * slots) * chunk_bytes
     prefetching = PrefetchSettings(slots * chunk_bytes, share_bytes, bytes_per_s=config.prefetch_bytes_per_s)

@@ -21,7 +21,7 @@ from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -315,7 +315,7 @@ async def test_device_lost_in_the_middle_of_a_get_is_one_error(bench: Bench) -> 
     hold = Hold(bench.device.loading.stream)
     keys = [chunk(1)[0], chunk(2)[0]]
     get = asyncio.ensure_future(bench.path.get(keys, [bench.sink(), bench.sink(paged=True)], None, bench.soon()))
-    while not bench.device.pending and not bench.host_reader.flights.abandoned:
+    while not bench.device.pending and not bench.host_reader.abandoned:
         await asyncio.sleep(0)
     bench.driver.lose()
     hold.release()

@@ -16,8 +16,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import PlainCopy, Source, source_of
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -292,7 +291,9 @@ async def test_slot_that_a_hung_source_may_still_fill_is_nobody_elses(bench: Ben
 
 
 @pytest.mark.parametrize("known", [{}, {chunk(3)[0]: chunk(2)[0]}], ids=["single", "a prefix"])
-async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(bench: Bench, known: dict[ChunkKey, ChunkKey]) -> None:
+async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
+    bench: Bench, known: dict[ChunkKey, ChunkKey]
+) -> None:
     keys = [chunk(number)[0] for number in (2, 3, 4)]
     slots = bench.cpu.try_reserve_all(keys)
     with bench.make_hot(3) as first:

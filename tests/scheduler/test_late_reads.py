@@ -10,8 +10,7 @@ import pytest
 from tests.scheduler.conftest import Bench
 from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 
 
@@ -109,7 +108,7 @@ async def test_late_read_that_fails_gives_its_slot_back(bench: Bench) -> None:
     bench.tier.gate.set()
     await settle()
     assert not bench.cpu.contains(wanted)
-    assert len(reader.flights.abandoned) == 0
+    assert len(reader.abandoned) == 0
     assert bench.is_whole()
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics
-from tiercache.scheduler.tier_reader import TierReader
+from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReader
 from tiercache.testing import MemoryTier
 from tiercache.tiers.base import Traits
 

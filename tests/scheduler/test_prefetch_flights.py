@@ -9,8 +9,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 
 
@@ -137,7 +136,7 @@ async def test_prefetch_leaves_slots_for_reads_and_writes(bench: Bench) -> None:
     assert lease is not None, "a demand read has room"
     for each in (lease, *holds):
         each.release()
-    while reader.flights or reader.flights.abandoned:
+    while reader.in_flight or reader.abandoned:
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -159,9 +158,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
         if hold is not None:
             hold.release()
     assert reader.breakers() == {"disk": "closed"}, "no room in memory says nothing about the tier"
-    while (
-        reader.flights or reader.flights.abandoned
-    ):  # their timers are a moment later than those of the last who waited
+    while reader.in_flight or reader.abandoned:  # their timers are a moment later than those of the last who waited
         await asyncio.sleep(0)
     assert bench.is_whole()
 
@@ -178,6 +175,6 @@ async def test_cancelled_promotion_leaks_nothing(bench: Bench, delay: int) -> No
     if not isinstance(outcome, asyncio.CancelledError):
         assert outcome is not None
         outcome.release()
-    while reader.flights:
+    while reader.in_flight:
         await asyncio.sleep(0)
     assert bench.is_whole()

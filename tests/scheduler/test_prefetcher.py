@@ -13,8 +13,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchSettings
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -60,7 +59,7 @@ async def work(bench: Bench) -> AsyncIterator[Prefetching]:
     work = Prefetching(bench)
     yield work
     await work.prefetcher.close()
-    while work.reader.flights:
+    while work.reader.in_flight:
         await asyncio.sleep(0)
     assert bench.is_whole(), "a hold was lost"
 
@@ -215,7 +214,7 @@ async def test_closing_tells_who_waits(work: Prefetching) -> None:
     await work.prefetcher.close()
     assert (await handle).cancelled == 4
     work.bench.tier.gate.set()
-    while work.reader.flights.abandoned:
+    while work.reader.abandoned:
         await asyncio.sleep(0)
 
 

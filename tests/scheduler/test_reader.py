@@ -8,8 +8,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench, expect
 from tiercache.core.budget import Purpose
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 
 SETTINGS = ReaderSettings(deadline_s=5.0, probe_deadline_s=1.0)
@@ -79,7 +78,7 @@ async def test_asker_cancelled_in_the_moment_of_arrival_leaks_nothing(bench: Ben
         if not isinstance(outcome, asyncio.CancelledError):
             assert outcome is not None
             outcome.release()
-        while reader.flights:
+        while reader.in_flight:
             await asyncio.sleep(0)
         assert bench.is_whole()
 
@@ -94,7 +93,7 @@ async def test_an_asker_that_is_thrown_away_gets_no_lease(bench: Bench) -> None:
     await bench.tier.until_entered(1)
     asker.close()
     bench.tier.gate.set()
-    while reader.flights:
+    while reader.in_flight:
         await asyncio.sleep(0)
     assert bench.cpu.contains(key)
     assert bench.is_whole()
@@ -107,13 +106,13 @@ async def test_hung_read_is_a_miss_at_the_deadline_and_keeps_its_slot_until_it_e
     began = asyncio.get_running_loop().time()
     assert await reader.fetch(key, soon(2.0)) is None
     assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.2)
-    while reader.flights:
+    while reader.in_flight:
         await asyncio.sleep(0)
-    assert len(reader.flights.abandoned) == 1
+    assert len(reader.abandoned) == 1
     assert not bench.is_whole(), "the slot belongs to the read that still runs"
     bench.tier.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.abandoned or not bench.is_whole():
+        while reader.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)
 
 
@@ -215,7 +214,7 @@ async def test_cancelled_batch_runs_no_sink_afterwards(bench: Bench) -> None:
         batch.cancel()
         await asyncio.gather(batch, return_exceptions=True)
         over = True
-        while reader.flights or bench.cpu.copiers.unfinished:
+        while reader.in_flight or bench.cpu.copiers.unfinished:
             await asyncio.sleep(0)
         assert late == 0
         assert bench.is_whole()
@@ -263,7 +262,7 @@ async def test_batch_that_is_copying_when_all_is_closed_begins_no_further_read(
 
     batch = asyncio.create_task(reader.deliver(keys, [copy] * len(keys), soon(100.0)))
     await bench.tier.until_entered(4)
-    while reader.flights.counters.hits["disk"] < 4 or len(reader.flights):
+    while reader.counters.hits["disk"] < 4 or len(reader.in_flight):
         await asyncio.sleep(0)
     await reader.close()
     entered = bench.tier.entered

@@ -11,8 +11,7 @@ import pytest
 from tests.scheduler.conftest import Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits
@@ -154,7 +153,7 @@ async def test_get_goes_on_with_the_next_tier_when_patience_ends(bench: Bench) -
     lease.release()
     hung.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.abandoned or not bench.is_whole():
+        while reader.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)
 
 
@@ -379,7 +378,7 @@ async def test_load_from_a_tier_that_has_become_slow_is_cut_short_and_nobody_fol
     arrived, took_s = await deliver(reader, 8, 9)
     assert (arrived, took_s) == (0, pytest.approx(0.0, abs=0.05)), "a read that hangs says enough"
     assert (await reader.lookup(keys_of(8, 9)))[0] == 0
-    while reader.flights.abandoned:
+    while reader.abandoned:
         await asyncio.sleep(0.1)
     assert (await reader.lookup(keys_of(5, 6)))[0] == 2, "what came late is kept"
     assert (await deliver(reader, 8, 9))[0] == 2, "less than computing the two takes"
@@ -398,5 +397,5 @@ async def test_a_load_that_hangs_is_waited_for_as_long_as_somebody_else_would_co
     assert (await deliver(reader, 5, 6))[1] == pytest.approx(0.0, abs=0.05)
     hung.gate.set()
     async with asyncio.timeout(10.0):
-        while reader.flights.abandoned or not bench.is_whole():
+        while reader.abandoned or not bench.is_whole():
             await asyncio.sleep(0.01)

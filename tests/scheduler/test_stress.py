@@ -102,7 +102,9 @@ class Stress:
         if not self.cache.config.local_cpu:
             return
         start = self.random.randrange(KEYS)
-        handle = self.cache.prefetch([key(number) for number in range(start, KEYS)], ttl=self.random.choice((0.5, 30.0)))
+        handle = self.cache.prefetch(
+            [key(number) for number in range(start, KEYS)], ttl=self.random.choice((0.5, 30.0))
+        )
         for _ in range(20):
             await asyncio.sleep(0)
         handle.cancel()
@@ -152,7 +154,9 @@ class Stress:
         self.cache.ahead.unpin([key(0)])
         assert await is_whole(self.cache)
         for number in range(KEYS):
-            assert await self.cache.put(key(number), contents(number, self.generations[number])), "cannot be stored again"
+            assert await self.cache.put(key(number), contents(number, self.generations[number])), (
+                "cannot be stored again"
+            )
             await self.cache.flush()
         for name in self.names:
             assert len(tier(name).chunks) == KEYS, f"flush was complete, and {name} lacks chunks"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench, expect
 from tests.scheduler.test_reader import reader_of, soon
-from tiercache.scheduler.undelivered import EVERY_S
+from tiercache.scheduler.reads import EVERY_S
 
 
 async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
-from tiercache.scheduler.reader import Hit
+from tiercache.scheduler.reads import Hit
 from tiercache.statistics import Statistics
 
 

@@ -26,11 +26,10 @@ from tiercache.device.paged import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
 from tiercache.memory.workers import retrieve_exception
-from tiercache.scheduler.deliverer import WithHeld, deliver
+from tiercache.scheduler.batch import deliver, or_held
 from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.reads import Reader, Undelivered
 from tiercache.scheduler.together import all_or_none
-from tiercache.scheduler.undelivered import Undelivered
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier
@@ -84,7 +83,7 @@ class DevicePath:
         self._gets = asyncio.Semaphore(_BATCHES_AT_ONCE)
         self._device_writers = [writer for writer in fan_out.writers if writer.tier.serves_device]
         self._host_writers = [writer for writer in fan_out.writers if not writer.tier.serves_device]
-        self.lanes = 2 + max([2, *(writer.tier.traits.read_concurrency for writer in fan_out.writers)])
+        self._lanes = 2 + max([2, *(writer.tier.traits.read_concurrency for writer in fan_out.writers)])
 
     # Putting
 
@@ -240,12 +239,13 @@ class DevicePath:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
         undelivered = self._host_reader.undelivered
         landing = _Landing(self.device, self.staging, self._gets, undelivered, payloads, deadline_s)
-        return await deliver(self if held is None else WithHeld(self, held), keys, landing, deadline_s)
+        lease_hot = or_held(self._lease_hot, held)
+        return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self._fetch, self._lanes)
 
-    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        return self._host_reader.lease_now(key, noted=noted) or self._device_reader.lease_now(key)
+    def _lease_hot(self, key: ChunkKey) -> Lease | None:
+        return self._host_reader.lease_now(key, noted=True) or self._device_reader.lease_now(key)
 
-    async def fetch(
+    async def _fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
     ) -> Lease | None:
         """From a device tier that has it, or may; else from the host's cascade."""

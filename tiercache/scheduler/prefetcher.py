@@ -31,7 +31,7 @@ from tiercache.core.prefetch import (
     hint,
 )
 from tiercache.errors import ConfigError
-from tiercache.scheduler.reader import Reader
+from tiercache.scheduler.reads import Reader
 from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.prefetch")
@@ -195,7 +195,7 @@ class Prefetcher:
         reader.cpu.on_use, reader.cpu.on_forget = self._used, self._removed
         for tier in reader.mapped:
             tier.mappings.on_use, tier.mappings.on_forget = self._used, self._removed
-        reader.flights.on_demand = self._used
+        reader.on_demand = self._used
         reader.cpu.on_evict = self._evicted
 
     @property

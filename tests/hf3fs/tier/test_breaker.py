@@ -17,8 +17,7 @@ from tiercache.core.queue import WaitBudget
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
-from tiercache.scheduler.reader import Reader
-from tiercache.scheduler.reads import ReaderSettings
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -87,7 +86,7 @@ class Bench:
 
     async def until_none_is_stuck(self) -> None:
         async with asyncio.timeout(20):
-            while stuck := {*self.reader.flights.abandoned, *self.writer.abandoned}:
+            while stuck := {*self.reader.abandoned, *self.writer.abandoned}:
                 await asyncio.wait(stuck)
 
 

@@ -96,14 +96,14 @@ class Expected:
         there = 0
         while there < len(keys) and self._is_there(keys[there]):
             there += 1
-        flights = cache.parts.reader.flights
-        quiet = self.running == 1 and not (any(cache.cpu.budget.held) or flights._flights or flights.abandoned)
+        reader = cache.parts.reader
+        quiet = self.running == 1 and not (any(cache.cpu.budget.held) or reader.in_flight or reader.abandoned)
         if not quiet:
             self.recent.clear()
         return Began(
             at_s=loop.time(),
             waited_from_s=min(
-                (self._flown[self.keys[key]] for key in keys if self.keys[key] in flights._flights), default=loop.time()
+                (self._flown[self.keys[key]] for key in keys if self.keys[key] in reader.in_flight), default=loop.time()
             ),
             until_s=loop.time() + limit_s,
             keys=keys,
@@ -114,16 +114,16 @@ class Expected:
             lost=tuple(_counted_as_lost(writer) for writer in cache.parts.fan_out.writers),
         )
 
-    def watch_flights(self) -> None:
-        flights, loop = self.cache.parts.reader.flights, asyncio.get_running_loop()
-        fetch = flights.fetch
+    def watch_reads(self) -> None:
+        reader, loop = self.cache.parts.reader, asyncio.get_running_loop()
+        fetch = reader.fetch_cold
 
         def watched(key: bytes, *arguments: Any, **named: Any) -> Any:
-            if key not in flights._flights:
+            if key not in reader.in_flight:
                 self._flown[key] = loop.time()
             return fetch(key, *arguments, **named)
 
-        flights.fetch = watched  # type: ignore[method-assign]
+        reader.fetch_cold = watched  # type: ignore[method-assign]
 
     def check_stored(self, began: Began, stored: int) -> None:
         """A put stores everything, or finds no room until its deadline, or is overtaken by a forget."""
@@ -239,7 +239,7 @@ class Expected:
             and (isinstance(source.tier, RemoteTier) or key not in self.deletions)
             and not source.tier.traffic.refuses(name)
             and self._in_tier(source.tier, name)
-            for source in self.cache.parts.reader.flights.tiers
+            for source in self.cache.parts.reader.tiers
         )
 
     def _losses(self, keys: Sequence[int]) -> int:

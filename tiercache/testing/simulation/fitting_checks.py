@@ -26,7 +26,7 @@ def check_fittings(cache: TierCache) -> None:
             "slots held for writes to device tiers": staging.budget.held[Purpose.WRITE],
             "slots held for reads from device tiers": staging.budget.held[Purpose.READ],
             "who waits for the device's slots": sum(map(len, staging.turns.waiting)),
-            "reads into the device": len(on_device.reader.flights._flights),
+            "reads into the device": len(on_device.reader.in_flight),
             "ends of the device": device.pending,
             "unknown ends of copies": device.unfinished,
             "batches of puts": _BATCHES - path._puts._value,

@@ -111,7 +111,7 @@ class Node:
         finally:
             late.cancel()
         watch_errors(self.cache.tiers, self._fail)
-        self.expected.watch_flights()
+        self.expected.watch_reads()
         if (twin := self._machine.twins.get(self.process)) is not None:
             self.calls.device = DeviceCalls(twin, self.truth, CHUNK_BYTES)
             self.expected.on_device = True

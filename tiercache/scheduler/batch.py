@@ -1,0 +1,181 @@
+"""Deliver a batch of chunks: hot ones in parts, others as they are read, up to the first gap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tiercache.core.keys import ChunkKey
+from tiercache.memory.workers import Workers, once_ended
+from tiercache.payloads import Sink
+from tiercache.scheduler.together import all_or_none
+from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.leases import Lease
+
+_PART = 512
+"""Chunks that are looked up, or handed over, without a look at the clock and a turn of the loop for others."""
+_PARTS_AT_ONCE = 4
+
+LeaseHot = Callable[[ChunkKey], Lease | None]
+"""Returns a lease on a chunk if it is hot, whose access is counted already."""
+Fetch = Callable[[ChunkKey, float, ChunkKey | None, int], Awaitable[Lease | None]]
+"""Returns a lease on a chunk from whichever tier has it: key, deadline, the chunk before it, and the time of the access."""
+
+
+class Landing(Protocol):
+    """Where the chunks of one batch are wanted: host memory, a device's memory, or the hot cache."""
+
+    def part_of(self, chunks: int) -> int:
+        """Return how many are handed over at a time, of so many that are hot. At least 1."""
+
+    async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
+        """Bring chunks where they are wanted, by position in the batch, and mark those that are in place. Releases the
+        leases in any case, as soon as nothing reads their memory any more."""
+
+
+async def deliver(
+    cpu: CpuTier,
+    keys: Sequence[ChunkKey],
+    landing: Landing,
+    deadline_s: float,
+    lease_hot: LeaseHot,
+    fetch: Fetch,
+    lanes: int,
+) -> int:
+    """Bring the chunks of a prefix to `landing`; return how many of the contiguous prefix are in place by the loop time
+    `deadline_s`. Chunks behind a gap may be in place as well.
+
+    `lanes` chunks that are not hot are fetched at a time. When this has returned or raised, nothing is on its way to the
+    landing any more, but for what the landing says about copies that hang.
+    """
+    loop = asyncio.get_running_loop()
+    delivered = bytearray(len(keys))
+    time = cpu.access(keys)
+    hot: dict[int, Lease] = {}
+    parts: dict[int, list[tuple[int, Lease]]] = {}
+    try:
+        gap = await _lease_all_hot(lease_hot, keys, hot, deadline_s)
+        chunks, whole = list(hot.items()), landing.part_of(len(hot))
+        size, at_once = min(_PART, whole), max(_PARTS_AT_ONCE, -(-len(hot) // whole))
+        parts = {start: chunks[start : start + size] for start in range(0, len(chunks), size)}
+        hot_parts = iter(range(0, len(chunks), size))
+        cold = iter([position for position in range(gap) if position not in hot] if len(hot) < gap else ())
+
+        async def hand_over() -> None:
+            """Hand over one part after the other. Those that begin at once do so whatever the time is."""
+            for start in hot_parts:
+                if start >= at_once * size and loop.time() >= deadline_s:
+                    return
+                await landing.take(parts.pop(start), delivered)
+
+        async def lane() -> None:
+            """Fetch one chunk after the other until a gap makes the rest worthless."""
+            nonlocal gap
+            for position in cold:
+                if position > gap:
+                    return
+                parent = keys[position - 1] if position else None
+                lease = await fetch(keys[position], deadline_s, parent, time - position)
+                if lease is not None:
+                    await landing.take([(position, lease)], delivered)
+                if not delivered[position]:
+                    gap = min(gap, position)
+
+        work = [asyncio.ensure_future(hand_over()) for _ in range(min(at_once, len(parts)))]
+        work += [asyncio.ensure_future(lane()) for _ in range(min(lanes, gap - len(hot)))]
+        hot = {}  # they belong to their parts now
+        await all_or_none(work)
+    finally:
+        # A part that was cancelled before its first step, or never begun, never came to its own clean-up.
+        for lease in (*hot.values(), *(lease for part in parts.values() for _, lease in part)):
+            lease.release()
+    cpu.link(keys, time)
+    lost = delivered.find(0)
+    return len(keys) if lost < 0 else lost
+
+
+def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> LeaseHot:
+    """Return `lease_hot`, which also finds chunks that the caller has `held` leases on, though they were removed since."""
+    if held is None:
+        return lease_hot
+
+    def lease(key: ChunkKey) -> Lease | None:
+        found = lease_hot(key)
+        if found is None and (kept := held.get(key)) is not None:
+            return kept.reader()
+        return found
+
+    return lease
+
+
+async def _lease_all_hot(
+    lease_hot: LeaseHot, keys: Sequence[ChunkKey], hot: dict[int, Lease], deadline_s: float
+) -> int:
+    """Fill `hot`, by position; return how many keys there was time for."""
+    loop = asyncio.get_running_loop()
+    for start in range(0, len(keys), _PART):
+        if start:
+            await asyncio.sleep(0)
+            if loop.time() >= deadline_s:
+                return start
+        for position in range(start, min(start + _PART, len(keys))):
+            lease = lease_hot(keys[position])
+            if lease is not None:
+                hot[position] = lease
+    return len(keys)
+
+
+class HostMemory:
+    """The landing in host memory: each chunk goes to its sink, on a worker thread. A sink that fails ends the prefix."""
+
+    def __init__(
+        self, sinks: Sequence[Sink], copiers: Workers, undelivered: Callable[[Exception], None], deadline_s: float
+    ) -> None:
+        """`undelivered` is told why a part could not be delivered."""
+        self._sinks = sinks
+        self._copiers = copiers
+        self._undelivered = undelivered
+        self._deadline_s = deadline_s
+
+    def part_of(self, chunks: int) -> int:
+        """One part for each copying thread; small batches are not worth a second one."""
+        return max(1, -(-chunks // max(1, min(self._copiers.threads, chunks // 4))))
+
+    async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
+        copying: list[asyncio.Future[None]] = []
+
+        def release() -> None:
+            for _, lease in part:
+                lease.release()
+
+        try:
+            todo = [(position, lease.view, self._sinks[position]) for position, lease in part]
+            copying.append(self._copiers.submit(_run_sinks, todo, delivered))
+            await self._copiers.ended_by(copying[0], self._deadline_s)
+        except Exception as error:
+            if not all(copy.done() for copy in copying):  # it hangs, and still writes to the caller's memory
+                raise
+            self._undelivered(error)
+        finally:
+            once_ended(copying, release)
+
+
+def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearray) -> None:
+    for position, view, sink in todo:
+        sink(view)
+        delivered[position] = 1
+
+
+class HotCache:
+    """The landing of a promotion: the chunks are in place as soon as they are hot."""
+
+    def part_of(self, chunks: int) -> int:
+        return max(1, chunks)
+
+    async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
+        for position, lease in part:
+            lease.release()
+            delivered[position] = 1

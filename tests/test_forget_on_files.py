@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.test_cache import CHUNK_BYTES, key, opened, payload
 
 HOLDER = """
@@ -45,3 +47,17 @@ async def test_forget_waits_for_no_peer_that_is_frozen_while_it_holds_the_count(
         into = bytearray(CHUNK_BYTES)
         assert await cache.get_into([key(1)], [into]) == 1
         assert bytes(into) == payload(2).tobytes()
+
+
+async def test_a_close_removes_what_a_cancelled_forget_has_left(tmp_path: Path) -> None:
+    keys = [key(number) for number in range(1, 301)]
+    async with opened(tmp_path) as cache:
+        assert await cache.put_many(keys, [payload(number) for number in range(1, 301)], deadline_s=60.0) == 300
+        assert (await cache.flush()).complete
+        forgetting = asyncio.ensure_future(cache.forget(keys))
+        await asyncio.sleep(0)
+        forgetting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forgetting
+    async with opened(tmp_path) as cache:
+        assert not any(await cache.lookup_each(keys))

@@ -187,9 +187,10 @@ class Parts:
 
     async def _finished(self) -> None:
         """Until no operation is under way (a put has nothing queued before its end, and copies of a device go on without
-        their waiters), and everything is written or given up."""
+        their waiters), everything is written or given up, and what was forgotten is removed."""
         await self.closing.operations.ended()
         await self.fan_out.drained()
+        await self.fan_out.removed()
 
 
 class Get:

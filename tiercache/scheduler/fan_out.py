@@ -134,6 +134,11 @@ class FanOut:
         for writer in self.writers:
             await writer.drained()
 
+    async def removed(self) -> None:
+        """Wait until what was forgotten is removed from every tier, or that has failed. Cancelling it changes nothing."""
+        for writer in self.writers:
+            await writer.removed()
+
     def counts(self) -> dict[str, WriterStatistics]:
         """By tier, what was counted up to now."""
         return {writer.tier.name: replace(writer.counters) for writer in self.writers}

@@ -150,9 +150,19 @@ class Removals:
             )  # fmt: skip
             self._on_stall()
 
+    async def settled(self) -> None:
+        """Wait until each key that was forgotten by now is removed, or that has failed once."""
+        if self._requests:
+            await asyncio.wait([request.settled for request in self._requests])
+
     def close(self) -> None:
         """Stop. Does not wait for removals that hang."""
         self._closed = True
+        if self._wanted:
+            logger.warning(
+                "%s: %d forgotten chunks were not removed before the close; a durable tier has them after a restart",
+                self.tier.name, len(self._wanted),
+            )  # fmt: skip
         self._now = 0
         if self._timer is not None:
             self._timer.cancel()

@@ -188,6 +188,10 @@ class TierWriter:
         """Wait until all is written or given up. Cancelling it changes nothing."""
         await self._idle.wait()
 
+    async def removed(self) -> None:
+        """Wait until what was forgotten is removed, or that has failed. Cancelling it changes nothing."""
+        await self._removals.settled()
+
     async def close(self, until_s: float) -> int:
         """Stop. Chunks still queued are given up, writes under way may end until the loop time `until_s`. Returns how many
         were not written. Hung writes are left behind with their memory."""

@@ -183,7 +183,8 @@ class FileTier(DeviceTier):
             length = await wait_shielded(read(shelf.volume))
         except CorruptChunk as error:
             self._found_bad(shelf, key)
-            logger.warning("a chunk failed verification and was quarantined: %s", error)
+            moved = " and was quarantined" if self.writes else ""
+            logger.warning("a chunk failed verification%s: %s", moved, error)
             raise
         except OSError as error:
             if not await self._is_files_fault(shelf.volume, key, error):

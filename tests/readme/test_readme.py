@@ -323,7 +323,7 @@ def test_what_a_request_says(caplog: pytest.LogCaptureFixture) -> None:
 
     (block,) = [one for one in blocks() if one.language == "json" and one.section == "Saying what is coming"]
     wishes = wishes_of(json.loads(block.text), set())
-    assert (wishes.session, wishes.step, wishes.next_in_s) == ("chat-17", "plan", 20)
+    assert (wishes.session, wishes.next_in_s) == ("chat-17", 20)
     assert wishes != Wishes() and not caplog.records
 
 

@@ -141,6 +141,23 @@ async def test_what_is_deleted_while_it_is_being_mapped_is_not_kept(in_memory: P
             assert tier.statistics().mapped_bytes == tier.statistics().unlinked_bytes == 0
 
 
+async def test_news_of_an_earlier_file_take_nothing_away(in_memory: Path) -> None:
+    """A file was looked for and not found, or not mapped, and the chunk is mapped before the loop hears of it."""
+    async with opened(in_memory) as tier:
+        await store(tier, 1)
+        for _ in range(50):
+            tier.shelves.deleted([key_of(1)])
+            lease = await tier.map(key_of(1), READ)
+            assert lease is not None
+            lease.release()
+            await tier.shelves.metadata.submit(int)  # behind it
+            await asyncio.sleep(0)
+            mapped_again = tier.lease(key_of(1))
+            assert mapped_again is not None, "it is mapped"
+            mapped_again.release()
+            tier.mappings.clear()
+
+
 async def test_what_was_evicted_here_is_unmapped(in_memory: Path) -> None:
     async with opened(in_memory, cap_chunks=4) as tier:
         await store(tier, 1)

@@ -92,11 +92,18 @@ class MappingMover(ThreadMover):
         return volume.read_by(key, by)
 
     def forget(self, path: str) -> None:
-        """Not what is there still, or again as the same file: it was merely looked for."""
+        """Unmap the chunk unless its file is still there, and was merely looked for."""
         key = bytes.fromhex(os.path.basename(path))
         file = self._mappings.file(key)
         if file is None or not file.is_at(path):
-            self._on_loop(self._mappings.gone, key)
+            self._on_loop(self._gone, path, key, file)
+
+    def _gone(self, path: str, key: ChunkKey, seen: MappedFile | None) -> None:
+        """`seen` is what was mapped when the file at `path` was not found."""
+        if self._mappings.file(key) in (None, seen):
+            self._mappings.gone(key)
+        else:  # it was mapped since, maybe from a file that is there
+            self._shelves.metadata.later(self.forget, path)
 
     def close_deleted(self) -> int:
         """Unmap what others have deleted and nobody holds."""

@@ -264,13 +264,16 @@ async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
         assert await tier.write(key, payload, CHUNK_BYTES) is False
 
 
-async def test_missing_ledger_is_counted_anew_before_anything_is_written(tmp_path: Path) -> None:
+async def test_missing_ledger_is_counted_anew_before_anything_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(tmp_path) as tier:
         await fill(tier, range(1, 11))
     (tmp_path / ".tiercache" / "ledger").unlink()
     async with opened(tmp_path) as tier:
         key, payload = chunk(50)
         assert await tier.write(key, payload, CHUNK_BYTES) is False, "the cap cannot be kept before the scan"
+        assert "nothing is written before a scan" in caplog.text
         await tier.scanned()
         assert tier.statistics().occupied_bytes == allocated_bytes(tmp_path)
         assert await tier.write(key, payload, CHUNK_BYTES)

@@ -68,6 +68,7 @@ class FileTier(DeviceTier):
         self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.shelves.counters
+        self._said_uncounted = False
         self._blame = Blame()
         self._evicted_for_quotas = 0
 
@@ -258,6 +259,9 @@ class FileTier(DeviceTier):
             return False
         if not shelf.volume.ledger.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
+            if not self._said_uncounted:
+                self._said_uncounted = True
+                logger.warning("%s: its count of bytes is missing; nothing is written before a scan", shelf.volume.root)
             self.shelves.scan_soon(shelf)
             return False
         now_s = asyncio.get_running_loop().time()

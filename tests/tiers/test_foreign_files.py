@@ -114,7 +114,7 @@ def put_foreign_files(place: Path, count: int = 60) -> None:
     for number in range(count):
         name = hashlib.sha256(str(number).encode()).hexdigest()[: 64 if number % 2 else 48]
         path = place / name[:2] / name
-        path.parent.mkdir(mode=0o755, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         path.write_bytes(b"theirs" * 3 if number % 3 == 0 else bytes([number + 1]) * FILE_BYTES)
         path.with_name(f"{name[:32]}.{number}").write_text("theirs")
         path.chmod(0o644)
@@ -285,6 +285,44 @@ async def test_a_directory_that_everybody_may_write_to_is_used_by_a_subdirectory
     async with opened(kind, place) as tier:
         await store(tier, range(1, 4))
         assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_directory_that_its_group_may_write_to_is_used_by_a_subdirectory(place: Path, kind: str) -> None:
+    """Unless the group is to have access: then whoever may write there is one of us."""
+    place.chmod(0o770)
+    async with opened(kind, place) as tier:
+        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+    shutil.rmtree(place / "tiercache-chunks")
+    async with opened(kind, place, file_access="group") as tier:
+        assert not Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+
+
+@pytest.mark.parametrize("name", ["quarantine", "ab", ".gitignore"])
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_names_do_not_make_a_directory_ours(place: Path, kind: str, name: str) -> None:
+    """What has the names of our files may be anybody's: without the manifest it is."""
+    (place / name).mkdir()
+    for number in range(20):
+        stem = f"ab{number:046x}" if name == "quarantine" else f"{number:032x}"
+        (place / name / f"{stem}.{1700000000000000000 + number}").write_text("theirs")
+    before = seen(place)
+    async with opened(kind, place) as tier:
+        assert await store(tier, range(1, 4)) == 3
+        assert Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
+        await tier.remove(chunk(1)[0])
+    assert seen(place) == before
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_foreign_subdirectory_of_our_name_is_an_error(place: Path, kind: str) -> None:
+    put_foreign_files(place)
+    put_foreign_files(place / "tiercache-chunks")
+    before = seen(place, without="")
+    with pytest.raises(ConfigError, match=f"{place}/tiercache-chunks is not empty and has no tiercache.json"):
+        async with opened(kind, place):
+            pass
+    assert seen(place, without="") == before
 
 
 @pytest.mark.needs("root")

@@ -155,3 +155,13 @@ async def test_the_configured_directory_may_be_a_link(
         async with opened(kind, place) as tier:
             assert await is_hit(tier, 2)
     assert not [message for message in caplog.messages if "of others" in message]
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared_memory"])
+async def test_the_error_for_a_dangling_link_names_its_target(place: Path, kind: str) -> None:
+    link = place.parent / "link"
+    link.symlink_to(place.parent / "gone")
+    with pytest.raises(ConfigError, match=f"{link} cannot be used: .*it is a link to {place.parent}/gone, which is missing"):
+        async with opened(kind, link):
+            pass
+    assert not (place.parent / "gone").exists()

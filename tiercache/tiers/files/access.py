@@ -58,6 +58,9 @@ class Access:
                 if self.directory_mode != 0o700:  # not every mount has chmod
                     os.chmod(path, self.directory_mode)
         if not path.is_dir():
+            if path.is_symlink():
+                missing = f"it is a link to {os.readlink(path)}, which is missing or no directory"
+                raise FileNotFoundError(errno.ENOENT, missing, str(path))
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
     def enforce(self, path: Path | str) -> None:

@@ -7,49 +7,49 @@ threads.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import itertools
 import logging
 import os
 import stat
 import threading
 from pathlib import Path
 
-from tiercache.tiers.files.access import ABSENT, Access, open_regular, opened_directory, require_directory
-from tiercache.tiers.files.manifest import MANIFEST
-from tiercache.tiers.files.quarantine import QUARANTINED_NAME
-from tiercache.tiers.files.survey import TOP_LEVELS, may_be_ours
+from tiercache.tiers.files.access import ABSENT, FILE_MODE, Access, open_regular, require_directory
+from tiercache.tiers.files.manifest import MANIFEST, WrongFormat
 
 logger = logging.getLogger("tiercache.disk")
 
 SUBDIRECTORY = "tiercache-chunks"
 _BEFORE_THE_MANIFEST = frozenset({"lost+found", ".tiercache"})
 """What an empty directory may hold: what file systems put there, and what an instance makes before its manifest."""
-_LOOKED_AT = 8
 
 
 def found_place(directory: Path) -> Path:
     """Return where the chunks of `directory` lie already, and `directory` itself where there are none. Changes nothing.
 
-    Links in the configured path are resolved here, once. Raises OSError.
+    Links in the configured path are resolved here. Raises OSError.
     """
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY
-    return below if not _has_manifest(root) and _has_manifest(below) else root
+    return below if _has_manifest(below) else root
 
 
 def make_place(directory: Path, access: Access) -> Path:
     """As `found_place`, with the directory made, and with the subdirectory where `directory` is not to be used itself.
 
-    Raises PermissionError where the subdirectory is another user's, OSError.
+    Raises PermissionError where the subdirectory is another user's, WrongFormat where it is not ours, OSError.
     """
     access.make_root(directory)
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY
-    reason = _why_not(root, access)
-    if not reason:
-        return root
     if not _has_manifest(below):
+        reason = _why_not(root, access)
+        if not reason:
+            return root
+        with contextlib.suppress(*ABSENT):
+            if _of_others(below):
+                raise WrongFormat(f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory")
         logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
     access.make_directory(below)
     status = require_directory(below)
@@ -76,29 +76,19 @@ def _why_not(root: Path, access: Access) -> str:
     status = os.stat(root)
     if not access.owns(status) and status.st_uid != _own_user(root):
         return f"belongs to user {status.st_uid}"
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        return "may be written to by everybody"
-    with os.scandir(root) as entries:
-        others = sorted(itertools.islice((entry.name for entry in entries if not _is_ours(root, entry.name)), 3))
-    if not others or _has_manifest(root):  # asked last: other instances may begin at this moment
-        return ""
-    return f"holds files of others, such as {', '.join(others)}"
+    if not status.st_mode & stat.S_ISVTX:
+        if status.st_mode & stat.S_IWOTH:
+            return "may be written to by everybody"
+        if status.st_mode & stat.S_IWGRP and access.file_mode == FILE_MODE:
+            return "may be written to by its group, and file_access is not group"
+    others = _of_others(root)
+    return f"holds files of others, such as {', '.join(others[:3])}" if others else ""
 
 
-def _is_ours(root: Path, name: str) -> bool:
-    """Return True for what may lie in a directory of ours whose manifest was deleted."""
-    if name in _BEFORE_THE_MANIFEST:
-        return True
-    if name not in TOP_LEVELS and name != "quarantine":
-        return False
-    try:
-        with opened_directory(root / name, to_list=True) as directory:
-            some = os.listdir(directory)[:_LOOKED_AT]
-            if name == "quarantine":
-                return all(QUARANTINED_NAME.fullmatch(each) for each in some)
-            return all(may_be_ours(each, directory) for each in some)
-    except ABSENT:
-        return False
+def _of_others(place: Path) -> list[str]:
+    """The names in a directory that is not ours; none in one that has our manifest."""
+    others = sorted(set(os.listdir(place)) - _BEFORE_THE_MANIFEST)
+    return [] if _has_manifest(place) else others  # asked last: other instances may begin at this moment
 
 
 def _own_user(directory: Path) -> int:

@@ -378,6 +378,8 @@ class Shelves:
             if self._only_reads:
                 return await self.metadata.submit(found_place, directory)
             return await self.metadata.submit(make_place, directory, ACCESS[self.settings.file_access])
+        except WrongFormat as error:
+            raise ConfigError(f"{self.option}: {error}") from error
         except OSError as error:
             raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
 

@@ -189,11 +189,6 @@ def has_our_header(path: str) -> bool:
         return False
 
 
-def may_be_ours(name: str, directory: int) -> bool:
-    """Return True if a file in an open directory of chunks is a chunk by its header, or is named as one that is written."""
-    return bool(PENDING_NAME.fullmatch(name)) or _Unread(name, directory).is_ours
-
-
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:
     """By its name; where its key is not as long as ours are, also by its header. It takes room, whoever can ask for it."""
     if CHUNK_NAME.fullmatch(name):

@@ -284,10 +284,11 @@ async def test_strays_and_torn_files_are_removed_and_foreign_files_are_left_alon
         await fill(tier, range(1, 3))
         torn = Path(tier.path(chunk(1)[0]))
     os.truncate(torn, 5000)
-    stray = tmp_path / ".tiercache" / "tmp" / "0123456789abcdef.7"
+    dead = "0123456789abcdef" * 2
+    stray = tmp_path / ".tiercache" / "tmp" / f"{dead}.7"
     stray.write_bytes(b"half a chunk")
-    stray.with_name("0123456789abcdef.lock").touch()
-    beside = torn.with_name("0123456789abcdef.8")
+    stray.with_name(f"{dead}.lock").touch()
+    beside = torn.with_name(f"{dead}.8")
     beside.write_bytes(b"half a chunk of a tier that makes files beside their names")
     precious = [tmp_path / "thesis.txt", torn.with_name("notes.txt"), torn.parent / "zz.txt"]
     for path in precious:

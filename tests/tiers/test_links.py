@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.tiers.test_disk import FILE_BYTES, flip
 from tests.tiers.test_foreign_files import is_hit, opened, place, seen, store
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierCacheError
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 
@@ -139,6 +141,42 @@ async def test_a_link_in_the_place_of_the_bookkeeping_is_an_error(place: Path, k
         async with opened(kind, place):
             pass
     assert (seen(target), target.stat().st_mode) == (before, mode)
+
+
+@pytest.mark.parametrize("kind", ["disk", "weka", "hf3fs"])
+async def test_a_link_that_takes_the_place_of_the_bookkeeping_has_nothing_removed_or_made_behind_it(
+    place: Path, kind: str
+) -> None:
+    target = place.parent / "target"
+    put_files(target)
+    for name in ("yarn.lock", "probe.1.2", f"{'0' * 32}.lock", f"{'0' * 32}.5"):
+        (target / name).write_text("theirs")
+    before = seen(target)
+    async with opened(kind, place) as tier:
+        assert await store(tier, range(1, 13))
+        (place / ".tiercache" / "tmp").rename(place.parent / "elsewhere")
+        (place / ".tiercache" / "tmp").symlink_to(target)
+        shutil.rmtree(place / "00")
+        for start in range(20, 80, 20):
+            with contextlib.suppress(OSError, TierCacheError):
+                await store(tier, range(start, start + 20))
+            await tier.scanned()
+            await tier.refreshed()
+        assert not await is_hit(tier, 1)
+    assert seen(target) == before
+
+
+@pytest.mark.parametrize("kind", ["disk", "weka"])
+async def test_files_of_others_among_the_bookkeeping_stay(place: Path, kind: str) -> None:
+    temporary = place / ".tiercache" / "tmp"
+    temporary.mkdir(parents=True)
+    for name in ("yarn.lock", "a.new", "probe.1.2", "0.5"):
+        (temporary / name).write_text("theirs")
+    before = seen(temporary)
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        assert await store(tier, range(1, 4)) == 3
+    assert seen(temporary) == before
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ class Access:
     file_mode: int
     directory_mode: int
 
-    def grant(self, path: Path | str) -> None:
-        """Give a file that was made with FILE_MODE the mode that it is to have."""
+    def grant(self, path: Path | str | int) -> None:
+        """Give a file (a path, or its descriptor) that was made with FILE_MODE the mode that it is to have."""
         if self.file_mode != FILE_MODE:
             os.chmod(path, self.file_mode)
 
@@ -174,6 +174,35 @@ def opened_directory(path: Path | str, *, to_list: bool = False) -> Iterator[int
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def opened_below(root: Path, names: Iterable[str], owns: Callable[[os.stat_result], bool]) -> Iterator[int]:
+    """Open a directory below `root`, one name after the other and none of them a link, for listdir and calls with `dir_fd`.
+
+    Raises FileNotFoundError, and NotADirectoryError where something else has a name or `owns` denies a directory.
+    """
+    descriptor = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names:
+            require_owner(root, os.fstat(descriptor), owns)
+            root /= name
+            how = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                above, descriptor = descriptor, os.open(name, how, dir_fd=descriptor)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(root)) from error
+            os.close(above)
+        require_owner(root, os.fstat(descriptor), owns)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def require_owner(directory: Path | str, status: os.stat_result, owns: Callable[[os.stat_result], bool]) -> None:
+    """Raise NotADirectoryError where `owns` denies a directory."""
+    if not owns(status):
+        raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", str(directory))
 
 
 def require_directory(path: Path | str) -> os.stat_result:

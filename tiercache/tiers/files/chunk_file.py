@@ -174,9 +174,11 @@ def host_checksum(payload: np.ndarray) -> Callable[[int], int]:
     return lambda payload_bytes: payload_checksum(payload[:payload_bytes])
 
 
-def supports_direct_io(directory: Path) -> bool:
-    """Whether O_DIRECT works in `directory`, found out by doing it. Raises OSError when nothing can be written there."""
-    path = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
+def supports_direct_io(directory: Path, name: str = "") -> bool:
+    """Whether O_DIRECT works in `directory`, found out by doing it, with a file of that name or one that nobody else uses.
+
+    Raises OSError when nothing can be written there."""
+    path = directory / (name or f"probe.{os.getpid()}.{threading.get_ident()}")
     block = mmap.mmap(-1, 4096)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_DIRECT, 0o600)

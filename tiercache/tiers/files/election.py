@@ -9,7 +9,7 @@ import threading
 import uuid
 from pathlib import Path
 
-from tiercache.tiers.files.access import OWNER, Access, open_regular
+from tiercache.tiers.files.access import OWNER, Access, open_regular, require_directory
 from tiercache.tiers.files.allocation import NO_ROOM
 
 _BEAT_BYTES = 16
@@ -30,7 +30,9 @@ class Election:
         self._lock = threading.Lock()
 
     def campaign(self) -> bool:
-        """Be elected if nobody is. Never waits for another instance."""
+        """Be elected if nobody is. Never waits for another instance. Raises NotADirectoryError where a link, or something
+        else, is in the place of the directory."""
+        require_directory(self.path.parent)
         descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,18 +12,19 @@ import itertools
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular, opened_directory
+from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular, opened_below
 from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.record import Standing, read_record
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
-_PROBE_NAME = re.compile(r"probe\.\d+\.\d+")
+_ID_NAME = re.compile(r"[0-9a-f]{32}")
+TEMPORARY = (".tiercache", "tmp")
 _UNNAMED_S = 60.0
 """For so long the lock file of an instance that begins may lack its name."""
 
@@ -38,10 +39,12 @@ class StaleWriters:
 
 @dataclass
 class Owner:
-    """This instance, in one directory. `places`: where files that are being written may lie, besides `temporary`."""
+    """This instance, in the directory at `root`. `places`: the names below it where files may be written, besides
+    TEMPORARY. `owns`: whether a directory with that status may be ours; in another one nothing is made, read or removed."""
 
-    temporary: Path
-    places: Sequence[Path]
+    root: Path
+    places: Sequence[str]
+    owns: Callable[[os.stat_result], bool]
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -61,18 +64,19 @@ class Owner:
 
     def settle(self, access: Access) -> None:
         """Locked before it has its name: nobody may find it unlocked and take us for dead."""
-        unnamed = self.temporary / f"{self.name}.new"
-        self._descriptor = open_regular(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        access.grant(unnamed)
-        unnamed.rename(self.temporary / f"{self.name}.lock")
+        with self._opened(TEMPORARY) as directory:
+            unnamed = f"{self.name}.new"
+            self._descriptor = open_regular(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            access.grant(self._descriptor)
+            os.rename(unnamed, f"{self.name}.lock", src_dir_fd=directory, dst_dir_fd=directory)
 
     def leave(self) -> None:
         """Idempotent."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with contextlib.suppress(OSError):  # the directory may be gone
-                (self.temporary / f"{self.name}.lock").unlink()
+            with contextlib.suppress(OSError), self._opened(TEMPORARY) as directory:  # it may be gone
+                os.unlink(f"{self.name}.lock", dir_fd=directory)
             with contextlib.suppress(OSError):  # of a mount that is dead
                 os.close(descriptor)
 
@@ -82,15 +86,21 @@ class Owner:
 
     def is_stray(self, name: str) -> bool:
         """Whether a file of such a name belongs to nobody: its writer's lock file is gone."""
-        return bool(PENDING_NAME.fullmatch(name)) and not (self.temporary / f"{name.partition('.')[0]}.lock").exists()
+        if not PENDING_NAME.fullmatch(name):
+            return False
+        try:
+            with self._opened(TEMPORARY) as directory:
+                return _has_no_lock(name, directory)
+        except ABSENT:
+            return False  # nobody can say
 
     def others(self) -> list[Standing]:
         """The records of all, living or not, that have not been removed."""
         found = []
-        for name in self._names(".lock"):
-            if name != self.name:
+        with self._opened(TEMPORARY) as directory:
+            for name in self._names(".lock", directory):
                 with contextlib.suppress(OSError):  # it left at this moment
-                    descriptor = open_regular(self.temporary / f"{name}.lock", os.O_RDONLY)
+                    descriptor = open_regular(f"{name}.lock", os.O_RDONLY, directory)
                     try:
                         found.append(read_record(descriptor))
                     finally:
@@ -99,55 +109,69 @@ class Owner:
 
     def remove_stale_writers(self, ledger: Ledger) -> StaleWriters:
         """Remove what instances that no longer live (nobody holds their lock) left half-written, and give back what they
-        certainly had not used. What they used or not, nobody knows: a count that is too high for it is reckoned anew."""
+        certainly had not used. What they used or not, nobody knows: a count that is too high for it is reckoned anew.
+
+        Raises FileNotFoundError, and NotADirectoryError where a link or another user's directory has the place of ours.
+        """
         done = StaleWriters()
-        self._sweep_beginners()
         with contextlib.ExitStack() as stack:
+            temporary = stack.enter_context(self._opened(TEMPORARY))
+            if not self._is_here(temporary):
+                return done
+            self._sweep_beginners(temporary)
             dead = {}
-            for name in self._names(".lock"):
-                if name != self.name:
-                    standing = stack.enter_context(_locked(self.temporary / f"{name}.lock"))
-                    if standing is not None:
-                        dead[name] = standing
+            for name in self._names(".lock", temporary):
+                standing = stack.enter_context(_locked(f"{name}.lock", temporary))
+                if standing is not None:
+                    dead[name] = standing
             if dead:
                 done.files = self._remove_files(set(dead))
             # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
             for name, standing in dead.items():
                 announced_bytes = _announced(ledger, standing.pledged_bytes)
-                gone = _unlink(self.temporary / f"{name}.lock")
+                gone = _unlink(f"{name}.lock", temporary)
                 done.instances += gone
                 ledger.release(announced_bytes if gone else 0, announced_bytes)
         return done
 
+    def _opened(self, names: Sequence[str]) -> contextlib.AbstractContextManager[int]:
+        return opened_below(self.root, names, self.owns)
+
+    def _is_here(self, temporary: int) -> bool:
+        """Return True if our lock file lies in an open directory: else that is not where we settled."""
+        try:
+            there = os.lstat(f"{self.name}.lock", dir_fd=temporary)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
     def _remove_files(self, dead: set[str]) -> int:
         """One look at each place, however many are dead. What they take stays counted until the count is reckoned anew."""
         removed = 0
-        for place in (self.temporary, *self.places):
-            with contextlib.suppress(*ABSENT), opened_directory(place, to_list=True) as directory:
+        for names in (TEMPORARY, *([place] for place in self.places)):
+            with contextlib.suppress(*ABSENT), self._opened(names) as directory:
                 for name in os.listdir(directory):
-                    stem, _, number = name.rpartition(".")
-                    if stem in dead and number.isdigit():
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(name, dir_fd=directory)
-                            removed += 1
+                    if PENDING_NAME.fullmatch(name) and name.partition(".")[0] in dead:
+                        removed += _unlink(name, directory)
         return removed
 
-    def _names(self, ending: str) -> list[str]:
-        return [name[: -len(ending)] for name in os.listdir(self.temporary) if name.endswith(ending)]
+    def _names(self, ending: str, temporary: int) -> list[str]:
+        """The ids of the other instances that have a file with that ending."""
+        ids = [name.removesuffix(ending) for name in os.listdir(temporary) if name.endswith(ending)]
+        return [name for name in ids if _ID_NAME.fullmatch(name) and name != self.name]
 
-    def _sweep_beginners(self) -> None:
+    def _sweep_beginners(self, temporary: int) -> None:
         """What is left of instances that were killed while they opened the directory."""
         now_s = os.fstat(self._descriptor).st_ctime
-        for name in os.listdir(self.temporary):
-            path = self.temporary / name
-            if _PROBE_NAME.fullmatch(name) or self.is_stray(name):  # a probe's maker removes its name at once
-                _unlink(path)
-            elif name.endswith(".new") and name != f"{self.name}.new":
-                with contextlib.suppress(OSError):
-                    if now_s - path.lstat().st_ctime > _UNNAMED_S:
-                        with _locked(path) as standing:
-                            if standing is not None:
-                                _unlink(path)
+        for name in os.listdir(temporary):
+            if PENDING_NAME.fullmatch(name) and _has_no_lock(name, temporary):
+                _unlink(name, temporary)
+        for name in self._names(".new", temporary):
+            with contextlib.suppress(OSError):
+                if now_s - os.lstat(f"{name}.new", dir_fd=temporary).st_ctime > _UNNAMED_S:
+                    with _locked(f"{name}.new", temporary) as standing:
+                        if standing is not None:
+                            _unlink(f"{name}.new", temporary)
 
 
 def _announced(ledger: Ledger, pledged_bytes: int) -> int:
@@ -163,10 +187,10 @@ def _announced(ledger: Ledger, pledged_bytes: int) -> int:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[Standing | None]:
+def _locked(name: str, temporary: int) -> Iterator[Standing | None]:
     """The record in a lock file that nobody holds, held by us meanwhile; None where its owner lives or it is gone."""
     try:
-        descriptor = open_regular(path, os.O_RDWR)
+        descriptor = open_regular(name, os.O_RDWR, temporary)
     except (FileNotFoundError, PermissionError, NotAFile):
         yield None
         return
@@ -181,9 +205,18 @@ def _locked(path: Path) -> Iterator[Standing | None]:
         os.close(descriptor)
 
 
-def _unlink(path: Path) -> bool:
+def _has_no_lock(name: str, temporary: int) -> bool:
+    """Return True if the writer of a file that is being written has no lock file."""
     try:
-        os.unlink(path)
+        os.lstat(f"{name.partition('.')[0]}.lock", dir_fd=temporary)
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _unlink(name: str, directory: int) -> bool:
+    try:
+        os.unlink(name, dir_fd=directory)
     except FileNotFoundError:
         return False
     return True

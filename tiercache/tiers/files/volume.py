@@ -31,7 +31,15 @@ from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.abandoned import Abandoned
-from tiercache.tiers.files.access import ABSENT, OWNER, Access, occupied_bytes, opened_directory, require_directory
+from tiercache.tiers.files.access import (
+    ABSENT,
+    OWNER,
+    Access,
+    occupied_bytes,
+    opened_directory,
+    require_directory,
+    require_owner,
+)
 from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
@@ -40,7 +48,7 @@ from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
-from tiercache.tiers.files.owners import Owner
+from tiercache.tiers.files.owners import TEMPORARY, Owner
 from tiercache.tiers.files.place import is_empty
 from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
@@ -79,8 +87,8 @@ class Volume:
         self._allowance_bytes = allowance_bytes
         self._beside = beside
         self._private = root / ".tiercache"
-        self._temporary = self._private / "tmp"
-        self._owner = Owner(self._temporary, [root / top for top in TOP_LEVELS])
+        self._temporary = root.joinpath(*TEMPORARY)
+        self._owner = Owner(root, TOP_LEVELS, self._owns)
         self.quarantined = Quarantine(root / "quarantine", access)
         self.surveyor = Surveyor(root, self._owner, access)
         self.abandoned = Abandoned(lambda: self.ledger)
@@ -106,7 +114,7 @@ class Volume:
         )
         self.require_manifest(found_empty=found_empty)
         self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
-        self.direct = self.wants_direct is not False and supports_direct_io(self._temporary)
+        self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
         there = frozenset(os.listdir(self.root))
@@ -170,9 +178,11 @@ class Volume:
 
     def _require_own(self, directory: Path | str) -> None:
         """Raise NotADirectoryError where `directory` is a link or another user's, FileNotFoundError."""
-        status = require_directory(directory)
-        if not (self.access.owns(status) or status.st_uid == self.identity.user):
-            raise NotADirectoryError(errno.ENOTDIR, f"belongs to user {status.st_uid}", str(directory))
+        require_owner(directory, require_directory(directory), self._owns)
+
+    def _owns(self, status: os.stat_result) -> bool:
+        """Whether a directory below ours is ours as well."""
+        return self.access.owns(status) or status.st_uid == self.identity.user
 
     def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
         """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
@@ -249,6 +259,9 @@ class Volume:
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
         """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandoned.remove`."""
         self._require_ours()
+        if not self._beside:
+            self._require_own(self._private)
+            self._require_own(self._temporary)
         self.abandoned.remove_some()
         announced = self._announce(victims)
         announced_bytes = sum(occupied for _, occupied in announced)

@@ -15,6 +15,7 @@ from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.plan import Operation
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
+from tiercache.tiers.staging import StagingTier
 
 if TYPE_CHECKING:
     from tiercache.scheduler.writer import TierWriter
@@ -234,7 +235,8 @@ class Expected:
         if self.cache.cpu.contains(name):
             return True
         return any(
-            source.breaker.state is BreakerState.CLOSED  # else one goes there at a time, however long ago the fault was
+            not isinstance(source.tier, StagingTier)  # a chunk leaves it when its write has ended, or was declined
+            and source.breaker.state is BreakerState.CLOSED  # else one goes there at a time
             and self._knows(source.tier)
             and (isinstance(source.tier, RemoteTier) or key not in self.deletions)
             and not source.tier.traffic.refuses(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -175,13 +174,15 @@ async def test_the_groups_modes_are_given_to_nothing_of_others(place: Path, kind
 
 
 @pytest.mark.parametrize("kind", ["disk", "weka"])
-async def test_a_directory_of_an_earlier_version_is_cleared_of_our_files_only(place: Path, kind: str) -> None:
-    """It was taken whatever lay in it, so its names say nothing."""
+async def test_a_directory_of_ours_is_cleared_of_our_files_only(place: Path, kind: str) -> None:
+    """Files that came later and do not have the mode of ours."""
     async with opened(kind, place, 1 << 24) as tier:
         await store(tier, range(1, 13))
-    (place / "tiercache.json").write_text(json.dumps({"format": 1, "what": "tiercache chunks"}) + "\n")
     put_foreign_files(place)
-    theirs = {path: status for path, status in seen(place).items() if "/00/" not in path and "tiercache" not in path}
+    theirs = {
+        path: status for path, status in seen(place).items()
+        if "/00/" not in path and "tiercache" not in path and Path(path).is_file()
+    }  # fmt: skip
     async with opened(kind, place) as tier:
         await tier.scanned()
         await tier.refreshed()
@@ -192,6 +193,50 @@ async def test_a_directory_of_an_earlier_version_is_cleared_of_our_files_only(pl
         assert 0 < tier.statistics().resident <= 12
     after = seen(place)
     assert {path: after.get(path) for path in theirs} == theirs
+
+
+@pytest.mark.parametrize("kind", ["disk", "weka", "shared_memory"])
+async def test_files_of_others_that_have_all_but_the_header_of_a_chunk_stay(
+    place: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are taken for chunks by their names, and looked into before they are evicted or removed."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 7))
+    theirs = []
+    for number in range(60):
+        path = place / f"{number:02x}" / f"{number:02x}{number:046x}"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if not path.exists():
+            path.write_bytes(b"theirs!!" * (FILE_BYTES // 8))
+            path.chmod(0o600)
+            theirs.append(path)
+    before = seen(place)
+    async with opened(kind, place) as tier:
+        await tier.scanned()
+        assert not await tier.remove(bytes.fromhex(theirs[0].name))
+        for start in range(20, 100, 20):
+            await store(tier, range(start, start + 20))
+            await tier.scanned()
+            await tier.refreshed()
+        assert await store(tier, range(100, 101)), "what theirs take is not in the count any more"
+        assert await is_hit(tier, 100)
+        assert 0 < tier.statistics().resident <= 12
+        assert tier.statistics().occupied_bytes <= FEW_BYTES + 4096
+    after = seen(place)
+    assert {str(path): after.get(str(path)) for path in theirs} == {str(path): before[str(path)] for path in theirs}
+    assert sum("have the names of chunks" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_what_a_power_cut_left_of_a_chunk_is_removed(place: Path, kind: str) -> None:
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 3))
+        blank, damaged = (Path(tier.path(chunk(number)[0])) for number in (1, 2))
+        blank.write_bytes(bytes(FILE_BYTES))
+        flip(damaged, 70)
+        assert await tier.remove(chunk(1)[0])
+        assert await tier.remove(chunk(2)[0]), "the key in a damaged header is ours still"
+    assert not blank.exists() and not damaged.exists()
 
 
 @pytest.mark.parametrize("kind", ["disk"])
@@ -343,7 +388,6 @@ async def test_verify_leaves_files_of_others_where_they_are(place: Path, kind: s
     async with opened(kind, place) as tier:
         await store(tier, range(1, 4))
         flip(Path(tier.path(chunk(3)[0])), FILE_BYTES - 9)
-    (place / "tiercache.json").write_text(json.dumps({"format": 1, "what": "tiercache chunks"}) + "\n")
     put_foreign_files(place, 6)
     before = seen(place)
     found = verify(place, Console(quiet=True))

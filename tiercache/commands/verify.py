@@ -27,6 +27,7 @@ from tiercache.tiers.compression import check_compressed
 from tiercache.tiers.files.access import access_as_found, open_regular
 from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
 from tiercache.tiers.files.place import found_place
+from tiercache.tiers.files.survey import has_our_header
 from tiercache.tiers.files.volume import Volume
 
 _THREADS = 4
@@ -81,7 +82,7 @@ def verify(directory: Path, console: Console) -> Verified:
             elif isinstance(outcome, CorruptChunk):
                 # Opened for the first bad chunk only: whoever just looks leaves no trace.
                 volume = volume or _open_volume(directory, stack)
-                if volume.believes(bytes.fromhex(path.name)):
+                if has_our_header(str(path)):
                     volume.quarantine(bytes.fromhex(path.name))
                     found.bad.append(str(outcome))
                 else:

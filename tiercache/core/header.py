@@ -35,6 +35,7 @@ COMPRESSED_VERSION = 2
 
 _FIELDS = struct.Struct("<8sIHH32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
+KEY_AT = 16
 _KEY_FIELD_BYTES = 32
 _PAYLOAD_BYTES = slice(64, 72)
 _CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for codec in COMPRESSING]}

@@ -17,7 +17,7 @@ from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory
 from tiercache.tiers.files.scanning import Shelf
-from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
+from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS, has_our_header
 from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.weka")
@@ -180,11 +180,13 @@ def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
     """What each chunk occupies, without those that vanished or cannot be chunks. For a worker thread."""
     found = []
     for key in keys:
+        path = volume.path(key)
         try:
-            status = os.lstat(volume.path(key))
+            status = os.lstat(path)
         except ABSENT:
             continue
-        if status.st_size >= file_bytes(1) and status.st_size % 4096 == 0 and volume.believes(key):
+        fits = status.st_size >= file_bytes(1) and status.st_size % 4096 == 0
+        if fits and (volume.surveyor.trusts(status) or has_our_header(path)):
             found.append((key, occupied_bytes(status)))
     return found
 

@@ -11,7 +11,6 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tiercache.tiers.files.access import Access, open_regular
 from tiercache.tiers.files.allocation import NO_ROOM
@@ -19,8 +18,7 @@ from tiercache.tiers.files.publishing import UNSUPPORTED, Publish
 
 FORMAT = 1
 MANIFEST = "tiercache.json"
-_FOUND_EMPTY = "found_empty"
-"""In the manifest: the directory held nothing when it was made ours, so its names can be trusted."""
+_CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
 _LARGEST_BYTES = 4096
 _ATTEMPTS = 8
 
@@ -29,44 +27,43 @@ class WrongFormat(ValueError):
     """The directory is of another version, or is not ours. The message says what was found."""
 
 
-def require_manifest(
-    root: Path, temporary: str, ways: Sequence[Publish], access: Access, *, found_empty: bool = False
-) -> bool:
-    """See that `root` has a manifest of this format; return whether it says that the directory was empty when it was made
-    ours.
+def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
+    """See that `root` has a manifest of this format; not where the device has no room for one, which is no reason not to
+    serve what lies there.
 
-    `found_empty` is what a new manifest says. When the device has no room for one, that is returned, and is no reason not to
-    serve what lies there. `temporary` is a name that nobody else uses. One that a crash left empty or torn is replaced.
-    Raises WrongFormat, OSError.
+    `temporary` is a name that nobody else uses. A manifest that a crash left empty or torn is replaced. Raises WrongFormat,
+    OSError.
     """
     path = root / MANIFEST
     for _ in range(_ATTEMPTS):
         found = _read(path)
         if found is not None and not _is_torn(found):
-            return bool(_require_ours(path, found).get(_FOUND_EMPTY))
+            _require_ours(path, found)
+            return
         try:
-            _write(temporary, _content(found_empty))
+            _write(temporary, _CONTENT)
             access.grant(temporary)
             if found is not None:
                 os.replace(temporary, path)
             else:
                 _name(temporary, str(path), ways)
-            return found_empty
+            return
         except FileExistsError:
             continue
         except OSError as error:
             if error.errno in NO_ROOM:
-                return found_empty
+                return
             raise
         finally:
             _remove(temporary)
     raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
 
 
-def check_manifest(root: Path) -> bool:
+def check_manifest(root: Path) -> None:
     """As `require_manifest`, for who only reads: there may be none yet. Raises WrongFormat, OSError."""
     found = _read(root / MANIFEST)
-    return found is not None and not _is_torn(found) and bool(_require_ours(root / MANIFEST, found).get(_FOUND_EMPTY))
+    if found is not None and not _is_torn(found):
+        _require_ours(root / MANIFEST, found)
 
 
 def reads_directly(root: Path) -> bool:
@@ -114,24 +111,16 @@ def _read(path: Path) -> bytes | None:
 def _is_torn(content: bytes) -> bool:
     """Nothing, zeroes (a power cut leaves those) or the beginning of what we write."""
     rest = content.rstrip(b"\0")
-    whole = [_content(found_empty) for found_empty in (True, False)]
-    return not any(rest in (each, each[:-1]) for each in whole) and any(each.startswith(rest) for each in whole)
+    return rest not in (_CONTENT, _CONTENT[:-1]) and _CONTENT.startswith(rest)
 
 
-def _content(found_empty: bool) -> bytes:
-    says = {"format": FORMAT, "what": "tiercache chunks"} | ({_FOUND_EMPTY: True} if found_empty else {})
-    return json.dumps(says).encode() + b"\n"
-
-
-def _require_ours(path: Path, content: bytes) -> dict[str, Any]:
+def _require_ours(path: Path, content: bytes) -> None:
     try:
-        says: dict[str, Any] = json.loads(content)
-        found = says["format"]
+        found = json.loads(content)["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise WrongFormat(f"{path} is not a manifest of ours: {content[:40]!r}") from error
     if found != FORMAT:
         raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")
-    return says
 
 
 def _write(unnamed: str, content: bytes) -> None:

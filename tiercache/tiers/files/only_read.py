@@ -56,7 +56,7 @@ class OnlyRead(Volume):
         """A directory that is missing may be made later, by whoever writes to it. Raises OSError, WrongFormat."""
         with suppress(FileNotFoundError):
             self.identity.note()
-            self.surveyor.trusts_names = check_manifest(self.root)
+            check_manifest(self.root)
         self.direct = self.wants_direct is not False and reads_directly(self.root)
 
     def close(self) -> None:

@@ -58,11 +58,6 @@ def make_place(directory: Path, access: Access) -> Path:
     return below
 
 
-def is_empty(root: Path) -> bool:
-    """Return True if nothing lies in `root` that an instance could take for its own by mistake."""
-    return _BEFORE_THE_MANIFEST.issuperset(os.listdir(root))
-
-
 def _has_manifest(place: Path) -> bool:
     try:
         os.lstat(place / MANIFEST)

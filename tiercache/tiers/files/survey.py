@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import logging
 import os
 import re
 import stat
@@ -12,14 +14,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.header import MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.tiers.files.access import ABSENT, Access, occupied_bytes, open_regular, opened_directory
+from tiercache.tiers.files.access import ABSENT, Access, NotAFile, occupied_bytes, open_regular, opened_directory
 from tiercache.tiers.files.count_file import Count
 from tiercache.tiers.files.owners import PENDING_NAME, Owner
 
+logger = logging.getLogger("tiercache.disk")
+
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
+_PIECE_BYTES = 1 << 20
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -79,9 +84,26 @@ class Surveyor:
         self._access = access
         self._has_modes = changes
         """Until the mount is seen to have none: then scans open no files for that any more."""
-        self.trusts_names = False
-        """Whether the directory was empty when it was made ours: then a name and a length that fit make a chunk. Else only a
-        header does."""
+        self._trusts_names = True
+        """Until a file with a chunk's name is found not to be one: from then on only a header makes a chunk."""
+
+    def trusts(self, status: os.stat_result) -> bool:
+        """Return True if a file with a chunk's name is taken for one unread. It is looked into before it is removed."""
+        has_our_mode = not self._has_modes or stat.S_IMODE(status.st_mode) == self._access.file_mode
+        return self._trusts_names and has_our_mode
+
+    def remove(self, name: str, directory: int) -> bool:
+        """Unlink a chunk in an open directory; False where the file of that name is somebody else's, which stays.
+
+        Raises FileNotFoundError, OSError.
+        """
+        if not _is_removable(name, directory):
+            if self._trusts_names:
+                logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
+            self._trusts_names = False
+            return False
+        os.unlink(name, dir_fd=directory)
+        return True
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
@@ -98,7 +120,7 @@ class Surveyor:
                             self._examine(entry, top, directory, found)
                         except FileNotFoundError:
                             continue
-                if self.trusts_names or found.keys or not found.foreign:  # else it is not of our making
+                if found.keys or not found.foreign:  # else it is not of our making
                     found.counted_bytes += own_bytes
         except ABSENT:
             return found
@@ -110,7 +132,7 @@ class Surveyor:
         header = _Unread(entry.name, directory)
         if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                if not self.trusts_names and not header.is_ours:
+                if not self.trusts(status) and not header.is_ours:
                     found.foreign += 1
                     if not header.is_readable:  # it may be ours: the cap holds in any case
                         found.counted_bytes += occupied_bytes(status)
@@ -126,7 +148,7 @@ class Surveyor:
         elif not is_file or not self._owner.is_stray(entry.name):
             found.foreign += not PENDING_NAME.fullmatch(entry.name)
             return
-        if not header.is_ours and not (self.trusts_names and header.is_blank):
+        if not header.is_ours:
             found.foreign += 1
         elif self._changes:
             os.unlink(entry.name, dir_fd=directory)
@@ -139,48 +161,78 @@ class _Unread:
     def __init__(self, name: str, directory: int) -> None:
         self._name = name
         self._directory = directory
+        self.error: OSError | None = None
 
     @functools.cached_property
     def _raw(self) -> bytes | None:
-        """None where it cannot be read."""
+        """None where it cannot be read, for the reason in `error`."""
         try:
             descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
-        except OSError:
+        except OSError as error:
+            self.error = error
             return None
         try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
             found = b""
             while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
                 found += more
+            if len(found) < min(PACKED_BYTES, os.fstat(descriptor).st_size):
+                raise OSError(errno.EIO, "short read", self._name)
             return found
-        except OSError:
+        except OSError as error:
+            self.error = error
             return None
         finally:
             os.close(descriptor)
 
     @property
     def is_ours(self) -> bool:
-        raw = self._raw or b""
-        if len(MAGIC) <= len(raw) < PACKED_BYTES:  # cut in its header
-            return raw.startswith(MAGIC)
-        try:
-            header = Header.unpack(raw)
-        except HeaderError:
+        """Whether its header has our magic or the key of its name, either of which may be damaged, or nothing was written
+        there yet: a power cut, or a kill, may leave that of a file."""
+        raw = self._raw
+        if raw is None:
             return False
-        return self._name == header.key.hex() or bool(PENDING_NAME.fullmatch(self._name))
+        names_itself = _HEX_NAME.fullmatch(self._name) and raw[KEY_AT:].startswith(bytes.fromhex(self._name))
+        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._is_blank())
 
     @property
     def is_readable(self) -> bool:
         """Whether all of a header could be read, be it ours or not."""
         return self._raw is not None and len(self._raw) == PACKED_BYTES
 
-    @property
-    def is_blank(self) -> bool:
-        """Whether nothing was written there yet: all that a power cut, or a kill, may have left of a file."""
-        return self._raw is not None and not self._raw.strip(b"\0")
+    def _is_blank(self) -> bool:
+        """Whether all of it is zero."""
+        try:
+            descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
+        except OSError:
+            return False
+        try:
+            at = 0
+            while piece := os.pread(descriptor, _PIECE_BYTES, at):
+                if piece.strip(b"\0"):
+                    return False
+                at += len(piece)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+
+def _is_removable(name: str, directory: int) -> bool:
+    """Return True for what is ours, and for what the device cannot read any more. Raises FileNotFoundError, OSError."""
+    file = _Unread(name, directory)
+    if file.is_ours:
+        return True
+    if file.error is None or isinstance(file.error, NotAFile | PermissionError):
+        return False
+    if file.error.errno != errno.EIO:
+        raise file.error
+    return True
 
 
 def has_our_header(path: str) -> bool:
-    """Return True if the header of a file belongs to the key that is the file's name."""
+    """Return True if a file is a chunk by its header, be it damaged or blank."""
     above, name = os.path.split(path)
     try:
         with opened_directory(above) as directory:

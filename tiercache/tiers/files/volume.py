@@ -49,10 +49,9 @@ from tiercache.tiers.files.identity import Identity
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import TEMPORARY, Owner
-from tiercache.tiers.files.place import is_empty
 from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
-from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor, has_our_header
+from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -104,7 +103,6 @@ class Volume:
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
         self.identity.note()
-        found_empty = is_empty(self.root)
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
             self._require_own(directory)
@@ -112,31 +110,23 @@ class Volume:
         self.ledger = Ledger(
             self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
         )
-        self.require_manifest(found_empty=found_empty)
+        self.require_manifest()
         self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
         there = frozenset(os.listdir(self.root))
         places = [self.root / top for top in TOP_LEVELS if top in there]
-        if self.surveyor.trusts_names:
-            for place in (*places, self.quarantined.directory):
-                self.access.enforce(place)
+        for place in (*places, self.quarantined.directory):
+            self.access.enforce(place)
         if not places:
             if self._beside:
                 spread(self.root)
             self.ledger.trust()
 
-    def require_manifest(self, *, found_empty: bool) -> None:
+    def require_manifest(self) -> None:
         """Somebody who empties the directory takes the manifest, too."""
-        temporary = f"{self._temporary}/{self._owner.name}.00"
-        self.surveyor.trusts_names = require_manifest(
-            self.root, temporary, self.publisher.ways, self.access, found_empty=found_empty
-        )
-
-    def believes(self, key: ChunkKey) -> bool:
-        """Return True if a file with this key's name is a chunk: by its header, unless names can be trusted here."""
-        return self.surveyor.trusts_names or has_our_header(self.path(key))
+        require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
 
     def answers(self) -> bool:
         """Whether the directory can be reached by its path, whatever became of what we have open there."""
@@ -387,7 +377,7 @@ class Volume:
     def begin_reckoning(self) -> Reckoning:
         """Before the first directory is scanned: what is needed to correct the count afterwards."""
         self.remove_stale_writers()
-        self.require_manifest(found_empty=self.surveyor.trusts_names)
+        self.require_manifest()
         self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
         marked = self.ledger.mark()
         own_bytes = self.ledger.outstanding_bytes
@@ -433,13 +423,14 @@ class Volume:
         return left
 
     def _delete_file(self, key: ChunkKey) -> bool:
+        """Whether it was there. A file of that name that is somebody else's is none: it stays, and a scan takes it off the
+        count."""
         path = self.path(key)
         above, name = os.path.split(path)
         try:
             with opened_directory(above) as directory:
-                os.unlink(name, dir_fd=directory)
+                return self.surveyor.remove(name, directory)
         except ABSENT:
             return False
         finally:
             self.on_delete(path)
-        return True

@@ -15,6 +15,7 @@ from tiercache.core.keys import HEX_KEY
 from tiercache.testing.simulation.disk import Disk
 from tiercache.testing.simulation.inodes import Directory, File
 from tiercache.testing.simulation.oracle import Violation
+from tiercache.tiers.files.place import SUBDIRECTORY
 
 _TOP = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(HEX_KEY)
@@ -80,8 +81,8 @@ class Place:
 
     def _look(self) -> Found:
         found = Found()
-        root = self.disk.top.names.get("kv")
-        if not isinstance(root, Directory):
+        root = self._root()
+        if root is None:
             return found
         locks = _locks_of(root)
         for name, inode in root.names.items():
@@ -115,6 +116,16 @@ class Place:
             elif name != "evictor":
                 found.others.append(f".tiercache/{name}")
 
+    def _root(self) -> Directory | None:
+        """Where chunks lie: what a power cut has left of a directory may lack its manifest, and is nobody's then."""
+        root = self.disk.top.names.get("kv")
+        if not isinstance(root, Directory):
+            return None
+        below = root.names.get(SUBDIRECTORY)
+        if "tiercache.json" not in root.names and isinstance(below, Directory) and "tiercache.json" in below.names:
+            return below
+        return root
+
     @property
     def is_gone(self) -> bool:
         """Whether somebody has removed the directory, and nobody has made it anew."""
@@ -123,8 +134,8 @@ class Place:
     @property
     def is_set_up(self) -> bool:
         """Whether a cache was open here, and its bookkeeping is there: then a full device is no reason not to start."""
-        root = self.disk.top.names.get("kv")
-        if not isinstance(root, Directory) or "tiercache.json" not in root.names:
+        root = self._root()
+        if root is None or "tiercache.json" not in root.names:
             return False
         private = root.names.get(".tiercache")
         return isinstance(private, Directory) and "tmp" in private.names and self.look().counted_bytes is not None

@@ -288,6 +288,35 @@ async def test_forget_removes_the_chunk_from_quarantine_too(place: Path, kind: s
     assert found["ledger_bytes"] == found["counted_bytes"]
 
 
+@pytest.mark.parametrize("kind", ["disk", "fs", "weka"])
+@pytest.mark.parametrize("way", ["link", "directory"])
+async def test_a_foreign_directory_that_takes_the_path_is_not_used_itself(place: Path, kind: str, way: str) -> None:
+    theirs = place.parent / "theirs"
+    theirs.mkdir()
+    put_foreign_files(theirs)
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 11))
+        for number in range(1, 11):
+            path = theirs / "00" / chunk(number)[0].hex()
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(b"theirs!!" * (FILE_BYTES // 8))
+        place.rename(place.parent / "old")
+        if way == "link":
+            place.symlink_to(theirs)
+        else:
+            theirs.rename(place)
+        before = seen(place)
+        for number in range(1, 11):
+            assert not await is_hit(tier, number)
+        assert not await tier.remove(chunk(1)[0])
+        for start in range(20, 100, 20):
+            await store(tier, range(start, start + 20))
+            await tier.scanned()
+        assert await is_hit(tier, 99)
+        assert Path(tier.path(chunk(99)[0])).is_relative_to(place.resolve() / "tiercache-chunks")
+        assert seen(place) == before
+
+
 @pytest.mark.parametrize("kind", ["disk"])
 async def test_stat_finds_chunks_beside_files_of_others(place: Path, kind: str) -> None:
     put_foreign_files(place)

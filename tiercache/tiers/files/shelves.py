@@ -311,9 +311,8 @@ class Shelves:
                 was_deleted = await self.metadata.submit(stale.identity.make_anew, stale.access)
                 mounted_anew = await self.metadata.submit(stale.is_mounted_anew)
                 logger.warning(_DELETED if was_deleted else _MOUNTED_ANEW if mounted_anew else _EMPTIED, stale.root)
-                fresh = self.make_volume(stale.root, stale.cap_bytes)
                 try:
-                    await self._open_volume(fresh)
+                    fresh = await self._opened_anew(shelf)
                 except ConfigError as error:
                     raise TierUnavailable(str(error)) from error
                 if self.closed:
@@ -331,8 +330,7 @@ class Shelves:
         """Another mount serves the directories: what is open on the old one is of no use. Chunks are where they were."""
         for shelf in self.all:
             async with shelf.replacing:
-                fresh = self.make_volume(shelf.volume.root, shelf.volume.cap_bytes)
-                await self._open_volume(fresh)
+                fresh = await self._opened_anew(shelf)
                 self.metadata.later(shelf.take(fresh).close)
                 # Writes that died with the mount are still counted. A scan corrects that.
                 self.begin_scan(shelf, first=False)
@@ -382,6 +380,14 @@ class Shelves:
             raise ConfigError(f"{self.option}: {error}") from error
         except OSError as error:
             raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
+
+    async def _opened_anew(self, shelf: Shelf) -> Volume:
+        """Open what has the path of a shelf's directory now, by the rule of the start: a foreign one is not used itself.
+        Raises ConfigError."""
+        place = await self._place_of(self.settings.directories[self.all.index(shelf)])
+        fresh = self.make_volume(place, shelf.volume.cap_bytes)
+        await self._open_volume(fresh)
+        return fresh
 
     async def _open_volume(self, volume: Volume) -> None:
         try:

@@ -350,6 +350,8 @@ class Volume:
         """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
         path = self.path(key)
         try:
+            if self.is_wiped():
+                return  # what has the path now is another directory, and may be somebody else's
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 self.publisher.make_way(path)
                 return

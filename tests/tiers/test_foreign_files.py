@@ -300,6 +300,7 @@ async def test_a_foreign_directory_that_takes_the_path_is_not_used_itself(place:
             path = theirs / "00" / chunk(number)[0].hex()
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"theirs!!" * (FILE_BYTES // 8))
+            (theirs / "quarantine" / f"{path.name}.{1700000000000000000 + number}").write_text("theirs")
         place.rename(place.parent / "old")
         if way == "link":
             place.symlink_to(theirs)

@@ -309,7 +309,8 @@ class Volume:
         Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
         leaves an empty one, and the chunk comes back with the mount.
         """
-        self.quarantined.forget(key, self.ledger)
+        if not self.is_wiped():
+            self.quarantined.forget(key, self.ledger)
         if self._remove_if_there(key, occupied_bytes):
             return True
         if self.is_mounted_anew() and not self.answers():
@@ -374,7 +375,8 @@ class Volume:
 
     def _trim_quarantine(self) -> None:
         with contextlib.suppress(OSError, TierUnavailable):
-            self.quarantined.trim(self.ledger, self.cap_bytes)
+            if not self.is_wiped():
+                self.quarantined.trim(self.ledger, self.cap_bytes)
 
     def begin_reckoning(self) -> Reckoning:
         """Before the first directory is scanned: what is needed to correct the count afterwards."""

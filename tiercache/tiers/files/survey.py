@@ -24,7 +24,6 @@ logger = logging.getLogger("tiercache.disk")
 
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
-_PIECE_BYTES = 1 << 20
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -187,36 +186,18 @@ class _Unread:
 
     @property
     def is_ours(self) -> bool:
-        """Whether its header has our magic or the key of its name, either of which may be damaged, or nothing was written
-        there yet: a power cut, or a kill, may leave that of a file."""
+        """True if the header has our magic or the key of its name, either of which may be damaged, or is blank: a power cut,
+        or a kill, leaves files whose header was not written."""
         raw = self._raw
         if raw is None:
             return False
         names_itself = _HEX_NAME.fullmatch(self._name) and raw[KEY_AT:].startswith(bytes.fromhex(self._name))
-        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._is_blank())
+        return raw.startswith(MAGIC) or bool(names_itself) or not raw.strip(b"\0")
 
     @property
     def is_readable(self) -> bool:
         """Whether all of a header could be read, be it ours or not."""
         return self._raw is not None and len(self._raw) == PACKED_BYTES
-
-    def _is_blank(self) -> bool:
-        """Whether all of it is zero."""
-        try:
-            descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
-        except OSError:
-            return False
-        try:
-            at = 0
-            while piece := os.pread(descriptor, _PIECE_BYTES, at):
-                if piece.strip(b"\0"):
-                    return False
-                at += len(piece)
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(descriptor)
 
 
 def _is_removable(name: str, directory: int) -> bool:

@@ -34,7 +34,7 @@ _HOME = {
     "ConfigError": "errors",
     "CorruptChunk": "errors",
     "FlushReport": "scheduler.fan_out",
-    "Hit": "scheduler.reader",
+    "Hit": "scheduler.reads",
     "Layout": "core.layout",
     "LayoutError": "errors",
     "Lease": "tiers.leases",

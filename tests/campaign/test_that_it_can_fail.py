@@ -46,7 +46,7 @@ def test_forgotten_chunk_that_is_there_is_found(tmp_path: Path) -> None:
 
 
 def test_leak_of_memory_and_descriptors_is_found(tmp_path: Path) -> None:
-    report, _ = found(tmp_path, "leaks", "leak", 12.0)
+    report, _ = found(tmp_path, "leaks", "leak", 30.0)
     said = " ".join(report.findings.sentences)
     assert "descriptors: " in said or "MiB more than " in said
 

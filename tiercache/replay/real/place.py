@@ -68,7 +68,11 @@ async def opened(
         "close_timeout_s": 0.0,
         "device": "none",
     }
+    layout = Layout("replay", chunk_tokens=1, bytes_per_token=chunk_bytes)
     if setting.flash_blocks != 0:
+        first = values | {"local_disk": str(directory), "max_local_disk_size": 1.0}
+        async with TierCache.open(Config.load(environ={}, overrides=first), layout):
+            pass  # the directory has a manifest now, and directories that are made in it are the tier's
         made_bytes = await asyncio.to_thread(_make_directories, directory)
         cap_bytes = made_bytes + (_flash_blocks(setting, unique_blocks) + 0.5) * file_bytes(chunk_bytes)
         values |= {
@@ -78,7 +82,6 @@ async def opened(
             "disk_io_threads": 1 if one_at_a_time else _THREADS,
             "flash_admission": setting.admission,
         }
-    layout = Layout("replay", chunk_tokens=1, bytes_per_token=chunk_bytes)
     async with TierCache.open(Config.load(environ={}, overrides=values), layout) as cache:
         disk = disk_of(cache)
         if disk is not None:

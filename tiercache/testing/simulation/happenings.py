@@ -59,7 +59,8 @@ class Happenings:
             for key in place.look().chunks:
                 if self.stage.world.chance.random() < operation.values["share"]:
                     directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
-                    disk.remove(directory, key.hex(), directory.names[key.hex()])
+                    if key.hex() in directory.names:  # else it lies in the subdirectory of a directory without a manifest
+                        disk.remove(directory, key.hex(), directory.names[key.hex()])
                     self._others_deleted([self.stage.numbers_of_keys[key]])
         self.stage.happened()
 

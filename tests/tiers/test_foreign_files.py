@@ -373,6 +373,26 @@ async def test_a_directory_that_its_group_may_write_to_is_used_by_a_subdirectory
         assert not Path(tier.path(chunk(1)[0])).is_relative_to(place / "tiercache-chunks")
 
 
+@pytest.mark.parametrize("left", ["all", "chunks", "empty directories"])
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Path, kind: str, left: str) -> None:
+    """Instances that run while somebody empties the directory put chunks there before one of them makes the manifest."""
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    (place / "tiercache.json").unlink()
+    if left != "all":
+        shutil.rmtree(place / ".tiercache")
+    if left == "empty directories":
+        for path in place.glob("??/*"):
+            path.unlink()
+    async with opened(kind, place) as tier:
+        assert Path(tier.path(chunk(1)[0])).parent.parent == place
+        assert await is_hit(tier, 3) == (left != "empty directories")
+        await tier.scanned()
+    found = await survey(place)
+    assert found["ledger_bytes"] == found["counted_bytes"]
+
+
 @pytest.mark.parametrize("name", ["quarantine", "ab", ".gitignore"])
 @pytest.mark.parametrize("kind", ["disk"])
 async def test_names_do_not_make_a_directory_ours(place: Path, kind: str, name: str) -> None:

@@ -43,7 +43,7 @@ class Began:
     """How often its keys had been forgotten."""
     there: int
     """How many of the first of its keys were in memory, or in a tier that knew it."""
-    losses: int
+    losses: tuple[int, ...]
     """How often tiers had lost them."""
     callers: int
     """Who had begun by then; 0 where others were under way, so that what comes of it is not its doing alone."""
@@ -244,9 +244,10 @@ class Expected:
             for source in self.cache.parts.reader.tiers
         )
 
-    def _losses(self, keys: Sequence[int]) -> int:
+    def _losses(self, keys: Sequence[int]) -> tuple[int, ...]:
+        """By the server and by each tier: an eviction that is given up must not make up for one elsewhere."""
         lost = 0 if self.server is None else sum(self.server.lost[self.keys[key]] for key in keys)
-        return lost + sum(_evicted(tier) + tier.statistics().corrupt for tier in self.cache.tiers)
+        return (lost, *(_evicted(tier) + tier.statistics().corrupt for tier in self.cache.tiers))
 
 
 def _evicted(tier: Tier) -> int:

@@ -55,12 +55,12 @@ class Happenings:
     async def prune(self, operation: Operation) -> None:
         """Somebody deletes chunks beside running caches."""
         for place in self.stage.of_files:
-            disk = place.disk
-            for key in place.look().chunks:
+            found = place.look()
+            for key in found.chunks:
                 if self.stage.world.chance.random() < operation.values["share"]:
-                    directory = disk.find_directory(f"{disk.root}/kv/{key.hex()[:2]}")
-                    if key.hex() in directory.names:  # else it lies in the subdirectory of a directory without a manifest
-                        disk.remove(directory, key.hex(), directory.names[key.hex()])
+                    name = key.hex()
+                    directory = next(each for each in found.directories if name in each.names)
+                    place.disk.remove(directory, name, directory.names[name])
                     self._others_deleted([self.stage.numbers_of_keys[key]])
         self.stage.happened()
 

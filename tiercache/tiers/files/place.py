@@ -1,8 +1,8 @@
 """Where the chunks of a configured directory lie: in it, or in a subdirectory of our own.
 
-A directory that is empty, or has our manifest, is used itself. In one that holds files of others, or that others can change,
-a subdirectory is made: whatever the names of those files look like, nothing of ours lies among them. Synchronous; for worker
-threads.
+A directory that has our manifest, or holds nothing but what is ours, is used itself. In one that holds files of others, or
+that others can change, a subdirectory is made: whatever the names of those files look like, nothing of ours lies among them.
+Synchronous; for worker threads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pathlib import Path
 
 from tiercache.tiers.files.access import ABSENT, FILE_MODE, Access, open_regular, require_directory
 from tiercache.tiers.files.manifest import MANIFEST, WrongFormat
+from tiercache.tiers.files.survey import is_ours
 
 logger = logging.getLogger("tiercache.disk")
 
 SUBDIRECTORY = "tiercache-chunks"
-_BEFORE_THE_MANIFEST = frozenset({"lost+found", ".tiercache"})
-"""What an empty directory may hold: what file systems put there, and what an instance makes before its manifest."""
+_NEUTRAL = frozenset({"lost+found", ".tiercache"})
+"""What file systems put there, and what nobody else makes."""
 
 
 def found_place(directory: Path) -> Path:
@@ -81,8 +82,12 @@ def _why_not(root: Path, access: Access) -> str:
 
 
 def _of_others(place: Path) -> list[str]:
-    """The names in a directory that is not ours; none in one that has our manifest."""
-    others = sorted(set(os.listdir(place)) - _BEFORE_THE_MANIFEST)
+    """The names in a directory that is not ours; none in one that has our manifest.
+
+    Who empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and all
+    must come to the same answer.
+    """
+    others = [name for name in sorted(os.listdir(place)) if name not in _NEUTRAL and not is_ours(place, name)]
     return [] if _has_manifest(place) else others  # asked last: other instances may begin at this moment
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import logging
 import os
 import re
@@ -24,6 +25,9 @@ logger = logging.getLogger("tiercache.disk")
 
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
+_OUR_NAME = re.compile(r"(?:[0-9a-f]{2})+(?:\.\d+)?")
+"""Of a chunk, of one in quarantine, and of one that is being written."""
+_LOOKED_INTO = 16
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -191,7 +195,8 @@ class _Unread:
         raw = self._raw
         if raw is None:
             return False
-        names_itself = _HEX_NAME.fullmatch(self._name) and raw[KEY_AT:].startswith(bytes.fromhex(self._name))
+        key = self._name.partition(".")[0]  # in quarantine a number follows
+        names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
         return raw.startswith(MAGIC) or bool(names_itself) or not raw.strip(b"\0")
 
     @property
@@ -220,6 +225,28 @@ def has_our_header(path: str) -> bool:
             return _Unread(name, directory).is_ours
     except ABSENT:
         return False
+
+
+def is_ours(root: Path, name: str) -> bool:
+    """Return True if a directory below `root` is one of those in which chunks lie, good or bad, and its first files are
+    chunks, by their headers. Also where it vanishes meanwhile. Raises OSError."""
+    if name not in TOP_LEVELS and name != "quarantine":
+        return False
+    try:
+        with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
+            first = itertools.islice(entries, _LOOKED_INTO)
+            return all(_has_our_content(entry.name, directory) for entry in first)
+    except FileNotFoundError:
+        return True
+    except NotADirectoryError:
+        return False
+
+
+def _has_our_content(name: str, directory: int) -> bool:
+    if not _OUR_NAME.fullmatch(name):
+        return False
+    file = _Unread(name, directory)
+    return file.is_ours or isinstance(file.error, FileNotFoundError)
 
 
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:

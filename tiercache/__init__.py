@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes
     from tiercache.core.layout import Layout
     from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
-    from tiercache.scheduler.fan_out import FlushReport
     from tiercache.scheduler.reads import Hit
+    from tiercache.scheduler.writer import FlushReport
     from tiercache.statistics import Statistics
     from tiercache.tiers.leases import Lease
 
@@ -33,7 +33,7 @@ _HOME = {
     "Config": "config",
     "ConfigError": "errors",
     "CorruptChunk": "errors",
-    "FlushReport": "scheduler.fan_out",
+    "FlushReport": "scheduler.writer",
     "Hit": "scheduler.reads",
     "Layout": "core.layout",
     "LayoutError": "errors",

@@ -23,9 +23,8 @@ from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
-from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reads import ReaderSettings
-from tiercache.scheduler.writer import TierWriter, WriterSettings
+from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier

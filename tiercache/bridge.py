@@ -16,7 +16,7 @@ from tiercache.control.naming import Naming
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError
-from tiercache.scheduler.fan_out import FlushReport
+from tiercache.scheduler.writer import FlushReport
 
 logger = logging.getLogger("tiercache")
 

@@ -20,9 +20,9 @@ from tiercache.device.driver import Driver, Event
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.parts import Get, Parts, build
 from tiercache.payloads import Sink, Source, sink_of, source_of
-from tiercache.scheduler.fan_out import FlushReport
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Hit
+from tiercache.scheduler.writer import FlushReport
 from tiercache.serving import Naming, serve
 from tiercache.statistics import Statistics
 from tiercache.tiers.base import Tier

@@ -14,9 +14,8 @@ from tiercache.device.device import Device
 from tiercache.memory.arena import Arena
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import retrieve_exception
-from tiercache.scheduler.fan_out import FlushReport
 from tiercache.scheduler.reads import Reader
-from tiercache.scheduler.writer import TierWriter
+from tiercache.scheduler.writer import FlushReport, TierWriter
 
 logger = logging.getLogger("tiercache")
 

@@ -25,10 +25,10 @@ from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.opening import DEVICE_S, close_device, made, make_arena, make_tiers_in_time, open_tier
 from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
-from tiercache.scheduler.fan_out import FanOut, FlushReport
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.prefetcher import Prefetcher
 from tiercache.scheduler.reads import Reader
+from tiercache.scheduler.writer import FanOut, FlushReport
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier

@@ -20,9 +20,8 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.device_path import DevicePath
-from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reads import Reader
-from tiercache.scheduler.writer import TierWriter, WriterSettings
+from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver, TwinEvent

@@ -14,9 +14,8 @@ from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
-from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.ingest import Ingest
-from tiercache.scheduler.writer import TierWriter
+from tiercache.scheduler.writer import FanOut, TierWriter
 from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits

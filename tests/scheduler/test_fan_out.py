@@ -11,8 +11,7 @@ import pytest
 from tests.scheduler.conftest import SMALL_BYTES, Bench, flushed
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import Source
-from tiercache.scheduler.fan_out import FanOut, FlushReport
-from tiercache.scheduler.writer import TierWriter, WriterSettings
+from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
 from tiercache.tiers.base import Traits
 

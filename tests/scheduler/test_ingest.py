@@ -15,8 +15,8 @@ from tests.scheduler.conftest import SLOTS, Bench
 from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.payloads import PlainCopy, Source, source_of
-from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reads import Reader, ReaderSettings
+from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 

@@ -14,7 +14,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
-from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 
 _RANK = (Purpose.WRITE, Purpose.READ, Purpose.PREFETCH)

@@ -12,8 +12,7 @@ from tests.scheduler.held import OLD, key, opened, settle, tier
 from tiercache.core.breaker import BreakerSettings
 from tiercache.core.queue import WaitBudget
 from tiercache.errors import TierFull
-from tiercache.scheduler.fan_out import FanOut
-from tiercache.scheduler.writer import TierWriter, WriterSettings
+from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from tiercache.errors import CacheClosed, TierCacheError, TierUnavailable
 logger = logging.getLogger("tiercache.memory")
 
 T = TypeVar("T")
+_Work = TypeVar("_Work", bound="asyncio.Future[Any]")
 
 GIVE_UP_S = 30.0
 """How long a caller waits, after it was cancelled or its deadline has passed, for a call that touches its memory."""
@@ -242,3 +243,29 @@ def retrieve_exception(work: asyncio.Future[Any]) -> None:
     """A callback for what nobody waits for any more: asyncio would log that its exception was never retrieved."""
     if not work.cancelled():
         work.exception()
+
+
+async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait for all of `work`. Where this call or one of them fails or is cancelled, cancel the others and wait for them.
+
+    A caller that is closed instead (its loop has ended) cancels them and does not wait.
+    """
+    together = asyncio.gather(*work)
+    together.add_done_callback(retrieve_exception)  # a caller that was closed does not retrieve it
+    try:
+        await together
+    except GeneratorExit:
+        cancel_all(work)
+        raise
+    except BaseException:
+        cancel_all(work)
+        await asyncio.gather(*work, return_exceptions=True)
+        raise
+
+
+def cancel_all(work: Iterable[_Work]) -> list[_Work]:
+    """Cancel what is in flight, and return it. Does nothing where the loop of `work` is closed already."""
+    left = [item for item in work if not item.done() and not item.get_loop().is_closed()]
+    for item in left:
+        item.cancel()
+    return left

@@ -9,9 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
-from tiercache.memory.workers import Workers, once_ended
+from tiercache.memory.workers import Workers, all_or_none, once_ended
 from tiercache.payloads import Sink
-from tiercache.scheduler.together import all_or_none
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 

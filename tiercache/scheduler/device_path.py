@@ -25,11 +25,10 @@ from tiercache.device.driver import Event, Tensor, host_tensor
 from tiercache.device.paged import DevicePayload
 from tiercache.errors import LayoutError
 from tiercache.memory.slots import Slot
-from tiercache.memory.workers import retrieve_exception
+from tiercache.memory.workers import all_or_none, retrieve_exception
 from tiercache.scheduler.batch import deliver, or_held
-from tiercache.scheduler.fan_out import FanOut
 from tiercache.scheduler.reads import Reader, Undelivered
-from tiercache.scheduler.together import all_or_none
+from tiercache.scheduler.writer import FanOut
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 from tiercache.tiers.staging import StagingTier

@@ -15,7 +15,7 @@ from tiercache.core.tombstones import Operation
 from tiercache.memory.slots import Fill, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
-from tiercache.scheduler.fan_out import FanOut
+from tiercache.scheduler.writer import FanOut
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 

@@ -24,9 +24,9 @@ from tiercache.core.tombstones import Operation
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot, zero_padding
 from tiercache.memory.turns import Turns, done_by
+from tiercache.memory.workers import cancel_all
 from tiercache.payloads import Sink
 from tiercache.scheduler.batch import HostMemory, HotCache, deliver, or_held
-from tiercache.scheduler.together import call_off
 from tiercache.tiers.base import DeviceTier, MappedTier, Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
@@ -871,6 +871,6 @@ class Reader:
 
     def _let_go(self, asked: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel look-ups without waiting: a tier that does not let go of a question would hold its caller."""
-        for task in call_off(asked):
+        for task in cancel_all(asked):
             self._questions.add(task)
             task.add_done_callback(self._questions.discard)

@@ -1,4 +1,7 @@
-"""Write-behind: each tier has a bounded queue of leases and a few tasks that drain it."""
+"""Write-behind: each tier has a bounded queue of leases and writes as many of them at a time as it takes on.
+
+`FanOut` offers what is put to all tiers that lack it, side by side.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,19 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
 from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import BoundedQueue, WaitBudget
-from tiercache.errors import TierFull
-from tiercache.memory.workers import retrieve_exception
+from tiercache.errors import TierFull, TierUnavailable
+from tiercache.memory.workers import all_or_none
 from tiercache.scheduler.removals import Removals, Request
 from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.writer")
@@ -32,11 +37,11 @@ class WriterSettings:
     wait_s: float = 1.0
     attempts: int = 3
     first_pause_s: float = 0.05
-    """Before the second attempt; doubled for each further one."""
+    """The pause before the second attempt; it doubles for each further one."""
     deadline_s: float = 30.0
-    """A write that takes longer counts as failed; its memory stays held until it really ends."""
+    """A write that takes longer is abandoned: it counts as failed, and its memory stays leased until it ends."""
     most_at_once: int = 65536
-    """Writes at a time, whatever the tier takes: how much of the arena it may hang in."""
+    """Writes at a time, whatever the tier takes on. It limits how much of the arena abandoned writes can keep."""
 
 
 @dataclass
@@ -45,16 +50,33 @@ class WriterStatistics:
     skipped: int = 0
     replaced: int = 0
     dropped: int = 0
-    """Given up: the breaker was open, or every attempt failed."""
+    """Chunks that were given up: the breaker was open, or every attempt failed."""
     declined: int = 0
-    """The tier did not want it (larger than its cap, not admitted)."""
+    """Chunks that the tier did not want: larger than its cap, or not admitted."""
     retried: int = 0
     queued: int = 0
     queued_bytes: int = 0
     writing: int = 0
     breaker: str = BreakerState.CLOSED.value
     seconds: Distribution = field(default_factory=lambda: Distribution.of(SECONDS))
-    """What writes took that stored their chunk."""
+    """How long writes took that stored their chunk."""
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    """A chunk that has left the queue, until its last attempt has ended."""
+
+    key: ChunkKey
+    lease: Lease
+    task: asyncio.Task[None] | None = None
+    began_s: float = 0.0
+    """The loop time at which the tier began with this attempt."""
+    timer: asyncio.TimerHandle | None = None
+    """Runs while the tier writes."""
+    abandoned: bool = False
+    wanted: bool = False
+    """The tier has come to want the chunk since it was offered."""
+    ended: bool = False
 
 
 class TierWriter:
@@ -66,37 +88,41 @@ class TierWriter:
         self.breaker = Breaker(breaker or BreakerSettings(slow_s=settings.deadline_s))
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
-        self._writing: dict[ChunkKey, int] = {}
-        self._wanted: set[ChunkKey] = set()
-        """Of those, what the tier has come to want since it was offered."""
-        self._removals = Removals(tier, settings.deadline_s, self._removed, self._give_up_stalled)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stuck: set[asyncio.Task[bool]] = set()
+        self._writing: dict[ChunkKey, _Write] = {}
+        self._abandoned: set[_Write] = set()
+        self._removals = Removals(tier, settings.deadline_s, self._removed, self._drop_blocked)
         self._room = asyncio.Event()
-        self._line: deque[object] = deque()
-        """Calls that wait for room, the first one first."""
+        self._line = asyncio.Lock()
+        """Held by the call that is the first in line for room."""
+        self._waiting = 0
+        """Calls in line."""
         self._probe_ended = asyncio.Event()
         """Set when the breaker has heard of a write."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
         self._moved_at_s = 0.0
+        """The loop time at which the latest chunk left the queue for the tier."""
 
     @property
     def pending(self) -> int:
         """Chunks queued or being written."""
         return len(self._queue) + len(self._writing)
 
+    @property
+    def abandoned(self) -> Sequence[asyncio.Task[None]]:
+        """Writes that outlived their deadline and still hold memory."""
+        return [write.task for write in self._abandoned if write.task is not None]
+
     def holds(self, key: ChunkKey) -> bool:
-        """Whether the chunk will be written, or is being written: the bytes of it that were put since it was forgotten."""
+        """Return True if the bytes of `key` that were put since it was last forgotten are queued or being written."""
         return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
 
     def enqueue_nowait(self, lease: Lease, *, first: bool = False) -> bool:
-        """Queue `lease` if there is room (or the policy makes room) and no call waits for room, but for the caller, which
-        is the `first` in line. True when the writer has taken care of the lease, be it by dropping it; False when the
+        """Queue `lease` if there is room, or the policy makes room, and no call is in line for room but the caller, if it
+        is the `first`. Return True when the writer has taken care of the lease, be it by dropping it, and False when the
         caller may wait for room with `enqueue`."""
-        now_s = asyncio.get_running_loop().time()
-        if self._closed or self._hangs or not (self.breaker.would_allow(now_s) or self.breaker.probing(now_s)):
+        if self._closed or self._hangs or self._is_refused():
             self.counters.dropped += 1
             lease.release()
             return True
@@ -112,13 +138,14 @@ class TierWriter:
             self.counters.dropped += 1
             lease.release()
             return True
-        if self._line and not first:
+        if self._waiting and not first:
             return False
+        settings = self.settings
         offer = self._queue.offer(
             key,
             lease,
             lease.payload_bytes,
-            replace_oldest=self.settings.on_full == "replace",
+            replace_oldest=settings.on_full == "replace",
             aside=self.tier.traffic.refuses(key),
         )
         for displaced in offer.displaced:
@@ -126,9 +153,9 @@ class TierWriter:
             displaced.release()
         if offer.accepted:
             self._idle.clear()
-            self._add_task()
+            self._start_writes()
             return True
-        if self.settings.on_full == "wait":
+        if settings.on_full == "wait":
             return False
         self.counters.skipped += 1
         lease.release()
@@ -136,15 +163,15 @@ class TierWriter:
 
     async def enqueue(self, leases: deque[Lease], wait_budget: WaitBudget) -> None:
         """Queue `leases` in their order, waiting for room as configured and as long as `wait_budget` lasts; the others are
-        skipped. First come, first served. Takes them out, and takes care of all in any case, cancellation included."""
+        skipped. Calls are served in the order in which they came. Takes the leases out of the deque, and takes care of all
+        of them in any case, cancellation included."""
         loop = asyncio.get_running_loop()
         until_s = wait_budget.until_s(loop.time(), self.settings.wait_s)
-        place = object()
-        self._line.append(place)
+        self._waiting += 1
         try:
-            async with asyncio.timeout_at(until_s):
+            async with asyncio.timeout_at(until_s), self._line:
                 while leases:
-                    if self._line[0] is place and self.enqueue_nowait(leases[0], first=True):
+                    if self.enqueue_nowait(leases[0], first=True):
                         leases.popleft()
                     elif self._stalls or loop.time() >= until_s:
                         break
@@ -154,35 +181,24 @@ class TierWriter:
         except TimeoutError:
             pass  # the put had no more time for it
         finally:
-            self._line.remove(place)
-            self._room.set()  # for the next in line
+            self._waiting -= 1
             self.skip(leases)
 
     def skip(self, leases: deque[Lease]) -> None:
-        """There is no room for these: do not write them. Takes them out."""
+        """Do not write these: there is no room for them. Takes them out of the deque."""
         self.counters.skipped += len(leases)
         while leases:
             leases.pop().release()
 
     def forget(self, keys: Sequence[ChunkKey]) -> Request:
-        """Remove chunks, all different, from the queue, and from the tier when what of them is under way there has ended.
-        From now on the tier is not asked for them, and what is put of them now is written after the removal."""
+        """Remove `keys`, all different, from the queue, and from the tier once their reads and writes in flight have ended.
+        The tier is not asked for them until then, and what is put of them is written after the removal."""
         self._discard(keys)
         return self._removals.want(keys)
 
     def leave(self, request: Request) -> None:
-        """Nobody waits for it any more; as `Removals.leave`."""
+        """Say that no caller waits for `request` any more; see `Removals.leave`."""
         self._removals.leave(request)
-
-    def _discard(self, keys: Iterable[ChunkKey]) -> int:
-        """Take chunks out of the queue; returns how many there were."""
-        leases = [lease for lease in map(self._queue.discard, keys) if lease is not None]
-        for lease in leases:
-            lease.release()
-        if leases:
-            self._room.set()
-            self._settle()
-        return len(leases)
 
     async def drained(self) -> None:
         """Wait until all is written or given up. Cancelling it changes nothing."""
@@ -193,20 +209,23 @@ class TierWriter:
         await self._removals.settled()
 
     async def close(self, until_s: float) -> int:
-        """Stop. Chunks still queued are given up, writes under way may end until the loop time `until_s`. Returns how many
-        were not written. Hung writes are left behind with their memory."""
+        """Stop. Chunks still queued are given up; writes in flight may end until the loop time `until_s`, and are abandoned
+        then. Return how many chunks were not written."""
         self._closed = True
         self._removals.close()
         unwritten = len(self._queue)
         self._drop_queue()
         self._probe_ended.set()
-        tasks = set(self._tasks)
-        if tasks:
+        if tasks := [write.task for write in self._writing.values() if write.task is not None]:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
         unwritten += self.pending
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        waiting = []
+        for write in list(self._writing.values()):
+            self._abandon(write)
+            if write.timer is None and write.task is not None:  # it waits for its next attempt
+                write.task.cancel()
+                waiting.append(write.task)
+        await asyncio.gather(*waiting, return_exceptions=True)
         return unwritten
 
     def statistics(self) -> WriterStatistics:
@@ -216,125 +235,92 @@ class TierWriter:
         counters.writing = len(self._writing)
         return counters
 
-    def _add_task(self) -> None:
-        """One more task, up to the tier's concurrency. Hung writes count: they still occupy the tier's threads."""
-        running = len(self._tasks) + len(self._stuck)
-        if running < self._places and len(self._tasks) < self._queue.ready + len(self._writing):
-            task = asyncio.create_task(self._drain(), name=f"tiercache-write-{self.tier.name}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    # Writing
 
-    async def _drain(self) -> None:
-        try:
-            await self._write_queued()
-        finally:
-            # Now, not when callbacks run: a chunk that is queued in between would find a task that takes no more.
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.discard(task)
-
-    async def _write_queued(self) -> None:
-        while self._queue.ready:
-            if len(self._tasks) + len(self._stuck) > self._places:
-                break  # a hung write has taken this task's place in the tier
+    def _start_writes(self) -> None:
+        """Begin queued writes, as many at a time as the tier takes on. Abandoned ones count: they occupy its threads."""
+        while self._queue.ready and len(self._writing) + len(self._abandoned) < self._places:
             key, lease = self._queue.take()
             self._moved_at_s = asyncio.get_running_loop().time()
             self._room.set()
-            self._writing[key] = lease.payload_bytes
-            try:
-                await self._write(key, lease)
-            except asyncio.CancelledError:
-                self.counters.dropped += 1
-                raise
-            except Exception:
-                logger.exception("%s: a write failed unexpectedly", self.tier.name)
-                self.counters.dropped += 1
-            finally:
-                del self._writing[key]
-                self._wanted.discard(key)
-                self._settle()
+            self._writing[key] = write = _Write(key, lease)
+            self.tier.traffic.begin(key)
+            write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
+            write.task.add_done_callback(partial(self._end, write))  # where it is cancelled before its first step
 
-    def _needed_again(self, key: ChunkKey) -> None:
-        """Another request has a chunk that is here already. That counts as a use, and the tier may want by now what it is
-        about to decline."""
-        if self.tier.used([key]) and key in self._writing:
-            self._wanted.add(key)
-
-    def _removed(self, key: ChunkKey) -> None:
-        """What was put since it was forgotten may be written."""
-        if self._queue.call_up(key):
-            self._add_task()
-
-    def _give_up_stalled(self) -> None:
-        """What waits for removals that do not end holds no memory any longer."""
-        self.counters.dropped += self._discard(filter(self._removals.stalled, self._queue.aside))
-
-    def _settle(self) -> None:
-        if not self.pending:
-            self._idle.set()
-
-    async def _write(self, key: ChunkKey, lease: Lease) -> None:
-        """One chunk, with retries. The lease ends when no write touches its memory any more."""
-        loop = asyncio.get_running_loop()
-        tier, stuck = self.tier, False
-        write = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
-        tier.traffic.begin(key)
+    async def _write(self, write: _Write) -> None:
+        answered = False
         try:
-            for attempt in range(self.settings.attempts):
-                if not lease.findable:
-                    return  # forgotten meanwhile
-                if attempt:
-                    self.counters.retried += 1
-                    await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
-                if not await self._may_write():
-                    break
-                began_s = loop.time()
-                work = asyncio.create_task(write(key, lease.padded, lease.payload_bytes))
-                work.add_done_callback(retrieve_exception)
-                try:
-                    await asyncio.wait([work], timeout=self.settings.deadline_s)
-                finally:
-                    stuck = not work.done()
-                    if stuck:
-                        self._leave_behind(work, key, lease, began_s)
-                if stuck:
-                    self._failed(began_s)
-                    logger.warning(
-                        "%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s
-                    )
-                    break
-                try:
-                    stored = work.result()
-                except TierFull as error:
-                    if self.breaker.state.value == "closed":
-                        logger.warning("%s: paused: %s", self.tier.name, error)
-                    self._trip(began_s)
-                    break
-                except Exception as error:
-                    self._failed(began_s)
-                    logger.warning("%s: a write failed: %s", self.tier.name, error)
-                    continue
-                self._succeeded(began_s)
-                if stored:
-                    self.counters.written += 1
-                    self.counters.seconds.add(loop.time() - began_s)
-                elif key in self._wanted and attempt + 1 < self.settings.attempts:
-                    self._wanted.discard(key)
-                    continue
-                else:
-                    self.counters.declined += 1
-                return
-            self.counters.dropped += 1
-            if not (self.breaker.would_allow(loop.time()) or self.breaker.probing(loop.time())):
-                self._drop_queue()
+            answered = await self._attempt(write)
+        except Exception:
+            logger.exception("%s: a write failed unexpectedly", self.tier.name)
         finally:
-            if not stuck:
-                self.tier.traffic.end(key)
-                lease.release()
+            if not (answered or write.abandoned):
+                self.counters.dropped += 1
+            self._end(write)
+
+    def _end(self, write: _Write, task: asyncio.Task[None] | None = None) -> None:
+        """Give back what a write holds, once nothing touches its memory any more. Idempotent."""
+        if write.ended:
+            return
+        write.ended = True
+        self.tier.traffic.end(write.key)
+        write.lease.release()
+        self._abandoned.discard(write)
+        self._leave_table(write)
+        self._start_writes()
+
+    async def _attempt(self, write: _Write) -> bool:
+        """Write a chunk, with retries. Return False if it is given up, True if the tier answered or it was forgotten."""
+        loop, lease, counters = asyncio.get_running_loop(), write.lease, self.counters
+        tier = self.tier
+        send = tier.write_device if lease.on_device and isinstance(tier, DeviceTier) else tier.write
+        for attempt in range(self.settings.attempts):
+            if attempt:
+                counters.retried += 1
+                await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
+            if not lease.findable:
+                return True
+            if not await self._may_write():
+                break
+            write.began_s = loop.time()
+            write.timer = loop.call_later(self.settings.deadline_s, self._outlived, write)
+            try:
+                stored = await send(write.key, lease.padded, lease.payload_bytes)
+            except Exception as error:
+                if write.abandoned:
+                    return False
+                if isinstance(error, TierFull):
+                    if self.breaker.state is BreakerState.CLOSED:
+                        logger.warning("%s: paused: %s", tier.name, error)
+                    self._tell_breaker(self.breaker.trip, write)
+                    break
+                logger.warning("%s: a write failed: %s", tier.name, error)
+                self._tell_breaker(self.breaker.failed, write)
+                continue
+            finally:
+                write.timer.cancel()
+                write.timer = None
+            if write.abandoned:
+                return False
+            took_s = loop.time() - write.began_s
+            self.breaker.succeeded(loop.time(), took_s)
+            self._probe_ended.set()
+            if stored:
+                counters.written += 1
+                counters.seconds.add(took_s)
+                return True
+            if not write.wanted or attempt + 1 == self.settings.attempts:
+                counters.declined += 1
+                return True
+            write.wanted = False
+        if self._is_refused():
+            self._drop_queue()
+        return False
 
     async def _may_write(self) -> bool:
-        """Whether the breaker lets a write begin. While another one finds out whether the tier is well, waits for its end:
-        that is at most `deadline_s` away."""
+        """Return True if the breaker lets a write begin. While another write probes the tier, wait for its end, which is at
+        most `deadline_s` away."""
         loop = asyncio.get_running_loop()
         while not self._closed:
             if self.breaker.allows(loop.time()):
@@ -347,41 +333,46 @@ class TierWriter:
                     await self._probe_ended.wait()
         return False
 
-    def _succeeded(self, began_s: float) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self.breaker.succeeded(now_s, now_s - began_s)
-        self._probe_ended.set()
-
-    def _failed(self, began_s: float) -> None:
-        self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
-        self._probe_ended.set()
-
-    def _trip(self, began_s: float) -> None:
-        self.breaker.trip(asyncio.get_running_loop().time(), began_s=began_s)
-        self._probe_ended.set()
-
-    def _leave_behind(self, work: asyncio.Task[bool], key: ChunkKey, lease: Lease, began_s: float) -> None:
-        def ended(task: asyncio.Task[bool]) -> None:
-            self._stuck.discard(task)
-            self.tier.traffic.end(key)
-            lease.release()
-            if self._queue.ready:
-                self._add_task()
-
-        self._stuck.add(work)
-        work.add_done_callback(ended)
-        if self._hangs:
-            self._trip(began_s)
+    def _outlived(self, write: _Write) -> None:
+        """Called at the deadline of a write."""
+        logger.warning("%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s)
+        self._abandon(write)
+        self._tell_breaker(self.breaker.trip if self._hangs else self.breaker.failed, write)
+        if self._hangs or self._is_refused():
             self._drop_queue()
+
+    def _abandon(self, write: _Write) -> None:
+        """Wait no longer for a write. It keeps its memory and its place in the tier until it ends."""
+        write.abandoned = True
+        if write.timer is not None:
+            write.timer.cancel()
+        self._abandoned.add(write)
+        self.counters.dropped += 1
+        self._leave_table(write)
+
+    def _leave_table(self, write: _Write) -> None:
+        if self._writing.get(write.key) is write:
+            del self._writing[write.key]
+        if not self.pending:
+            self._idle.set()
+
+    def _tell_breaker(self, tell: Callable[..., None], write: _Write) -> None:
+        tell(asyncio.get_running_loop().time(), began_s=write.began_s)
+        self._probe_ended.set()
+
+    def _is_refused(self) -> bool:
+        """Return True while the breaker is open and no probe is in flight."""
+        now_s = asyncio.get_running_loop().time()
+        return not (self.breaker.would_allow(now_s) or self.breaker.probing(now_s))
 
     @property
     def _hangs(self) -> bool:
-        """Every place in the tier is taken by a write that outlived its deadline."""
-        return len(self._stuck) >= self._places
+        """Every place in the tier is taken by an abandoned write."""
+        return len(self._abandoned) >= self._places
 
     @property
     def _places(self) -> int:
-        """Writes at a time, those included that hang."""
+        """Writes at a time, abandoned ones included."""
         return min(self.tier.traits.write_concurrency, self.settings.most_at_once)
 
     @property
@@ -391,14 +382,166 @@ class TierWriter:
         patience_s = self.tier.patience_s
         return self.breaker.probing(now_s) or (patience_s is not None and now_s - self._moved_at_s > patience_s)
 
-    @property
-    def abandoned(self) -> Sequence[asyncio.Task[bool]]:
-        """Writes that outlived their deadline and still hold memory."""
-        return list(self._stuck)
+    # The queue
+
+    def _needed_again(self, key: ChunkKey) -> None:
+        """Count another request for a chunk that is here already as an access. The tier may want by now what it is about to
+        decline."""
+        if self.tier.used([key]) and key in self._writing:
+            self._writing[key].wanted = True
+
+    def _removed(self, key: ChunkKey) -> None:
+        """Called when a removal has ended: what was put since the `forget` may be written."""
+        if self._queue.call_up(key):
+            self._start_writes()
+
+    def _drop_blocked(self) -> None:
+        """Drop chunks that wait for removals that do not end: they hold memory."""
+        self.counters.dropped += self._discard(filter(self._removals.stalled, self._queue.aside))
+
+    def _discard(self, keys: Iterable[ChunkKey]) -> int:
+        """Take chunks out of the queue; return how many there were."""
+        return self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
 
     def _drop_queue(self) -> None:
-        for lease in self._queue.drain():
-            self.counters.dropped += 1
+        self.counters.dropped += self._release(self._queue.drain())
+
+    def _release(self, leases: Sequence[Lease]) -> int:
+        for lease in leases:
             lease.release()
         self._room.set()
-        self._settle()
+        if not self.pending:
+            self._idle.set()
+        return len(leases)
+
+
+@dataclass(frozen=True)
+class FlushReport:
+    """Chunks by tier and by what became of them during a flush or a close. `pending` were neither written nor given up at
+    its end; `declined` were offered to the tier, which did not admit them or had them already."""
+
+    written: dict[str, int] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    declined: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return not any(self.pending.values())
+
+
+class FanOut:
+    """All writers of a cache. `keeps(key)` returns True if this cache is to write `key`: where several caches hold the same
+    bytes above the same tiers, one of them writes."""
+
+    def __init__(self, writers: list[TierWriter], keeps: Callable[[ChunkKey], bool] = lambda key: True) -> None:
+        self.writers = writers
+        self._keeps = keeps
+
+    async def offer(self, leases: Sequence[Lease], wait_budget: WaitBudget, staged: Sequence[Lease] = ()) -> None:
+        """Queue chunks for every tier that lacks them. Uses up the leases, also when cancelled.
+
+        Each writer gets a lease of its own: on device memory where a chunk is `staged` there and the tier writes from it.
+        All writers are offered everything before any of them is waited for, and those with full queues are waited for side
+        by side, as long as the put's `wait_budget` lasts. A writer skips what does not fit then.
+        """
+        waiting: dict[TierWriter, deque[Lease]] = {}
+        nearest = list({lease.key: lease for lease in (*leases, *staged)}.values()) if staged else leases
+        try:
+            for writer in self.writers:
+                for lease in filter(lambda each: self._keeps(each.key), nearest if writer.tier.serves_device else leases):
+                    if writer.tier.offers(lease.key):
+                        writer.tier.used([lease.key])
+                    elif (own := lease.sibling()) is not None and (writer in waiting or not writer.enqueue_nowait(own)):
+                        waiting.setdefault(writer, deque()).append(own)
+            for lease in (*leases, *staged):
+                lease.release()
+            leases = staged = ()
+            if waiting:
+                loop = asyncio.get_running_loop()
+                began_s = loop.time()
+                await all_or_none(
+                    [asyncio.ensure_future(writer.enqueue(own, wait_budget)) for writer, own in waiting.items()]
+                )
+                wait_budget.waited(began_s, loop.time())
+        finally:
+            for lease in (*leases, *staged):
+                lease.release()
+            for writer, left in waiting.items():
+                writer.skip(left)  # of a call that was cancelled before its first step
+
+    def used(self, keys: Sequence[ChunkKey], cpu: CpuTier) -> None:
+        """Tell the tiers that a request was served with `keys`. Queue those that are hot and that a tier wants only now, as
+        it did not take them when they were put."""
+        for writer in self.writers:
+            for key in filter(self._keeps, writer.tier.used(keys)):
+                own = cpu.lease(key, writes=True)
+                if own is not None and not writer.enqueue_nowait(own):
+                    writer.skip(deque([own]))
+
+    def continued(self, keys: Sequence[ChunkKey]) -> None:
+        """Tell the tiers that a session that has come back needs `keys`."""
+        for writer in self.writers:
+            writer.tier.continued(keys)
+
+    async def forget(
+        self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[Sequence[ChunkKey]], None]
+    ) -> None:
+        """Remove chunks from every tier, waiting up to `timeout_s` for that; see `TierCache.forget`. `from_memory` is called
+        with all keys before the first await: nothing that begins in between finds a chunk in a tier and brings it back, and
+        a cancellation leaves no key out."""
+        keys = list(dict.fromkeys(keys))
+        requests = {writer: writer.forget(keys) for writer in self.writers}
+        from_memory(keys)
+        try:
+            if requests:
+                await asyncio.wait([each.settled for each in requests.values()], timeout=max(0.0, timeout_s))
+        finally:
+            for writer, request in requests.items():
+                writer.leave(request)
+        for request in requests.values():
+            if request.error is not None:
+                raise request.error
+        left = {writer.tier.name: request.left for writer, request in requests.items()}
+        if any(left.values()):
+            found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
+            raise TierUnavailable(
+                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); nobody gets them from there any more, and "
+                "they are removed when the tier answers"
+            )
+
+    async def flush(self, timeout_s: float) -> FlushReport:
+        """Drain all queues, each for up to `timeout_s`, side by side. Cancelling it changes nothing."""
+        before = self.counts()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.drained()
+        return self.report(before)
+
+    async def drained(self) -> None:
+        """Wait until all is written or given up. Cancelling it changes nothing."""
+        for writer in self.writers:
+            await writer.drained()
+
+    async def removed(self) -> None:
+        """Wait until what was forgotten is removed from every tier, or that has failed. Cancelling it changes nothing."""
+        for writer in self.writers:
+            await writer.removed()
+
+    def counts(self) -> dict[str, WriterStatistics]:
+        """Return what was counted up to now, by tier."""
+        return {writer.tier.name: replace(writer.counters) for writer in self.writers}
+
+    def report(self, before: dict[str, WriterStatistics]) -> FlushReport:
+        """Return what has happened since `counts` returned `before`, and what is still to be written."""
+        since = [(writer.tier.name, before[writer.tier.name], writer.counters) for writer in self.writers]
+        return FlushReport(
+            written={name: now.written - then.written for name, then, now in since},
+            pending={writer.tier.name: writer.pending for writer in self.writers},
+            dropped={name: now.dropped - then.dropped for name, then, now in since},
+            declined={name: now.declined - then.declined for name, then, now in since},
+        )
+
+    async def close(self, until_s: float) -> None:
+        """Stop all writers side by side; see `TierWriter.close`."""
+        await asyncio.gather(*(writer.close(until_s) for writer in self.writers))

@@ -74,7 +74,7 @@ class DeviceCalls:
 
     async def works(self, cache: TierCache, names: Sequence[bytes], key: int) -> None:
         """Put one and get it, both ways. Nothing fails any more, though a mount may not be asked again before a while."""
-        with contextlib.suppress(TierUnavailable):
+        with contextlib.suppress(TierUnavailable, OSError):
             await cache.forget([names[key]])
         for where in ("blocks", "piece"):
             await self.put(cache, [names[key]], [key], where, None, False)

@@ -25,7 +25,7 @@ from tiercache.testing.simulation.process import Process
 from tiercache.testing.simulation.watch import Watch
 
 if TYPE_CHECKING:
-    from tiercache.scheduler.fan_out import FlushReport
+    from tiercache.scheduler.writer import FlushReport
     from tiercache.testing.simulation.remote import Server
 
 _SLACK_S = 0.005

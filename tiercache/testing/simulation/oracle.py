@@ -143,7 +143,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
             f"queue of {name}": [*writer._queue._items, *writer._queue._aside],
             f"writes of {name}": writer._writing,
         }
-        tables[f"stuck writes of {name}"] = writer._stuck
+        tables[f"abandoned writes of {name}"] = writer._abandoned
     for tier in cache.tiers:
         tables |= {
             f"traffic of {tier.name}": tier.traffic._under_way,

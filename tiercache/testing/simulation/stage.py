@@ -315,9 +315,14 @@ class Stage:
 
     def faults(self) -> bool:
         now_s = self.world.now_s
-        if now_s - self.last_fault_s < _RECENT_S or any(place.is_gone for place in self.places.values()):
+        gone = [name for name, place in self.places.items() if place.is_gone and self._is_used(name)]
+        if now_s - self.last_fault_s < _RECENT_S or gone:
             return True
         return any(not weather.calm or now_s - weather.last_fault_s < _RECENT_S for weather in self.weathers.values())
+
+    def _is_used(self, name: str) -> bool:
+        """Return False for a second directory that no cache has in its configuration: it is not made anew."""
+        return name != "disk2b" or any(node.calls.reaches_all for node in self.nodes.values())
 
     def _start_may_fail(self) -> bool:
         """A device that is merely full is no reason, nor are those who died or what they left."""

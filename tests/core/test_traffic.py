@@ -6,7 +6,6 @@ import pytest
 
 from tiercache.core.key_filter import KeyFilter
 from tiercache.core.keys import KEY_BYTES, check_key, check_keys, keys_from_hashes
-from tiercache.core.queue import BoundedQueue
 from tiercache.core.traffic import KeyTraffic
 
 A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
@@ -26,26 +25,6 @@ def test_removal_has_its_key_to_itself() -> None:
     assert clear == [A]
     traffic.removed(A)
     assert not traffic.refuses(A)
-
-
-def test_item_put_aside_counts_and_is_taken_when_it_is_called_up() -> None:
-    queue: BoundedQueue[str] = BoundedQueue(max_bytes=30, max_items=3)
-    assert queue.offer(A, "aside", 10, aside=True).accepted
-    assert queue.offer(B, "b", 10).accepted
-    assert (len(queue), queue.ready, queue.queued_bytes) == (2, 1, 20)
-    assert A in queue
-    assert queue.call_up(A) and not queue.call_up(B)
-    assert queue.take() == (A, "aside"), "it came first"
-    assert queue.take() == (B, "b")
-    assert queue.queued_bytes == 0
-
-
-def test_queue_of_nothing_but_items_aside_keeps_its_bounds() -> None:
-    queue: BoundedQueue[str] = BoundedQueue(max_bytes=10, max_items=3)
-    assert queue.offer(A, "aside", 10, aside=True).accepted
-    assert not queue.offer(B, "b", 10).accepted
-    assert queue.offer(B, "b", 10, replace_oldest=True).displaced == ("aside",)
-    assert queue.drain() == ["b"]
 
 
 @pytest.mark.parametrize(

@@ -20,90 +20,56 @@ class Offer(Generic[V]):
 
 
 class BoundedQueue(Generic[V]):
-    """First in, first out, one item a key. Every operation is O(1).
-
-    An item may be put aside: it counts, and is not taken until it is called up.
-    """
+    """First in, first out, one item for each key. Every operation is O(1)."""
 
     def __init__(self, max_bytes: int, max_items: int) -> None:
         self.max_bytes = max_bytes
         self.max_items = max_items
         self.queued_bytes = 0
         self._items: OrderedDict[ChunkKey, tuple[V, int]] = OrderedDict()
-        self._aside: OrderedDict[ChunkKey, tuple[V, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._items) + len(self._aside)
-
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._items or key in self._aside
-
-    @property
-    def ready(self) -> int:
-        """Items that may be taken."""
         return len(self._items)
 
-    @property
-    def aside(self) -> list[ChunkKey]:
-        """Keys of the items that were put aside."""
-        return list(self._aside)
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._items
 
     def has_room(self, item_bytes: int) -> bool:
-        """An item larger than the whole bound is let in when the queue is empty: else it could never be written."""
-        if not len(self):
+        """Return True if an item fits. One that is larger than the whole bound fits into an empty queue: else it could never
+        be written."""
+        if not self._items:
             return True
-        return len(self) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
+        return len(self._items) < self.max_items and self.queued_bytes + item_bytes <= self.max_bytes
 
-    def offer(
-        self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False, aside: bool = False
-    ) -> Offer[V]:
+    def offer(self, key: ChunkKey, value: V, item_bytes: int, *, replace_oldest: bool = False) -> Offer[V]:
         """Append `value` if there is room, or make room by displacing the oldest."""
         displaced = []
         while not self.has_room(item_bytes):
             if not replace_oldest:
                 return Offer(False)
-            displaced.append(self._displace())
-        (self._aside if aside else self._items)[key] = (value, item_bytes)
+            displaced.append(self.take()[1])
+        self._items[key] = (value, item_bytes)
         self.queued_bytes += item_bytes
         return Offer(True, tuple(displaced))
 
     def take(self) -> tuple[ChunkKey, V]:
-        """Remove and return the oldest; KeyError when empty."""
+        """Remove and return the oldest item. Raises KeyError when the queue is empty."""
         key, (value, item_bytes) = self._items.popitem(last=False)
         self.queued_bytes -= item_bytes
         return key, value
 
-    def call_up(self, key: ChunkKey) -> bool:
-        """What was put aside is the next to be taken; whether there was something."""
-        item = self._aside.pop(key, None)
-        if item is None:
-            return False
-        self._items[key] = item
-        self._items.move_to_end(key, last=False)
-        return True
-
     def discard(self, key: ChunkKey) -> V | None:
         """Remove and return the item of `key`; None when there is none."""
-        item = self._items.pop(key, None) or self._aside.pop(key, None)
-        if item is None:
-            return None
-        self.queued_bytes -= item[1]
-        return item[0]
+        value, item_bytes = self._items.pop(key, (None, 0))
+        self.queued_bytes -= item_bytes
+        return value
 
     def drain(self) -> list[V]:
         """Remove and return everything."""
-        values = [value for value, _ in (*self._items.values(), *self._aside.values())]
+        values = [value for value, _ in self._items.values()]
         self._items.clear()
-        self._aside.clear()
         self.queued_bytes = 0
         return values
-
-    def _displace(self) -> V:
-        if self._items:
-            return self.take()[1]
-        _, (value, item_bytes) = self._aside.popitem(last=False)
-        self.queued_bytes -= item_bytes
-        return value
 
 
 class WaitBudget:

@@ -1,11 +1,11 @@
-"""Removals from one tier: each when nothing of its key is under way there any more, and until it is done."""
+"""Removals from one tier: each begins when no read or write of its key is in flight there, and goes on until it is done."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("tiercache.writer")
 _REMEMBERED_KEYS = 1 << 16
 """Keys whose removal is tried again, at about 200 bytes each."""
 _RETRY_S = 1.0
-"""Before those that failed are tried again, at least; the breaker's pauses grow."""
+"""The least pause before those that failed are tried again; the breaker's pauses grow."""
 _AT_ONCE = 64
 """Removals by one task in one turn of the loop, from a tier that does not wait for anything."""
 
@@ -29,25 +29,12 @@ class Request:
     """The removal of the keys of one forget. A key is settled when it was removed, or that has failed once."""
 
     settled: asyncio.Future[None]
-    """Done when all keys are."""
+    """Done when all keys are settled."""
     left: int
     """Keys that are not settled."""
     error: Exception | None = None
     over: bool = False
-    """Whether nobody waits for it any more."""
-    timer: asyncio.TimerHandle | None = None
-    """Calls the writer when the removal takes too long."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Wanted:
-    """Shared by all keys of which it is true."""
-
-    since_s: float
-    requests: tuple[Request, ...]
-
-
-_FAILED = _Wanted(float("-inf"), ())
+    """True once no caller waits for it."""
 
 
 class Removals:
@@ -58,27 +45,23 @@ class Removals:
 
     The breaker is not that of writes: a full tier refuses writes, and removals make room there.
 
-    Once nobody waits for them, at most `_REMEMBERED_KEYS` keys are kept to be tried again. The chunks of the others stay in
-    the tier, and this process neither reads nor writes them there until the cache is closed (`KeyTraffic.refuse`).
+    Once no caller waits for them, at most `_REMEMBERED_KEYS` keys are kept to be tried again. The chunks of the others stay
+    in the tier, and this process neither reads nor writes them there until the cache is closed (`KeyTraffic.refuse`).
     """
 
-    def __init__(
-        self, tier: Tier, patience_s: float, on_end: Callable[[ChunkKey], None], on_stall: Callable[[], None]
-    ) -> None:
-        """`on_end` is called when a key may be written again, `on_stall` when for some keys that may take long: their
-        removal failed, or has not ended for `patience_s`."""
+    def __init__(self, tier: Tier, deadline_s: float) -> None:
+        """`deadline_s` is how long one removal may take before it counts as slow, and how long a write waits for it."""
         self.tier = tier
-        self.patience_s = patience_s
-        self.breaker = Breaker(BreakerSettings(slow_s=patience_s))
-        self._on_end = on_end
-        self._on_stall = on_stall
-        self._wanted: dict[ChunkKey, _Wanted] = {}
+        self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
+        self._deadline_s = deadline_s
+        self._wanted: dict[ChunkKey, tuple[Request, ...] | None] = {}
+        """Keys to be removed, with the requests that they belong to; None where that has failed and is tried again."""
         self._due: deque[ChunkKey] = deque()
-        """Nothing is under way of these. First those to be tried now, then those that failed."""
+        """Keys with nothing in flight. First those to be tried now, then those that failed."""
         self._now = 0
         """How many of them are to be tried now."""
         self._called = False
-        """Whether the next one is tried whatever the breaker says: each forget tries one."""
+        """True if the next one is tried whatever the breaker says: each forget tries one."""
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         """For the next attempt at those that failed."""
@@ -86,36 +69,44 @@ class Removals:
         """Those that are not settled, in their order."""
         self._error: Exception | None = None
         """Why the latest one that failed did."""
+        self._progress = asyncio.Event()
+        """Set when a removal has ended or failed."""
         self._closed = False
         tier.traffic.on_clear = self._begin
 
     def __len__(self) -> int:
         return len(self._wanted)
 
-    def stalled(self, key: ChunkKey) -> bool:
-        """Whether it makes no sense to wait for the removal of `key`."""
-        wanted = self._wanted.get(key)
-        if wanted is None:
-            return self.tier.traffic.refuses(key)
-        # A timer may be early by its resolution.
-        return asyncio.get_running_loop().time() - wanted.since_s >= 0.99 * self.patience_s
+    async def ended(self, key: ChunkKey) -> bool:
+        """Wait until `key` is not to be removed. Return False where that has failed, or takes longer than the deadline."""
+        if not self.tier.traffic.refuses(key):
+            return True
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while self.tier.traffic.refuses(key):
+                    if self._closed or self._wanted.get(key) is None:
+                        return False
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def want(self, keys: Sequence[ChunkKey]) -> Request:
-        """Begin to remove `keys`, all different, or join removals that are under way: since those were wanted nothing was
-        written. Whoever waits for the request says with `leave` when that ends."""
-        loop, wanted = asyncio.get_running_loop(), self._wanted
-        request = Request(loop.create_future(), len(keys))
+        """Begin to remove `keys`, all different, or join removals in flight: since those were wanted nothing was written.
+        The caller says with `leave` when it stops waiting for the request."""
+        wanted = self._wanted
+        request = Request(asyncio.get_running_loop().create_future(), len(keys))
         if not keys:
             request.settled.set_result(None)
             return request
         self._requests[request] = None
-        request.timer = loop.call_later(self.patience_s, self._on_stall)
         new = [key for key in keys if key not in wanted]
         if len(new) < len(keys):
             for key in filter(wanted.__contains__, keys):
                 self._join(key, request)
             self._now = len(self._due)  # some may have failed before, and are tried again
-        wanted.update(dict.fromkeys(new, _Wanted(loop.time(), (request,))))
+        wanted.update(dict.fromkeys(new, (request,)))
         clear = [key for key in new if self.tier.traffic.want_removal(key)]
         self._due.extendleft(reversed(clear))
         self._now += len(clear)
@@ -124,7 +115,7 @@ class Removals:
         return request
 
     def leave(self, request: Request) -> None:
-        """Nobody waits for it any more. What is too much to be remembered is given up."""
+        """Say that no caller waits for `request` any more. Keys that are too many to be remembered are given up."""
         request.over = True
         excess = len(self._wanted) - _REMEMBERED_KEYS
         if excess <= 0 or self._closed:
@@ -133,7 +124,7 @@ class Removals:
         given_up = 0
         while self._due and given_up < excess:
             key = self._due.pop()
-            if not all(other.over for other in self._wanted[key].requests):
+            if not all(other.over for other in self._wanted[key] or ()):
                 kept.append(key)
                 continue
             self._settle(self._wanted.pop(key), None)
@@ -148,7 +139,7 @@ class Removals:
                 "written there until the cache is closed: find out why the tier does not remove them (%s)",
                 self.tier.name, _REMEMBERED_KEYS, given_up, self._error or "it takes long",
             )  # fmt: skip
-            self._on_stall()
+            self._progress.set()
 
     async def settled(self) -> None:
         """Wait until each key that was forgotten by now is removed, or that has failed once."""
@@ -164,6 +155,7 @@ class Removals:
                 self.tier.name, len(self._wanted),
             )  # fmt: skip
         self._now = 0
+        self._progress.set()
         if self._timer is not None:
             self._timer.cancel()
         for lane in self._lanes:
@@ -173,15 +165,14 @@ class Removals:
             self._settle_one(request, request.left, closed)
 
     def _join(self, key: ChunkKey, request: Request) -> None:
-        wanted = self._wanted[key]
-        for other in wanted.requests:
+        before = self._wanted[key] or ()
+        for other in before:
             if other.over:
                 self._settle_one(other, 1, None)
-        waiting = (other for other in wanted.requests if not other.over)
-        self._wanted[key] = _Wanted(wanted.since_s, (*waiting, request))
+        self._wanted[key] = (*(other for other in before if not other.over), request)
 
     def _begin(self, key: ChunkKey) -> None:
-        """Nothing is under way of it any more."""
+        """Called when the last read or write of a key that is to be removed has ended."""
         if self._closed:
             return
         self._due.appendleft(key)
@@ -216,10 +207,8 @@ class Removals:
         if not self.breaker.probing(now_s):
             unavailable = TierUnavailable(f"{self.tier.name}: removals failed and wait for a while: {self._error}")
             for key in islice(self._due, self._now):
-                self._settle(self._wanted[key], unavailable)
-                self._wanted[key] = _FAILED
+                self._fail(key, unavailable)
             self._now = 0
-            self._on_stall()
         self._retry_later()
         return False
 
@@ -230,34 +219,34 @@ class Removals:
             await self.tier.remove(key)
             took_s = loop.time() - began_s
             if traffic.questions or traffic.answered != answered:
-                # They may have seen the chunk before it went, and have told the tier's index since, or tell it only now.
+                # Look-ups may have seen the chunk before it went, and told the tier's index since, or tell it only now.
                 if traffic.questions:
                     await asyncio.wait(list(traffic.questions))
                 await self.tier.remove(key)
         except Exception as error:
             if not self._closed:
-                self._failed(key, error, began_s)
+                if self._wanted[key] is None:
+                    logger.info("%s: a chunk could still not be removed: %s", self.tier.name, error)
+                self._error = error
+                self.breaker.failed(loop.time(), began_s=began_s)
+                self._due.append(key)
+                self._fail(key, error)
+                self._retry_later()
             return
         self.breaker.succeeded(loop.time(), took_s)
-        wanted = self._wanted.pop(key)
+        requests = self._wanted.pop(key)
         traffic.removed(key)
-        self._settle(wanted, None)
-        self._on_end(key)
+        self._settle(requests, None)
+        self._progress.set()
         self._add_lanes()
 
-    def _failed(self, key: ChunkKey, error: Exception, began_s: float) -> None:
-        self._error = error
-        self.breaker.failed(asyncio.get_running_loop().time(), began_s=began_s)
-        wanted, self._wanted[key] = self._wanted[key], _FAILED
-        if wanted is _FAILED:
-            logger.info("%s: a chunk could still not be removed: %s", self.tier.name, error)
-        self._settle(wanted, error)
-        self._due.append(key)
-        self._on_stall()
-        self._retry_later()
+    def _fail(self, key: ChunkKey, error: Exception) -> None:
+        requests, self._wanted[key] = self._wanted[key], None
+        self._settle(requests, error)
+        self._progress.set()
 
-    def _settle(self, wanted: _Wanted, error: Exception | None) -> None:
-        for request in wanted.requests:
+    def _settle(self, requests: tuple[Request, ...] | None, error: Exception | None) -> None:
+        for request in requests or ():
             self._settle_one(request, 1, error)
 
     def _settle_one(self, request: Request, keys: int, error: Exception | None) -> None:
@@ -266,8 +255,6 @@ class Removals:
         if not request.left and request in self._requests:
             del self._requests[request]
             request.settled.set_result(None)
-            if request.timer is not None:
-                request.timer.cancel()
 
     def _retry_later(self) -> None:
         if self._timer is None and not self._closed:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -73,6 +73,8 @@ class _Write:
     """The loop time at which the tier began with this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
+    in_tier: bool = False
+    """The tier has begun to write. Until this ends, nothing else of the key begins there."""
     abandoned: bool = False
     wanted: bool = False
     """The tier has come to want the chunk since it was offered."""
@@ -88,9 +90,11 @@ class TierWriter:
         self.breaker = Breaker(breaker or BreakerSettings(slow_s=settings.deadline_s))
         self.counters = WriterStatistics()
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
-        self._writing: dict[ChunkKey, _Write] = {}
+        self._writing: set[_Write] = set()
+        self._latest: dict[ChunkKey, _Write] = {}
+        """Of those, the latest of each key: an earlier one writes what was forgotten since."""
         self._abandoned: set[_Write] = set()
-        self._removals = Removals(tier, settings.deadline_s, self._removed, self._drop_blocked)
+        self._removals = Removals(tier, settings.deadline_s)
         self._room = asyncio.Event()
         self._line = asyncio.Lock()
         """Held by the call that is the first in line for room."""
@@ -116,7 +120,7 @@ class TierWriter:
 
     def holds(self, key: ChunkKey) -> bool:
         """Return True if the bytes of `key` that were put since it was last forgotten are queued or being written."""
-        return key in self._queue or (key in self._writing and not self.tier.traffic.refuses(key))
+        return key in self._queue or (key in self._latest and self._latest[key].lease.findable)
 
     def enqueue_nowait(self, lease: Lease, *, first: bool = False) -> bool:
         """Queue `lease` if there is room, or the policy makes room, and no call is in line for room but the caller, if it
@@ -134,20 +138,10 @@ class TierWriter:
             self._needed_again(key)
             lease.release()
             return True
-        if self._removals.stalled(key):
-            self.counters.dropped += 1
-            lease.release()
-            return True
         if self._waiting and not first:
             return False
         settings = self.settings
-        offer = self._queue.offer(
-            key,
-            lease,
-            lease.payload_bytes,
-            replace_oldest=settings.on_full == "replace",
-            aside=self.tier.traffic.refuses(key),
-        )
+        offer = self._queue.offer(key, lease, lease.payload_bytes, replace_oldest=settings.on_full == "replace")
         for displaced in offer.displaced:
             self.counters.replaced += 1
             displaced.release()
@@ -193,7 +187,7 @@ class TierWriter:
     def forget(self, keys: Sequence[ChunkKey]) -> Request:
         """Remove `keys`, all different, from the queue, and from the tier once their reads and writes in flight have ended.
         The tier is not asked for them until then, and what is put of them is written after the removal."""
-        self._discard(keys)
+        self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
         return self._removals.want(keys)
 
     def leave(self, request: Request) -> None:
@@ -216,11 +210,11 @@ class TierWriter:
         unwritten = len(self._queue)
         self._drop_queue()
         self._probe_ended.set()
-        if tasks := [write.task for write in self._writing.values() if write.task is not None]:
+        if tasks := [write.task for write in self._writing if write.task is not None]:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
         unwritten += self.pending
         waiting = []
-        for write in list(self._writing.values()):
+        for write in tuple(self._writing):
             self._abandon(write)
             if write.timer is None and write.task is not None:  # it waits for its next attempt
                 write.task.cancel()
@@ -239,12 +233,12 @@ class TierWriter:
 
     def _start_writes(self) -> None:
         """Begin queued writes, as many at a time as the tier takes on. Abandoned ones count: they occupy its threads."""
-        while self._queue.ready and len(self._writing) + len(self._abandoned) < self._places:
+        while self._queue and len(self._writing) + len(self._abandoned) < self._places:
             key, lease = self._queue.take()
             self._moved_at_s = asyncio.get_running_loop().time()
             self._room.set()
-            self._writing[key] = write = _Write(key, lease)
-            self.tier.traffic.begin(key)
+            self._latest[key] = write = _Write(key, lease)
+            self._writing.add(write)
             write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
             write.task.add_done_callback(partial(self._end, write))  # where it is cancelled before its first step
 
@@ -264,7 +258,8 @@ class TierWriter:
         if write.ended:
             return
         write.ended = True
-        self.tier.traffic.end(write.key)
+        if write.in_tier:
+            self.tier.traffic.end(write.key)
         write.lease.release()
         self._abandoned.discard(write)
         self._leave_table(write)
@@ -279,10 +274,13 @@ class TierWriter:
             if attempt:
                 counters.retried += 1
                 await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
-            if not lease.findable:
-                return True
-            if not await self._may_write():
+            if not (await self._removals.ended(write.key) and await self._may_write()):
                 break
+            if not lease.findable:  # forgotten meanwhile
+                return True
+            if not write.in_tier:
+                tier.traffic.begin(write.key)
+                write.in_tier = True
             write.began_s = loop.time()
             write.timer = loop.call_later(self.settings.deadline_s, self._outlived, write)
             try:
@@ -351,8 +349,9 @@ class TierWriter:
         self._leave_table(write)
 
     def _leave_table(self, write: _Write) -> None:
-        if self._writing.get(write.key) is write:
-            del self._writing[write.key]
+        self._writing.discard(write)
+        if self._latest.get(write.key) is write:
+            del self._latest[write.key]
         if not self.pending:
             self._idle.set()
 
@@ -387,21 +386,8 @@ class TierWriter:
     def _needed_again(self, key: ChunkKey) -> None:
         """Count another request for a chunk that is here already as an access. The tier may want by now what it is about to
         decline."""
-        if self.tier.used([key]) and key in self._writing:
-            self._writing[key].wanted = True
-
-    def _removed(self, key: ChunkKey) -> None:
-        """Called when a removal has ended: what was put since the `forget` may be written."""
-        if self._queue.call_up(key):
-            self._start_writes()
-
-    def _drop_blocked(self) -> None:
-        """Drop chunks that wait for removals that do not end: they hold memory."""
-        self.counters.dropped += self._discard(filter(self._removals.stalled, self._queue.aside))
-
-    def _discard(self, keys: Iterable[ChunkKey]) -> int:
-        """Take chunks out of the queue; return how many there were."""
-        return self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
+        if self.tier.used([key]) and key in self._latest:
+            self._latest[key].wanted = True
 
     def _drop_queue(self) -> None:
         self.counters.dropped += self._release(self._queue.drain())

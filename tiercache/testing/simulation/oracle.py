@@ -120,7 +120,7 @@ def _check_slots(cpu: CpuTier) -> None:
 def _check_queues(cache: TierCache) -> None:
     for writer in cache.parts.fan_out.writers:
         queue = writer._queue
-        bytes_in_it = sum(size for _, size in (*queue._items.values(), *queue._aside.values()))
+        bytes_in_it = sum(size for _, size in queue._items.values())
         if bytes_in_it != queue.queued_bytes:
             raise Violation(
                 f"{writer.tier.name}: {bytes_in_it} bytes are queued, the queue counts {queue.queued_bytes}"
@@ -140,7 +140,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     for writer in cache.parts.fan_out.writers:
         name = writer.tier.name
         tables |= {
-            f"queue of {name}": [*writer._queue._items, *writer._queue._aside],
+            f"queue of {name}": writer._queue._items,
             f"writes of {name}": writer._writing,
         }
         tables[f"abandoned writes of {name}"] = writer._abandoned

@@ -18,7 +18,7 @@ from tiercache.closing import AbandonedTasks, Deadline, closed
 from tiercache.config import Config
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import ConfigError, DeviceError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.workers import Workers
 from tiercache.tiers.base import Tier
@@ -137,7 +137,7 @@ async def open_tier(tier: Tier, abandoned: AbandonedTasks) -> None:
         )
     try:
         opening.result()
-    except (TierUnavailable, OSError) as error:
+    except (TierUnavailable, DeviceError, OSError) as error:
         raise ConfigError(f"{getattr(tier, 'option', tier.name)}: {error}") from error
 
 

@@ -35,7 +35,7 @@ class DeviceWeather(Weather):
 
     def turn(self, kind: str, rate: float) -> None:
         if kind == "lost":
-            self.last_fault_s = self.world.now_s
+            self.last_fault_s = self.last_failure_s = self.world.now_s
             self.met[kind] += 1
             self._lose()
         else:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -22,8 +23,8 @@ from tiercache.tiers.files.survey import is_ours
 logger = logging.getLogger("tiercache.disk")
 
 SUBDIRECTORY = "tiercache-chunks"
-_NEUTRAL = frozenset({"lost+found", ".tiercache"})
-"""What file systems put there, and what nobody else makes."""
+_NEUTRAL = re.compile(rf"lost\+found|\.tiercache|{re.escape(MANIFEST)}|probe\.\d+\.\d+")
+"""Names that file systems put there, and that only we make."""
 
 
 def found_place(directory: Path) -> Path:
@@ -87,7 +88,7 @@ def _of_others(place: Path) -> list[str]:
     Who empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and all
     must come to the same answer.
     """
-    others = [name for name in sorted(os.listdir(place)) if name not in _NEUTRAL and not is_ours(place, name)]
+    others = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name) and not is_ours(place, name)]
     return [] if _has_manifest(place) else others  # asked last: other instances may begin at this moment
 
 

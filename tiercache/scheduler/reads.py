@@ -161,6 +161,10 @@ class _Read:
     time: int | None
     operation: Operation
     task: asyncio.Task[_Outcome]
+    joined: int = 0
+    """Callers that wait for it since it was abandoned."""
+    landed: Lease | None = None
+    """Keeps what it brought until they have leases of their own."""
 
 
 class TierReader:
@@ -196,8 +200,8 @@ class TierReader:
         self._begun: dict[asyncio.Task[_Outcome], float] = {}
         """Reads in flight and the times at which they began, the oldest first; without prefetches that give way, since
         their duration says nothing about the tier."""
-        self._abandoned: dict[ChunkKey, _Read] = {}
-        """Reads that outlived their deadline and still hold a slot, the latest of each key."""
+        self._late: dict[ChunkKey, _Read] = {}
+        """Reads that outlived all callers, by key."""
         self._stuck: set[asyncio.Task[_Outcome]] = set()
         self._closed = False
 
@@ -297,12 +301,19 @@ class TierReader:
 
     async def read(self, request: InFlight) -> Lease | None:
         """Bring the chunk if the tier has it, by the deadlines of the tier and of the waiters. After those, and when this is
-        cancelled, the read is abandoned: what it brings is kept, and until then other requests for the key wait for it."""
+        cancelled, the read goes on alone."""
         if request.forgotten or not self.may_have(request.key):
             return None
-        late = self._abandoned.get(request.key)
+        late = self._late.get(request.key)
         if late is not None and not late.operation.forgot(request.key):
-            return await self._join(late, request)
+            landed = await self._join_late(late, request)
+        else:
+            landed = await self._read(request)
+        if landed is not None:
+            self.counters.hits[self.name] += 1
+        return landed
+
+    async def _read(self, request: InFlight) -> Lease | None:
         if not self.serves(self.estimate.concurrency):
             return None
         began_s = asyncio.get_running_loop().time()
@@ -312,14 +323,11 @@ class TierReader:
         finally:
             if read is None:
                 self._called_off(began_s)
-        landed = None if read is None else await self._land(read, request)
-        if landed is not None:
-            self.counters.hits[self.name] += 1
-        return landed
+        return None if read is None else await self._land(read, request)
 
     async def _begin(self, request: InFlight) -> _Read | None:
         """Begin to read once there is a place at the tier and a slot to read into; None when there is none in time."""
-        key, purpose = request.key, request.purpose
+        key, purpose, tier = request.key, request.purpose, self.tier
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             if purpose is PREFETCH and needs_slot:
@@ -350,7 +358,7 @@ class TierReader:
                 self.cpu.abandon(slot, purpose)
             if placed:
                 self._leave(purpose)
-        self.tier.traffic.begin(key)
+        tier.traffic.begin(key)
         self.reads.reading += 1
         request.begun = True
         return begun
@@ -409,11 +417,11 @@ class TierReader:
         try:
             in_time = await done_by(read.task, lambda: self._until_s(request.deadline_s, began_s))
         except BaseException:
-            self._abandon(read)  # also where it has ended by now
+            self._leave_behind(read)  # also where it has ended by now
             self._called_off(began_s)
             raise
         if not in_time:
-            self._abandon(read)
+            self._leave_behind(read)
             self._timed_out(began_s)
             self.counters.failed += 1
             self.reads.failed += 1
@@ -431,37 +439,41 @@ class TierReader:
             self.breaker.failed(loop.time(), began_s=began_s)
         return self._end(read, came)
 
-    def _abandon(self, read: _Read) -> None:
-        self._stuck.add(read.task)
-        self._abandoned[read.key] = read
-        read.task.add_done_callback(lambda _: self._late_ended(read))
-
-    async def _join(self, late: _Read, request: InFlight) -> Lease | None:
+    async def _join_late(self, late: _Read, request: InFlight) -> Lease | None:
         """Wait for an abandoned read of the same key: a second one would take one more slot and place."""
         if not self.would_serve(self.estimate.concurrency):
             return None
         began_s = asyncio.get_running_loop().time()
-        if not await done_by(late.task, lambda: self._until_s(request.deadline_s, began_s)):
-            self._timed_out(began_s)
-            return None
-        self._late_ended(late)
-        landed = None if request.forgotten else (self.mapped or self.cpu).hold(request.key)
-        if landed is not None:
-            self.counters.hits[self.name] += 1
-        return landed
+        late.joined += 1
+        try:
+            if not await done_by(late.task, lambda: self._until_s(request.deadline_s, began_s)):
+                self._timed_out(began_s)
+                return None
+            self._late_ended(late)
+            return None if request.forgotten else (self.mapped or self.cpu).hold(request.key)
+        finally:
+            late.joined -= 1
+            if not late.joined and late.landed is not None:
+                late.landed.release()
+
+    def _leave_behind(self, read: _Read) -> None:
+        self._stuck.add(read.task)
+        self._late[read.key] = read
+        read.task.add_done_callback(lambda _: self._late_ended(read))
 
     def _late_ended(self, read: _Read) -> None:
         """Called by its callback, or by a waiter of its task, which may run before the callback does."""
         if read.task not in self._stuck:
             return
         self._stuck.remove(read.task)
-        if self._abandoned.get(read.key) is read:
-            del self._abandoned[read.key]
+        if self._late.get(read.key) is read:
+            del self._late[read.key]
         came, _ = self._outcome(read)
-        landed = self._end(read, came)
-        if landed is not None:
+        read.landed = self._end(read, came)
+        if read.landed is not None:
             self.counters.kept += 1
-            landed.release()
+            if not read.joined:
+                read.landed.release()
 
     def _outcome(self, read: _Read) -> tuple[_Outcome, BaseException | None]:
         """Return what it brought; or why it failed, which is counted."""

@@ -88,8 +88,10 @@ def _of_others(place: Path) -> list[str]:
     Who empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and all
     must come to the same answer.
     """
+    if _has_manifest(place):
+        return []
     others = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name) and not is_ours(place, name)]
-    return [] if _has_manifest(place) else others  # asked last: other instances may begin at this moment
+    return [] if _has_manifest(place) else others  # asked again: other instances may begin at this moment
 
 
 def _own_user(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""What of each key is under way in one tier, so that a removal has its key to itself."""
+"""The operations in flight in one tier, by key, so that a removal has its key to itself."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tiercache.core.keys import ChunkKey
 class KeyTraffic:
     """Reads and writes of a tier, counted by key, and the keys that are to be removed.
 
-    A removal begins when nothing of its key is under way any more. From the moment on that it is wanted until it has ended,
-    nothing of the key begins: a late write cannot bring back what was forgotten, a read cannot find it, and the bytes that
-    are put next come after it. Who reads or writes says so with `begin` and `end`, also of what hangs.
+    A removal begins when no read or write of its key is in flight. From the moment at which it is wanted until it has ended
+    nothing of the key begins: a late write cannot bring back a forgotten chunk, a read cannot find it, and new bytes are
+    written after it. Each read and write calls `begin` and `end`, abandoned ones included.
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[ChunkKey, int] = {}
+        self._in_flight: dict[ChunkKey, int] = {}
         self._removing: set[ChunkKey] = set()
         self._refused = KeyFilter()
         self.on_clear: Callable[[ChunkKey], None] | None = None
-        """Called when the last of what was under way of a key that is to be removed has ended."""
+        """Called when the last operation in flight of a key that is to be removed has ended."""
         self.questions: set[Any] = set()
-        """Look-ups under way, as whoever asks can await them."""
+        """Look-ups in flight, as futures."""
         self.answered = 0
         """Look-ups that have ended."""
 
     def refuses(self, key: ChunkKey) -> bool:
-        """Whether nothing of `key` may begin now, whatever the tier has of it."""
+        """Return True if nothing of `key` may begin now, whatever the tier has of it."""
         return key in self._removing or key in self._refused
 
     @property
@@ -37,36 +37,37 @@ class KeyTraffic:
         return not self._removing and not self._refused
 
     def begin(self, key: ChunkKey) -> None:
-        self._under_way[key] = self._under_way.get(key, 0) + 1
+        self._in_flight[key] = self._in_flight.get(key, 0) + 1
 
     def end(self, key: ChunkKey) -> None:
-        left = self._under_way[key] - 1
+        left = self._in_flight[key] - 1
         if left:
-            self._under_way[key] = left
+            self._in_flight[key] = left
             return
-        del self._under_way[key]
+        del self._in_flight[key]
         if key in self._removing and self.on_clear is not None:
             self.on_clear(key)
 
     def asks(self, question: Any) -> None:
-        """A look-up begins."""
+        """Note that a look-up begins."""
         self.questions.add(question)
 
     def asked(self, question: Any) -> None:
-        """It has ended."""
+        """Note that a look-up has ended."""
         self.questions.discard(question)
         self.answered += 1
 
     def want_removal(self, key: ChunkKey) -> bool:
-        """Nothing of `key` begins any more; whether its removal may begin at once. Else `on_clear` will say so."""
+        """Let nothing of `key` begin any more. Return True if its removal may begin at once; otherwise `on_clear` is called
+        when it may."""
         self._removing.add(key)
-        return key not in self._under_way
+        return key not in self._in_flight
 
     def removed(self, key: ChunkKey) -> None:
-        """The removal has ended: what begins from now on finds only what was written since."""
+        """Note that the removal has ended: what begins from now on finds only what was written since."""
         self._removing.discard(key)
 
     def refuse(self, key: ChunkKey) -> None:
-        """Nothing of `key` begins any more: it was forgotten, and is not removed here. Of other keys few are refused with it
-        (`KeyFilter`)."""
+        """Let nothing of `key` begin for good: it was forgotten, and is not removed here. A few other keys are refused with
+        it (`KeyFilter`)."""
         self._refused.add(key)

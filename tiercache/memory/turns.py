@@ -1,4 +1,4 @@
-"""Turns at something scarce, a slot or a place at a tier: first come, first served, and demand before what may be wanted."""
+"""Waiters for something scarce, a slot or a place at a tier: first come, first served, and demand before prefetches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Turn(Generic[T]):
-    """Somebody who waits."""
+    """A waiter."""
 
     outcome: asyncio.Future[T | None]
     tier: str | None
@@ -31,13 +31,13 @@ class Turns(Generic[T]):
         *,
         by_tier: bool = False,
     ) -> None:
-        """`take` gives one if one may go now, and None else; `give_back` gets one that nobody wants any more. `by_tier`:
-        among reads, one whose tier has had its share does not stand before those of other tiers."""
+        """`take` returns one if one may go now, and None otherwise; `give_back` gets one whose waiter is gone. With
+        `by_tier` a read whose tier has its share does not delay reads of other tiers."""
         self._take = take
         self._give_back = give_back
         self._by_tier = by_tier
         self.stands_aside: Callable[[Purpose, ChunkKey | None], bool] = _never
-        """Whether it is his own affair that who waits for this chunk gets nothing: others do not wait for him."""
+        """Returns True if a waiter for this chunk is blocked only by its tenant's quota, so that it delays no other."""
         self.waiting: list[deque[Turn[T]]] = [deque() for _ in Purpose]
         self.waiters = 0
         self.closed = False
@@ -45,8 +45,8 @@ class Turns(Generic[T]):
     async def wait(
         self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
     ) -> T | None:
-        """One by a loop time that may move meanwhile; None at that time, and when all is closed. Cancelled, it holds
-        nothing."""
+        """Return one by the loop time `until_s()`, which may move meanwhile; None at that time, and when this is closed.
+        Cancelled, it holds nothing."""
         if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier, key)) is not None:
             return taken
         requested = self.request(purpose, tier, key)
@@ -61,8 +61,8 @@ class Turns(Generic[T]):
     def request(
         self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None
     ) -> asyncio.Future[T | None]:
-        """One as soon as there is one; None: all is closed. Who gives up says so with `withdraw`; else it is his. `tier` is
-        what somebody reads from, `key` the chunk that it is for."""
+        """Return a future of one; None when this is closed. A caller that gives up calls `withdraw`; otherwise it owns the
+        result. `tier` is the tier to read from, `key` the chunk that it is for."""
         turn: Turn[T] = Turn(asyncio.get_running_loop().create_future(), tier, key)
         if self.closed:
             turn.outcome.set_result(None)
@@ -73,7 +73,7 @@ class Turns(Generic[T]):
         return turn.outcome
 
     def withdraw(self, purpose: Purpose, requested: asyncio.Future[T | None]) -> None:
-        """Nobody waits for it any more: what came meanwhile goes to the next one."""
+        """Give up a request. What came meanwhile goes to the next waiter."""
         if requested.done():
             taken = requested.result()
             if taken is not None:
@@ -82,10 +82,10 @@ class Turns(Generic[T]):
         waiting = self.waiting[purpose]
         waiting.remove(next(turn for turn in waiting if turn.outcome is requested))
         self.waiters -= 1
-        self.serve()  # whom it stood before
+        self.serve()  # it may have been in the way of others
 
     def serve(self) -> None:
-        """Give to those who wait what may go by now."""
+        """Give waiters what may go now."""
         if not self.waiters:
             return
         for purpose in (READ, WRITE, PREFETCH):
@@ -104,7 +104,7 @@ class Turns(Generic[T]):
                 turn.outcome.set_result(taken)
 
     def close(self) -> None:
-        """Nobody gets one any more."""
+        """Give every waiter, and every later one, None."""
         self.closed = True
         for waiting in self.waiting:
             while waiting:
@@ -117,7 +117,8 @@ def _never(purpose: Purpose, key: ChunkKey | None) -> bool:
 
 
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:
-    """Whether `work` is done by a loop time that may move while one waits. Left alone, also when this is cancelled."""
+    """Wait for `work` until the loop time `until_s()`, which may move meanwhile. Return True if it is done. `work` is never
+    cancelled, also when this is."""
     loop = asyncio.get_running_loop()
     while not work.done() and (left_s := until_s() - loop.time()) > 0:
         await asyncio.wait([work], timeout=left_s)

@@ -22,7 +22,7 @@ from tiercache.tiers.mappings import Mappings
 
 @dataclass(frozen=True)
 class Traits:
-    """What a tier is like; the scheduler plans with these and asks nothing else."""
+    """The properties of a tier that the scheduler plans with."""
 
     durable: bool = False
     """Chunks outlive this process."""
@@ -31,12 +31,12 @@ class Traits:
     read_concurrency: int = 4
     write_concurrency: int = 4
     prefetches_apart: bool = False
-    """As many prefetches as reads may be under way besides them, and give way to them: see `Tier.prefetch`."""
+    """Prefetches have places of their own, as many as reads, and give way to reads: see `Tier.prefetch`."""
 
 
 @dataclass
 class TierStatistics:
-    """Counters since `open`, in chunks and payload bytes; `resident_*` is now. `occupied_bytes` is physical."""
+    """Counters since `open`, in chunks and payload bytes. `resident` and `occupied_bytes` (physical) are the state now."""
 
     reads: int = 0
     read_bytes: int = 0
@@ -44,26 +44,26 @@ class TierStatistics:
     writes: int = 0
     written_bytes: int = 0
     stored_bytes: int = 0
-    """Of `written_bytes`, what was stored: fewer where the tier compresses; 0 where it never does. Chunks that somebody else
-    was quicker to store count as well."""
+    """The bytes that `written_bytes` took after compression; 0 where the tier never compresses. Chunks that another process
+    stored first count as well."""
     write_failures: int = 0
     evicted: int = 0
     corrupt: int = 0
     read_again: int = 0
-    """Reads that failed verification, and were tried once more before the value was blamed."""
+    """Reads that failed verification and were tried once more."""
     strays: int = 0
     resident: int = 0
     occupied_bytes: int = 0
     mapped_bytes: int = 0
-    """Of a tier whose chunks are mapped: how much this process has mapped now."""
+    """Bytes that this process has mapped now, in a tier whose chunks are mapped."""
     unlinked_bytes: int = 0
-    """Of that, what was deleted since and is still held: it takes memory and is in no `occupied_bytes`."""
+    """Mapped bytes whose files were deleted since. They take memory that no `occupied_bytes` counts."""
     tenants: dict[str, TenantStatistics] = field(default_factory=dict)
-    """By their tags in hex, where tenants have quotas; see `tiercache.core.tenants.shown`."""
+    """Tenants by their tags in hex, where they have quotas; see `tiercache.core.tenants.shown`."""
 
 
 class _Offered:
-    """The keys of which a call says that they are there."""
+    """A container of the keys for which a call returns True."""
 
     __slots__ = ("_offers",)
 
@@ -77,38 +77,39 @@ class _Offered:
 class Tier(ABC):
     """A place for chunks.
 
-    All methods are called on one event loop and must not block it: whatever may take longer than a dictionary look-up
-    runs elsewhere. Every payload is a uint8 vector in page-aligned memory whose length is padded to 4096 bytes; a tier
-    may transfer the padding but never shows it to anybody.
+    All methods are called on one event loop and must not block it: what may take longer than a dictionary look-up runs in a
+    thread or is awaited. Every payload is a uint8 vector in page-aligned memory whose length is padded to 4096 bytes. A tier
+    may transfer the padding, and returns only payload lengths.
 
-    Cancellation: a cancelled `read` or `write` may go on in its thread; it raises CancelledError only when the tier no
-    longer touches the payload's memory. (The scheduler does not cancel; it stops waiting, and keeps the memory.)
+    Cancellation: a cancelled `read` or `write` may go on in its thread, but raises CancelledError only when the tier no
+    longer touches the payload's memory. The scheduler does not cancel: it stops waiting and keeps the memory.
     """
 
     name: str
     traits: Traits = Traits()
     reads: bool = True
-    """Whether the cascade asks it. The configuration's choice, not the tier's."""
+    """Whether the cascade reads from it. The configuration decides, not the tier."""
     writes: bool = True
     """Whether chunks are written to it. Set before `open`. A tier that is only read changes nothing where chunks are stored:
-    it evicts and removes nothing there, not even a chunk that is bad."""
+    it evicts and removes nothing there, corrupt chunks included."""
     patience_s: float | None = None
-    """How long a get waits for this tier before it goes on with the next one; None: as long as its deadline allows."""
+    """The time after which a get goes on with the next tier; None: as long as its deadline allows."""
     open_s: float = 30.0
-    """What `open` may take: a cache that starts waits no longer, cancels it, and says so."""
+    """The time that `open` may take. After that the cache cancels it, and the start fails."""
 
     @property
     def serves_device(self) -> bool:
-        """Whether it reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
+        """Whether the tier reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
         return False
 
     @cached_property
     def traffic(self) -> KeyTraffic:
-        """Kept by those who read, write and remove, so that a removal has its key to itself. A tier need not look at it."""
+        """The operations in flight by key, so that a removal has its key to itself. The scheduler keeps it; a tier does not
+        need it."""
         return KeyTraffic()
 
     def use_arena(self, arena: Arena) -> None:  # noqa: B027 - most tiers need not know
-        """Told before `open`: the memory that payloads lie in, for tiers that register it with something."""
+        """Called before `open` with the memory that payloads lie in, for tiers that register it."""
 
     @abstractmethod
     async def open(self) -> None:
@@ -116,124 +117,126 @@ class Tier(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Give back everything that the tier holds. Idempotent; does not wait for hung operations."""
+        """Give back everything that the tier holds. Idempotent; does not wait for operations that hang."""
 
     def describe(self) -> str:
-        """One phrase for a log line: what and where."""
+        """Return a phrase for a log line that says what and where the tier is."""
         return self.name
 
     @abstractmethod
     def contains(self, key: ChunkKey) -> bool:
-        """Whether the tier knows that it has `key`. From memory, at once; may err in both directions on shared tiers."""
+        """Return True if the tier knows that it has `key`, from memory. On shared tiers it may be wrong either way."""
 
-    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:  # noqa: B027 - of most nobody wants to know
-        """Once it is open: call `on_change` on the loop, and with little delay, when `contains` says another thing of a key,
-        also because of what others do. A key may be named though nothing has changed."""
+    def tell(self, on_change: Callable[[ChunkKey], None]) -> None:  # noqa: B027 - most tiers are never asked to
+        """Call `on_change` on the loop, with little delay, whenever the answer of `contains` changes for a key, also where
+        another process is the cause. A key may be named though nothing has changed. Called once the tier is open."""
 
     def offers(self, key: ChunkKey) -> bool:
-        """As `contains`, without what is being removed."""
+        """Return True if the tier contains `key` and it is not being removed."""
         return self.contains(key) and not self.traffic.refuses(key)
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
-        """Where `offers` finds keys, for whoever looks for many of them: no call a key where that is a dictionary. What it
-        returns is true until something else runs on the loop."""
+        """Return containers that have the keys which `offers` is True for: a dictionary spares a call for each key. They are
+        valid until something else runs on the loop."""
         return (_Offered(self.offers),)
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of `keys`, from the first on without a gap, the tier knows that it has."""
+        """Return how many of `keys`, from the first on without a gap, the tier knows that it has."""
         for position, key in enumerate(keys):
             if not self.contains(key):
                 return position
         return len(keys)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """As `prefix`, but asks the storage itself about what memory does not know. Only on shared tiers."""
+        """Like `prefix`, but ask the storage about keys that memory does not know. Only called on shared tiers."""
         return self.prefix(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """As `probe`, of each key by itself: gaps end nothing. To be overridden where one question can be about many."""
+        """Return for each key by itself whether the storage has it. Override it where one request can ask for many."""
         return [bool(await self.probe([key])) for key in keys]
 
     @abstractmethod
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Read and verify the chunk into `into` (uint8, at least the padded payload). Returns the payload's length. Whoever
-        calls this makes the padding zero.
+        """Read and verify the chunk into `into` (uint8, at least the padded payload). Return the payload's length, or None
+        for a miss. The caller zeroes the padding.
 
-        None is a miss. Raises CorruptChunk when what lies there is not what it should be (it is gone from the tier by
-        then, or is not offered any more where the tier is only read), TierUnavailable or OSError when the tier failed.
+        Raises CorruptChunk when verification fails; by then the chunk is gone from the tier, or not offered any more where
+        the tier is only read. Raises TierUnavailable or OSError when the tier failed.
         """
 
     async def prefetch(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """As `read`, of a chunk that nobody waits for: it may take a little longer so that reads go first."""
+        """Like `read`, for a chunk without a waiter: it may take a little longer so that reads go first."""
         return await self.read(key, into)
 
     def hurry(self, key: ChunkKey) -> None:  # noqa: B027 - most tiers prefetch as they read
-        """Somebody waits by now for a chunk that is being prefetched."""
+        """Called when a prefetch in flight has got a waiter."""
 
     @abstractmethod
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
         """Store `payload[:payload_bytes]`; `payload` itself is padded with zeroes to a multiple of 4096 bytes.
 
-        True when stored or already there, False when the tier declines. Raises TierFull when there is no room and nothing
-        to evict, TierUnavailable or OSError when the tier failed; nothing half-written is ever visible.
+        Return True when the chunk is stored or was there already, False when the tier declines it. Raises TierFull when
+        there is no room and nothing to evict, TierUnavailable or OSError when the tier failed. A partial write is never
+        visible.
         """
 
     def used(self, keys: Sequence[ChunkKey]) -> Sequence[ChunkKey]:
-        """A request was served with `keys` from somewhere, or put them though they are here; returns those that the tier
-        lacks and has reason to want now."""
+        """Called when a request was served with `keys` by any tier, or put keys that are here. Return those that the tier
+        lacks and wants now."""
         return ()
 
     def continued(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - most tiers take everything
-        """A session that has come back at least once needs `keys`, some of which may be still to come."""
+        """Called when a session that has come back at least once needs `keys`, some of which may still have to be put."""
 
     @abstractmethod
     async def remove(self, key: ChunkKey) -> bool:
-        """Forget a chunk; whether it was there."""
+        """Remove a chunk. Return True if it was there."""
 
     @abstractmethod
     def statistics(self) -> TierStatistics:
-        """A snapshot."""
+        """Return a snapshot of the counters."""
 
 
 class DeviceTier(Tier):
     """A tier that also moves chunks between its storage and device memory.
 
-    Payloads are tensors uint8[n] in a slot of the device pool, padded like host payloads. The 4096 bytes before them belong
-    to the slot too and are the tier's to use: a chunk's header lies there, as it does in a file. Cancellation as for `read`
-    and `write`.
+    Payloads are tensors uint8[n] in a slot of the device pool, padded like host payloads. The tier may use the 4096 bytes
+    before a payload, which belong to the slot too: a chunk's header lies there, as it does in a file. Cancellation is that
+    of `read` and `write`.
     """
 
     @property
     @abstractmethod
     def serves_device(self) -> bool:
-        """Whether there is a device that the two methods below can be used with."""
+        """Whether there is a device that the two methods below work with."""
 
     @abstractmethod
     async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
-        """As `read`, verified as well, into device memory, and with zeroes behind it up to the next page."""
+        """Like `read`, verification included, into device memory. The tier zeroes the padding."""
 
     @abstractmethod
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
-        """As `write`, from device memory that no stream is writing any more."""
+        """Like `write`, from device memory that no stream is writing to."""
 
 
 class MappedTier(Tier):
-    """A tier whose chunks lie in memory that this process can map: each is mapped and verified once, and then read where it
-    lies. What is mapped counts as hot: it is leased at once, and nothing is copied to the hot cache."""
+    """A tier whose chunks lie in memory that this process can map. Each chunk is mapped and verified once, and then read
+    where it lies: a mapped chunk is leased at once, and nothing is copied to the hot cache."""
 
     mappings: Mappings
-    """Whose leases these are."""
+    """The chunks that are mapped now. They own the leases."""
     maps_ahead: bool = False
-    """Whether it is to map, in the background and within bounds, what other processes store: set by whoever maps."""
+    """Whether to map chunks that other processes store, in the background and within bounds. The reader sets it."""
 
     @abstractmethod
     def lease(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        """A reader's lease on a chunk that is mapped; None where it is not. A use, unless that is `noted` already."""
+        """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `noted` already."""
 
     @abstractmethod
     def hold(self, key: ChunkKey) -> Lease | None:
-        """As `lease`, for a reader who may come; not a use."""
+        """Pin a mapped chunk for a future reader, or return None. Not an access."""
 
     @abstractmethod
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        """As `read`, but map the chunk and verify it there. Returns a lease of that purpose; None is a miss."""
+        """Map the chunk and verify it where it lies. Return a lease of that purpose, or None for a miss. Errors are those of
+        `read`."""

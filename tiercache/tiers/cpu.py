@@ -106,19 +106,19 @@ class CpuTier(Tier):
         self.tombstones = Tombstones()
         """Chunks that were forgotten while puts and reads are in flight."""
         self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
-        """Of those who wait for a slot."""
+        """The waiters for a slot."""
         if quota_bytes:
             self.turns.stands_aside = self._waits_for_itself
         self._readers: dict[Slot, str] = {}
-        """Which tier reads into a slot that is not a chunk yet."""
+        """The tier that reads into a slot which is not a chunk yet."""
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_use: Callable[[ChunkKey], None] | None = None
-        """Called when a chunk is read that is held for somebody to come."""
+        """Called when a pinned chunk is read."""
         self.on_evict: Callable[[Sequence[ChunkKey]], None] | None = None
-        """Called when chunks were evicted, and not when somebody removed them."""
+        """Called when chunks were evicted, and not when they were removed."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
-        """Called when a chunk was removed that is held for somebody to come."""
+        """Called when a pinned chunk was removed."""
         self._on_change: Callable[[ChunkKey], None] | None = None
 
     async def open(self) -> None:
@@ -130,7 +130,7 @@ class CpuTier(Tier):
     # Memory
 
     def view(self, entry: Entry, length_bytes: int) -> Any:
-        """As `Keeper.view`: uint8, read-only."""
+        """Return the first bytes of a chunk: uint8, read-only."""
         return self.pool.readable(entry.slot, length_bytes)
 
     # Residency
@@ -140,7 +140,7 @@ class CpuTier(Tier):
 
     @property
     def residents(self) -> Collection[ChunkKey]:
-        """As `contains`, for many: a look into it costs no call."""
+        """The keys that `contains` is True for: a look into it costs no call."""
         return self._entries
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
@@ -153,14 +153,14 @@ class CpuTier(Tier):
         self._on_change = on_change
 
     def lease(self, key: ChunkKey, *, writes: bool = False, noted: bool = False) -> Lease | None:
-        """Hold a resident chunk; None when it is not here. A reader's lease counts as a use unless that use is `noted`
-        already, a writer's does not."""
+        """Return a lease on a resident chunk, or None. A reader's lease counts as an access unless that is `noted` already;
+        a writer's does not."""
         if (entry := self._entries.get(key)) is None:
             return None
         return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, noted=noted)
 
     def hold(self, key: ChunkKey) -> Lease | None:
-        """Keep a resident chunk from eviction for a reader who may come; not a use. None when it is not here."""
+        """Pin a resident chunk for a future reader, or return None. Not an access."""
         entry = self._entries.get(key)
         return None if entry is None else self.begin_lease(entry, PREFETCH)
 
@@ -204,8 +204,8 @@ class CpuTier(Tier):
         return pinnable and self.budget.allows(PREFETCH, self.obtainable)
 
     def try_reserve(self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None) -> Slot | None:
-        """A slot to fill, evicting the first victim when none is free; None when the budget says wait, or somebody waits
-        already. `tier` is who reads into it, `key` what the chunk will be.
+        """Return a slot to fill, evicting the first victim when none is free; None when the budget does not allow it or
+        others wait already. `tier` is the tier that reads into it, `key` the key of the chunk to be.
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
@@ -215,7 +215,7 @@ class CpuTier(Tier):
         return self._take_slot(purpose, tier, key)
 
     def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
-        """As `try_reserve` for the write of each of `keys`, all different, up to the first one that gets none."""
+        """Reserve slots to write `keys`, all different, up to the first one that gets none; see `try_reserve`."""
         if self._quotas is not None:
             reserved: dict[ChunkKey, Slot] = {}
             for key in keys:
@@ -235,7 +235,7 @@ class CpuTier(Tier):
         return dict(zip(keys, slots, strict=False))
 
     async def reserve(self, purpose: Purpose, timeout_s: float, key: ChunkKey | None = None) -> Slot | None:
-        """As `try_reserve`, waiting up to `timeout_s` for leases to end. Cancelled while waiting, it holds nothing.
+        """Reserve a slot as `try_reserve` does, waiting up to `timeout_s` for leases to end. Cancelled, it holds nothing.
 
         Raises CacheClosed when the cache is closed meanwhile.
         """
@@ -293,7 +293,7 @@ class CpuTier(Tier):
     def publish_all(
         self, fills: Mapping[ChunkKey, Fill], parents: Mapping[ChunkKey, ChunkKey], times: Mapping[ChunkKey, int]
     ) -> None:
-        """As `publish` of what a put has filled, without leases: no tier writes it, so it may be evicted at once."""
+        """Publish what a put has filled, without leases: no tier writes it, so it may be evicted at once."""
         for key, (slot, payload_bytes, _) in fills.items():
             if key in self._entries:
                 self._free(slot)
@@ -334,13 +334,13 @@ class CpuTier(Tier):
         return True
 
     def clear(self) -> int:
-        """Let every chunk go that is not being written; returns how many. What is on its way arrives."""
+        """Remove every chunk that is not being written; return how many. Chunks in flight arrive."""
         clean = [key for key, entry in self._entries.items() if purpose_of(entry.leases) is not WRITE]
         for key in clean:
             self._drop(key)
         return len(clean)
 
-    # The Tier interface, for whoever treats all tiers alike
+    # The rest of the Tier interface
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         if (lease := self.lease(key)) is None:
@@ -395,7 +395,7 @@ class CpuTier(Tier):
             if not noted and entry.hot:
                 self._order.access((entry.key,))
             if pinned and self.on_use is not None:
-                self.on_use(entry.key)  # which ends the pin: the lease keeps it from those who wait for a slot
+                self.on_use(entry.key)  # this ends the pin: the lease keeps the slot from waiters
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
@@ -438,7 +438,7 @@ class CpuTier(Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.turns.serve()  # a slot that counts for another purpose leaves one more to somebody
+            self.turns.serve()  # a slot that counts for another purpose may leave one to a waiter
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():

@@ -50,39 +50,39 @@ class Entry(Resident):
         self.hot = True
 
 
-class Keeper(Protocol):
-    """Whose memory leases are on: the CPU tier with its slots, or a tier's mappings. Each gets the entries that it made."""
+class LeaseOwner(Protocol):
+    """The owner of the memory that leases are on: the CPU tier, or a tier's mappings. Each gets the entries that it made."""
 
     on_device: bool
-    """Whether they are device memory."""
+    """Whether it is device memory."""
 
     def view(self, entry: Any, length_bytes: int) -> Any:
-        """The first bytes of a chunk, and of its padding, as its readers get them."""
+        """Return the first bytes of a chunk and its padding, as its readers get them."""
 
     def begin_lease(self, entry: Any, purpose: Purpose) -> Lease: ...
 
     def serve(self, entry: Any, purpose: Purpose, *, noted: bool) -> Lease:
-        """A lease for somebody who came for the chunk. To read it is a use, unless that is `noted` already; to hold it for
-        somebody who may come is none."""
+        """Return a lease for a caller that came for the chunk. A read is an access unless that is `noted` already; a pin is
+        none."""
 
     def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
 
     def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
-        """In whatever thread it was collected."""
+        """Called in the thread in which a lease was garbage-collected."""
 
 
 class Lease:
-    """A counted hold on a chunk in memory: that is not reused before `release`.
+    """A counted reference to a chunk in memory, which is not reused before `release`.
 
-    `view` is uint8[payload length], read-only, valid until `release` (a tensor for a chunk in device memory); one that was
-    taken before the cache was closed stays so, and to take one afterwards is CacheClosed. Release on the event loop; using
-    the lease as a context manager does.
+    `view` is uint8[payload length], read-only (a tensor for a chunk in device memory), and valid until `release`. A view
+    that was taken before the cache was closed stays valid; taking one afterwards raises CacheClosed. Release on the event
+    loop; using the lease as a context manager does.
     """
 
-    __slots__ = ("_entry", "_keeper", "_purpose")
+    __slots__ = ("_entry", "_owner", "_purpose")
 
-    def __init__(self, keeper: Keeper, entry: Leased, purpose: Purpose) -> None:
-        self._keeper = keeper
+    def __init__(self, owner: LeaseOwner, entry: Leased, purpose: Purpose) -> None:
+        self._owner = owner
         self._entry: Leased | None = entry
         self._purpose = purpose
 
@@ -92,12 +92,12 @@ class Lease:
 
     @property
     def findable(self) -> bool:
-        """Whether others find the chunk: nobody has removed it since."""
+        """Whether a look-up still finds the chunk: it was not removed since."""
         return self._held().hot
 
     @property
     def on_device(self) -> bool:
-        return self._keeper.on_device
+        return self._owner.on_device
 
     @property
     def payload_bytes(self) -> int:
@@ -106,33 +106,33 @@ class Lease:
     @property
     def view(self) -> Any:
         entry = self._entry or self._held()
-        return self._keeper.view(entry, entry.payload_bytes)
+        return self._owner.view(entry, entry.payload_bytes)
 
     @property
     def padded(self) -> Any:
         """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
         entry = self._held()
-        return self._keeper.view(entry, aligned(entry.payload_bytes))
+        return self._owner.view(entry, aligned(entry.payload_bytes))
 
     def sibling(self) -> Lease | None:
-        """One more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
+        """Return one more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
         entry = self._held()
-        return self._keeper.begin_lease(entry, WRITE) if entry.hot else None
+        return self._owner.begin_lease(entry, WRITE) if entry.hot else None
 
     def reader(self) -> Lease:
-        """One more lease on the same memory, for a reader; also when the chunk was removed meanwhile."""
-        return self._keeper.begin_lease(self._held(), READ)
+        """Return one more lease on the same memory, for a reader, also when the chunk was removed meanwhile."""
+        return self._owner.begin_lease(self._held(), READ)
 
     def another(self, purpose: Purpose, *, noted: bool) -> Lease:
-        """One more lease for somebody who came for the chunk; see `Keeper.serve`."""
-        return self._keeper.serve(self._held(), purpose, noted=noted)
+        """Return one more lease for a caller that came for the chunk; see `LeaseOwner.serve`."""
+        return self._owner.serve(self._held(), purpose, noted=noted)
 
     def release(self) -> None:
-        """Idempotent."""
+        """End the lease. Idempotent."""
         entry = self._entry
         if entry is not None:
             self._entry = None
-            self._keeper.end_lease(entry, self._purpose)
+            self._owner.end_lease(entry, self._purpose)
 
     def _held(self) -> Leased:
         if self._entry is None:
@@ -152,4 +152,4 @@ class Lease:
         if entry is not None:
             self._entry = None
             warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
-            self._keeper.end_lease_from_anywhere(entry, self._purpose)
+            self._owner.end_lease_from_anywhere(entry, self._purpose)

@@ -140,7 +140,7 @@ class Mappings:
         return lease
 
     def view(self, entry: Mapped, length_bytes: int) -> np.ndarray:
-        """As `Keeper.view`: uint8, read-only. Raises CacheClosed."""
+        """Return the first bytes of a chunk: uint8, read-only. Raises CacheClosed."""
         if self._closed or entry.file is None:
             raise CacheClosed("the cache is closed, and its memory given back")
         return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]

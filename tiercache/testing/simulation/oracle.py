@@ -146,7 +146,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
         tables[f"abandoned writes of {name}"] = writer._abandoned
     for tier in cache.tiers:
         tables |= {
-            f"traffic of {tier.name}": tier.traffic._under_way,
+            f"traffic of {tier.name}": tier.traffic._in_flight,
             f"removals of {tier.name}": tier.traffic._removing,
         }
     kept = {name: table for name, table in tables.items() if len(table)}  # type: ignore[arg-type]

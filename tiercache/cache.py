@@ -7,23 +7,24 @@ from _thread import get_ident
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from operator import itemgetter
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from tiercache.checks import check_loop, check_number, check_seconds
-from tiercache.closing import Closing
 from tiercache.config import Config
+from tiercache.control.naming import Naming, TokenNaming
+from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.parts import Get, Parts, build
+from tiercache.lifecycle import Closing, Parts, build
 from tiercache.payloads import Sink, Source, sink_of, source_of
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Hit
 from tiercache.scheduler.writer import FlushReport
-from tiercache.serving import Naming, serve
 from tiercache.statistics import Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
@@ -31,6 +32,33 @@ from tiercache.tiers.leases import Lease
 
 _CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)
+
+
+class Get:
+    """What `TierCache.get` returns. A class and not a generator: it is on the path that must take microseconds."""
+
+    __slots__ = ("_deadline_s", "_key", "_lease", "_parts")
+
+    def __init__(self, parts: Parts, key: ChunkKey, deadline_s: float | None) -> None:
+        self._parts = parts
+        self._key = key
+        self._deadline_s = deadline_s
+        self._lease: Lease | None = None
+
+    async def __aenter__(self) -> Lease | None:
+        reader = self._parts.reader
+        lease = reader.lease_now(self._key)
+        if lease is None:
+            check_loop(self._parts.loop)
+            lease = await reader.fetch(self._key, self._parts.until_s(self._deadline_s))
+        self._lease = lease
+        return lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lease is not None:
+            self._lease.release()
 
 
 class TierCache:
@@ -80,8 +108,8 @@ class TierCache:
     async def start(self) -> None:
         """Take the arena (pre-faulted off the loop) and open the tiers, each by a deadline of its own.
 
-        Raises ConfigError with one clear sentence when something cannot be had, or hangs. Whatever comes out, and cancelled:
-        nothing is kept, but for what hangs, which gives itself back when it goes on. So one may start again at once.
+        Raises ConfigError with one clear sentence when something cannot be had, or hangs. Failed or cancelled, nothing is
+        kept, but for what hangs, which is given back when it goes on. So a cache may be started again at once.
         """
         if self._started:
             raise TierCacheError("the cache was started already: a cache is started once; make another one")
@@ -89,13 +117,17 @@ class TierCache:
         closing = Closing()
         try:
             self._parts = self._running = await build(self.config, self.layout, self._driver, closing)
-            closing.push(await serve(self, self._naming))
+            if self.config.control_socket is not None:
+                path = socket_path(self.config.control_socket, (self.layout.rank, self.layout.world_size))
+                server = ControlServer(path, self, self._naming or TokenNaming())
+                await server.start()
+                closing.push([("control socket", server.close)])
         except GeneratorExit:
             raise  # nobody runs this any more, so it cannot wait
         except BaseException:
             self._parts = self._running = None
-            closing.deadline.bring_forward(asyncio.get_running_loop().time())
-            await closing.run()
+            closing.bring_forward(asyncio.get_running_loop().time())
+            await closing.unwind()
             self._started = False
             raise
 
@@ -103,23 +135,23 @@ class TierCache:
         """Write what is queued for up to `timeout_s`, then give everything back. Idempotent; of several calls at a time the
         nearest deadline counts, and all get the same report.
 
-        Returns what was not written. What hangs is left behind half a second after the deadline, and its memory stays mapped
+        Returns what was not written. What hangs is abandoned half a second after the deadline, and its memory stays mapped
         until it ends. Cancelled, it stops writing, gives everything back, and raises CancelledError then.
         """
         parts = self._parts
         if parts is None:
             return FlushReport()
-        if (task := parts.closing.task) is not None and task.done():
-            return task.result()
+        if (report := parts.closing.report) is not None:
+            return report
         check_loop(parts.loop)
         timeout_s = self.config.close_timeout_s if timeout_s is None else timeout_s
         check_number("timeout_s", timeout_s)
-        return await parts.closing.by(parts.loop.time() + timeout_s, lambda: self._close(parts))
+        return await parts.closing.run(parts.loop.time() + timeout_s, lambda: self._close(parts))
 
     async def _close(self, parts: Parts) -> FlushReport:
         report = await parts.written()
         self._running = None
-        await parts.closing.run()
+        await parts.closing.unwind()
         return report
 
     @property
@@ -275,8 +307,7 @@ class TierCache:
         """As `get_into`, with a callable for each chunk that gets a read-only uint8 vector on a worker thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
-        with parts.closing.reads:
-            delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
+        delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
         parts.served(keys, delivered)
         return delivered
 

@@ -179,6 +179,9 @@ class Device:
         self.workers = Workers("device", _ENQUEUING_THREADS)
         self.unfinished = 0
         """Copies that took too long: they may still run, and their memory is kept."""
+        self._in_flight = 0
+        """Copies that have not ended."""
+        self._closed = False
         self._pinned: list[np.ndarray] = []
         self._lanes: list[Lane] = []
         try:
@@ -208,6 +211,8 @@ class Device:
             lane.end().add_done_callback(lambda end: settle(done, end.exception() or error))
 
         work.add_done_callback(enqueued)
+        self._in_flight += 1
+        done.add_done_callback(self._copied)
         return done
 
     async def ended(self, done: asyncio.Future[None]) -> None:
@@ -234,13 +239,15 @@ class Device:
             self._pinned.append(memory)
 
     def close(self) -> None:
-        """Give everything back; memory that unfinished copies use stays. Idempotent."""
+        """Give everything back, once no copy is in flight: their memory stays pinned and mapped until then. Idempotent."""
+        self._closed = True
+        if self._in_flight:
+            logger.warning("%s: %d copies are abandoned; their memory stays", self.driver.name, self._in_flight)
+            return
         for lane in self._lanes:
             lane.close()
         self._lanes.clear()
         self.workers.close()
-        if self.unfinished:
-            return
         try:
             while self._pinned:
                 self.driver.unpin(self._pinned.pop())
@@ -252,6 +259,11 @@ class Device:
         lane = Lane(self.driver, name)
         self._lanes.append(lane)
         return lane
+
+    def _copied(self, done: asyncio.Future[None]) -> None:
+        self._in_flight -= 1
+        if self._closed and not self._in_flight:
+            self.close()
 
     def _finished(self, done: asyncio.Future[None]) -> None:
         self.unfinished -= 1

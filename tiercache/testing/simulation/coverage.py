@@ -24,7 +24,7 @@ class Coverage:
         for writer in cache.parts.fan_out.writers:
             if (state := writer.breaker.state.value) != "closed":
                 states[f"breaker of writes of {writer.tier.name} {state}"] += 1
-        if cache.parts.closing.stuck:
+        if cache.parts.stuck:
             states["something stuck"] += 1
         if not cache.cpu.pool.free:
             states["no slot free"] += 1

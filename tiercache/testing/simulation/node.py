@@ -13,7 +13,7 @@ from tiercache.config import Config
 from tiercache.core.breaker import BreakerState
 from tiercache.core.layout import Layout
 from tiercache.errors import CacheClosed, ConfigError, DeviceError, TierCacheError, TierUnavailable
-from tiercache.opening import DEVICE_S, FILE_SYSTEMS_S
+from tiercache.lifecycle import DEVICE_S, FILE_SYSTEMS_S
 from tiercache.testing.simulation.calls import Calls
 from tiercache.testing.simulation.device_calls import DeviceCalls
 from tiercache.testing.simulation.expected import Expected

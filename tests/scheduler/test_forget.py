@@ -191,6 +191,22 @@ async def test_write_under_way_is_followed_by_the_write_of_what_is_put_after() -
         assert await is_whole(cache)
 
 
+async def test_write_that_waits_for_its_next_attempt_does_not_delay_the_removal() -> None:
+    failures = [OSError("connection refused")]
+
+    async def fail_once() -> None:
+        if failures:
+            raise failures.pop()
+
+    async with opened("a") as cache:
+        tier("a").fate = fail_once
+        assert await cache.put(K, OLD)
+        await tier("a").until_entered("write")
+        await settle()
+        await cache.forget([K], deadline_s=5.0)
+        await new_bytes_are_everywhere(cache, "a")
+
+
 async def test_queued_write_is_not_written() -> None:
     async with opened("a") as cache:
         tier("a").hold("write")

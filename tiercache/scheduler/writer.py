@@ -274,9 +274,11 @@ class TierWriter:
             if attempt:
                 counters.retried += 1
                 await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
+            if not lease.findable:  # forgotten meanwhile, and its removal waits for this
+                return True
             if not (await self._removals.ended(write.key) and await self._may_write()):
                 break
-            if not lease.findable:  # forgotten meanwhile
+            if not write.lease.findable:
                 return True
             if not write.in_tier:
                 tier.traffic.begin(write.key)

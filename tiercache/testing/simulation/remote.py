@@ -37,9 +37,12 @@ class Server:
         self.on_delete: Callable[[ChunkKey, bytes, int], None] = lambda key, value, bad_answers: None
         """Called before a value goes because somebody wants it to go."""
         self.values: dict[ChunkKey, bytes] = {}
+        self._torn: set[ChunkKey] = set()
+        """Keys of values that are cut. A put that sees a whole header there takes its chunk for stored."""
 
-    def store(self, key: ChunkKey, value: bytes) -> None:
+    def store(self, key: ChunkKey, value: bytes, *, torn: bool = False) -> None:
         """In the place of whatever is there."""
+        (self._torn.add if torn else self._torn.discard)(key)
         if key not in self.values and len(self.values) >= self.capacity:
             if not self.evicts:
                 raise TierFull("the server is full")
@@ -71,8 +74,8 @@ class Server:
         if value is None:
             return False
         self.on_delete(key, value, self.bad_answers[key])
-        if self.bad_answers[key]:
-            self.evicted_s[key] = self.weather.world.now_s  # whoever read it believes that it is bad
+        if self.bad_answers[key] or key in self._torn:
+            self.evicted_s[key] = self.weather.world.now_s  # a reader believes that it is bad
         del self.values[key]
         self.lost[key] += 1
         return True
@@ -118,7 +121,7 @@ class SimulatedRemote(RemoteTier):
         await self.server.weather.moment()
         value += payload[middle:].tobytes()
         if self.server.weather.strikes("torn"):
-            self.server.store(key, self.server.beginning(value))
+            self.server.store(key, self.server.beginning(value), torn=True)
             raise TierUnavailable("the server died in the middle of a value")
         self.server.store(key, value)
         if self.server.weather.strikes("lost-answer"):

@@ -1,5 +1,8 @@
 """What is decided by the seed, and how the referee reckons: pure functions."""
 
+import os
+import subprocess
+import sys
 from itertools import islice
 from math import inf
 
@@ -9,7 +12,7 @@ import pytest
 from tiercache.testing.campaign.payloads import CHUNK_BYTES, KEYS_A_SLOT, SLOTS, difference, key_of, payload_of
 from tiercache.testing.campaign.plan import PARTS, PLACES, rounds
 from tiercache.testing.campaign.promises import Promises
-from tiercache.testing.campaign.usage import SOAK_S, Usage, growth
+from tiercache.testing.campaign.usage import SOAK_S, Usage, growth, usage_of
 
 EVERYTHING = range(SLOTS * KEYS_A_SLOT)
 
@@ -115,3 +118,12 @@ def test_descriptors_and_threads_may_not_grow() -> None:
     assert found is not None and found.leaks == ("descriptors: 10, then 30", "threads: 20, then 60")
     kept = growth([first, last], 60.0, descriptors_kept=128)
     assert kept is not None and kept.leaks == ("threads: 20, then 60",)
+
+
+def test_a_process_that_has_ended_and_was_not_waited_for_uses_nothing() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert usage_of(process.pid, 0.0) is None
+    process.wait()
+    assert usage_of(process.pid, 0.0) is None
+    assert usage_of(os.getpid(), 0.0) is not None

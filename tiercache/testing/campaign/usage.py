@@ -40,6 +40,8 @@ def usage_of(pid: int, at_s: float) -> Usage | None:
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     except OSError:
         return None
+    if "VmRSS" not in status:
+        return None  # it is ending, or nobody has waited for it: then it has no memory any more
     return Usage(at_s, int(status["VmRSS"].split()[0]) * 1024, descriptors, int(status["Threads"]))
 
 

@@ -1,7 +1,7 @@
-"""What deserves flash: which chunks a tier is willing to write, and how many bytes a day.
+"""Decide which chunks a tier writes, and limit the bytes that it writes a day.
 
-Flash wears by writing. Most chunks of a prompt are never asked for again, and a chunk that was asked for twice probably will
-be a third time; docs/policies.md has the figures. An admission is told of every use and asked before every write.
+Flash wears by writing. Most chunks of a prompt are never requested again, and a chunk that was requested twice probably is
+a third time; docs/policies.md has the figures.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from tiercache.core.keys import ChunkKey
 
 DAY_S = 86400.0
 REMEMBERED_KEYS = 1 << 20
-"""How far back a tier looks for uses, in keys. A million of them take 130 MB, where so many are used."""
+"""Keys whose accesses a tier remembers. A million of them take 130 MB."""
 
 
 class Admission(ABC):
-    """Whether a chunk is worth writing. O(1) a call; memory is bounded by the number of keys that are remembered."""
+    """Decides whether a chunk is worth writing. Every call takes O(1); the number of remembered keys is bounded."""
 
     @abstractmethod
     def used(self, key: ChunkKey) -> None:
-        """A request needed the chunk, wherever it came from (computed, read or hot). Once a request."""
+        """Record that a request needed the chunk, wherever it came from (computed, read or hot). Called once a request."""
 
-    def continued(self, key: ChunkKey) -> None:  # noqa: B027 - most need not know
-        """The chunk is needed by a request that continues an earlier one."""
+    def continued(self, key: ChunkKey) -> None:  # noqa: B027 - not abstract: most policies ignore it
+        """Record that a request which continues an earlier one needs the chunk."""
 
     @abstractmethod
     def admits(self, key: ChunkKey) -> bool:
-        """Whether the chunk may be written now. Changes nothing."""
+        """Return True if the chunk may be written now. Changes nothing."""
 
 
 class AdmitAll(Admission):
-    """Write-through."""
+    """Admits every chunk (write-through)."""
 
     def used(self, key: ChunkKey) -> None:
         pass
@@ -43,7 +43,7 @@ class AdmitAll(Admission):
 
 
 class SecondTouch(Admission):
-    """Chunks that two requests needed, as far back as `limit` other keys ago. A key costs about 130 bytes."""
+    """Admits chunks that two requests needed, among the last `limit` keys. A key costs about 130 bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -64,10 +64,9 @@ class SecondTouch(Admission):
 
 
 class LiveSession(Admission):
-    """Chunks of sessions that have come back at least once, those of their newest turns included.
+    """Admits chunks of sessions that have come back at least once, those of their newest turns included.
 
-    Which chunks belong together is said by `continued`: whoever sees whole requests calls it with what a request needs,
-    when that request continues an earlier one.
+    `continued` reports the chunks of such sessions.
     """
 
     def __init__(self, limit: int) -> None:
@@ -92,17 +91,17 @@ ADMISSIONS = ("all", "second_touch", "live_session")
 
 
 def make_admission(name: str, limit: int) -> Admission:
-    """The admission called `name` in the configuration (`flash_admission`), remembering up to `limit` keys."""
+    """Return the admission called `name` in the configuration (`flash_admission`), which remembers up to `limit` keys."""
     if name == "all":
         return AdmitAll()
     return SecondTouch(limit) if name == "second_touch" else LiveSession(limit)
 
 
 class Governor:
-    """So many bytes a day.
+    """Limits the bytes that are written a day. A limit of 0 lets everything through.
 
-    Unspent ones are kept for up to `burst_s`, so that a busy hour may use what a quiet one left, and no span of a day ever
-    sees more than `bytes_per_day`, its burst included: in the long run 4 % less is written. 0 lets everything through.
+    Unspent bytes are kept for up to `burst_s`, so that a busy hour may use what a quiet one left. No span of a day sees more
+    than `bytes_per_day`, the burst included, so in the long run 4 % less is written.
     """
 
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:
@@ -111,7 +110,7 @@ class Governor:
         self._bucket = TokenBucket(bytes_per_s, bytes_per_s * burst_s, bytes_per_s * burst_s)
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
-        """Take `amount_bytes` at `now_s` (monotonic) if they are there; whether they were."""
+        """Take `amount_bytes` at `now_s` (monotonic) if there are so many; return False if there are not."""
         if self.bytes_per_day <= 0:
             return True
         if not self._bucket.has(amount_bytes, now_s):
@@ -120,5 +119,5 @@ class Governor:
         return True
 
     def give_back(self, amount_bytes: int) -> None:
-        """What was taken was not written after all."""
+        """Return bytes that were taken and not written."""
         self._bucket.give_back(amount_bytes)

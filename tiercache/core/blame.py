@@ -1,4 +1,4 @@
-"""Whether one file is to blame for an error, or the device it lies on."""
+"""Tell bad files from a failed device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from tiercache.core.keys import ChunkKey
 
 
 class Blame:
-    """A file that cannot be read costs itself. Several in a row, with no good one in between, cast doubt on the device.
-
-    Bad files may lie together, and a device may have failed: that is told apart by reading something else from it.
+    """Counts files that could not be read in a row. After `files_to_doubt` of them the device itself has to be tested, by
+    reading something else from it: bad files may lie together.
     """
 
     def __init__(self, files_to_doubt: int = 3) -> None:
@@ -16,11 +15,11 @@ class Blame:
         self._failed: set[ChunkKey] = set()
 
     def casts_doubt(self, key: ChunkKey) -> bool:
-        """Note that `key` could not be read; whether the device is to be asked now. If that succeeds, it was the files."""
+        """Record that `key` could not be read; return True if the device has to be tested now."""
         if len(self._failed) < self.files_to_doubt:
             self._failed.add(key)
         return len(self._failed) >= self.files_to_doubt
 
     def succeeded(self) -> None:
-        """Something could be read, or is not there: the device answers."""
+        """Record that the device answers: a file was read, or found missing."""
         self._failed.clear()

@@ -1,6 +1,6 @@
-"""A circuit breaker: a tier that fails or dawdles is left alone for a while, probed, and taken back.
+"""A circuit breaker: a tier that fails or is slow is left alone for a while, probed, and used again.
 
-After Nygard, "Release It!" (2007). Time is passed in, so it is tested without waiting.
+Source: Nygard, "Release It!" (2007). Times are seconds of one monotonic clock and are passed in.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class BreakerState(Enum):
 @dataclass(frozen=True)
 class BreakerSettings:
     failures_to_open: int = 3
-    """Consecutive failures, where an operation slower than `slow_s` is one."""
+    """Consecutive failures. An operation slower than `slow_s` counts as one."""
     slow_s: float = 10.0
     first_pause_s: float = 1.0
     longest_pause_s: float = 60.0
 
 
 class Breaker:
-    """Hears of operations, and of questions: look-ups, whose answers prove nothing about the operations that failed."""
+    """Counts the outcomes of operations, and of questions: look-ups, whose answers prove nothing about failed operations."""
 
     def __init__(self, settings: BreakerSettings | None = None) -> None:
         self.settings = settings or BreakerSettings()
@@ -36,17 +36,15 @@ class Breaker:
         self._opened_s = float("-inf")
         self._probe_at_s = 0.0
         self._probed_s = 0.0
-        """When the latest probe was let through."""
+        """The time at which the latest probe was let through."""
         self._operation_failed = False
-        """Whether an operation was among the failures, and not only questions."""
+        """True if an operation was among the failures, and not only questions."""
         self._answered = False
-        """Whether a question was answered since it opened: an operation is to find out the rest."""
+        """True if a question was answered since the breaker opened. The next probe is then an operation."""
 
     def allows(self, now_s: float, *, question: bool = False) -> bool:
-        """Whether an operation may start. In the open state, once the pause is over, one caller is let through to probe.
-
-        A question is let through beside that one where another was answered since: the probe is left to an operation.
-        """
+        """Return True if an operation may start. When the pause of an open breaker is over, one caller is let through to
+        probe. Further questions are let through once a question was answered; they do not take the probe."""
         if self.state is BreakerState.CLOSED:
             return True
         if now_s < self._probe_at_s:
@@ -60,7 +58,7 @@ class Breaker:
         return True
 
     def would_allow(self, now_s: float) -> bool:
-        """As `allows`, without taking the probe."""
+        """Return what `allows` would, without taking the probe."""
         return self.state is BreakerState.CLOSED or now_s >= self._probe_at_s
 
     def wait_s(self, now_s: float) -> float:
@@ -68,7 +66,7 @@ class Breaker:
         return 0.0 if self.state is BreakerState.CLOSED else max(0.0, self._probe_at_s - now_s)
 
     def probing(self, now_s: float) -> bool:
-        """Whether somebody is finding out at this moment: who can wait should wait for what he says."""
+        """Return True while a probe is in flight: a caller that can wait should wait for its outcome."""
         return self.state is BreakerState.HALF_OPEN and now_s < self._probe_at_s
 
     def succeeded(self, now_s: float, took_s: float = 0.0) -> None:
@@ -81,8 +79,8 @@ class Breaker:
         self._operation_failed = self._answered = False
 
     def answered(self, now_s: float) -> None:
-        """A question was. That closes a breaker which questions alone have opened; where operations had failed it lets the
-        next one probe, and the pause stays as long as it is."""
+        """Record the answer to a question. It closes a breaker that only questions have opened. If operations had failed, it
+        lets the next one probe, and leaves the length of the pause as it is."""
         if not self._operation_failed:
             self.succeeded(now_s)
         elif self.state is not BreakerState.CLOSED:
@@ -91,9 +89,9 @@ class Breaker:
             self._probe_at_s = now_s
 
     def failed(self, now_s: float, *, began_s: float | None = None, question: bool = False) -> None:
-        """`began_s`: when the operation began, where the caller knows."""
+        """Record a failure. `began_s` is the start of the operation, if the caller knows it."""
         if self.state is BreakerState.OPEN or (began_s is not None and began_s < self._opened_s):
-            return  # begun before it opened: all that hang fail together, which is one bad sign and not many
+            return  # operations that hang fail together: those that began before it opened count once
         self._operation_failed = self._operation_failed or not question
         self._failures += 1
         if self.state is BreakerState.CLOSED and self._failures < self.settings.failures_to_open:
@@ -103,18 +101,19 @@ class Breaker:
     def trip(self, now_s: float, *, began_s: float | None = None) -> None:
         """Open at once: the failure is known to last (the device is full, the directory is read-only)."""
         if began_s is not None and began_s <= self._opened_s:
-            return  # as in `failed`: one device that is full is one bad sign, and nothing begins at once after it opened
+            return  # as in `failed`; nothing begins at the moment at which it opens
         self._operation_failed = True
         self._open_again(now_s)
 
     def _open_again(self, now_s: float) -> None:
-        """The pause grows where it has passed: a probe that an answer to a question let through before says nothing new."""
+        """Double the pause if it was over. A probe that an answered question let through earlier leaves it as it is."""
         if self.state is not BreakerState.CLOSED and now_s >= self._opened_s + self._pause_s:
             self._pause_s = min(self._pause_s * 2, self.settings.longest_pause_s)
         self._open(now_s)
 
     def abandoned(self, now_s: float, began_s: float) -> None:
-        """What began then was called off before it proved anything: if it was the probe, the next one may go at once."""
+        """Record that the operation that began at `began_s` was cancelled and proved nothing. If it was the probe, the next
+        operation may probe at once."""
         if self.state is BreakerState.HALF_OPEN and began_s >= self._probed_s:
             self._probe_at_s = min(self._probe_at_s, now_s)
 

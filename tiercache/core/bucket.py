@@ -1,20 +1,21 @@
-"""A token bucket: so many bytes a second, and at once what was left over for a while."""
+"""A token bucket."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """Earns `bytes_per_s`, and keeps up to `burst_bytes` of it. Time is passed in (seconds of one monotonic clock)."""
+    """Earns `bytes_per_s` and keeps up to `burst_bytes`. Time is passed in (seconds of one monotonic clock)."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: float, left_bytes: float) -> None:
-        """`left_bytes`: with which it begins."""
+        """`left_bytes` is the initial content."""
         self._bytes_per_s = bytes_per_s
         self._burst_bytes = burst_bytes
         self._left_bytes = left_bytes
         self._at_s: float | None = None
 
     def has(self, amount_bytes: int, now_s: float) -> bool:
-        """Whether so much may be taken now. More than the burst may when the bucket is full, and is paid for afterwards."""
+        """Return True if `amount_bytes` may be taken now. More than the burst may be taken from a full bucket, whose content
+        is negative then."""
         if self._at_s is not None and now_s > self._at_s:
             earned_bytes = (now_s - self._at_s) * self._bytes_per_s
             self._left_bytes = min(self._burst_bytes, self._left_bytes + earned_bytes)
@@ -28,5 +29,5 @@ class TokenBucket:
         self._left_bytes = min(self._burst_bytes, self._left_bytes + amount_bytes)
 
     def wait_s(self, amount_bytes: int) -> float:
-        """How long, from the last `has` on, until there is so much."""
+        """Return the seconds from the last `has` until `amount_bytes` may be taken."""
         return (amount_bytes - self._left_bytes) / self._bytes_per_s

@@ -1,4 +1,4 @@
-"""Who may take a slot of the arena: budgets with floors, so that reads and writes cannot starve each other."""
+"""Slot budgets with floors, so that reads and writes cannot starve each other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import IntEnum
 
 
 class Purpose(IntEnum):
-    """Integers, since budgets are counted several times a chunk and hashing an Enum is slow."""
+    """The purpose that a slot is held for. Integers, since hashing an Enum is slow and budgets are counted per chunk."""
 
     READ = 0
-    """A demand read: somebody waits for this chunk."""
+    """A demand read: a caller waits for this chunk."""
     WRITE = 1
     """A chunk on its way into the cache."""
     PREFETCH = 2
-    """A chunk that somebody may ask for, while it is read and while it is kept for them."""
+    """A chunk that is read, or pinned, for a future reader."""
 
 
 READ, WRITE, PREFETCH = Purpose
-"""For whoever needs them several times a chunk: to look one up in its class costs as much as a call in Python 3.11."""
+"""Module-level names for hot paths: an attribute look-up on the class costs as much as a call in Python 3.11."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class SlotBudget:
     """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
 
     A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
-    prefetch leaves both. Each of several tiers has an equal part of the floor for reads to itself: what one of them fills,
-    or hangs in, leaves the others theirs.
+    prefetch leaves both. Each of several tiers has an equal part of the read floor to itself, so that a tier that hangs does
+    not take the others' parts.
     """
 
     slots: int
@@ -37,11 +37,11 @@ class SlotBudget:
     held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
     """Held slots by purpose."""
     reading: dict[str, int] = field(default_factory=dict)
-    """Of those held for reads, the ones that a tier is reading into, by tier."""
+    """Slots held for reads that a tier is reading into, by tier."""
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
-        """Floors of an eighth of the arena each, at least one slot."""
+        """Return a budget with floors of an eighth of the arena each, at least one slot."""
         floor = max(1, slots // 8)
         return cls(slots, read_floor=floor, write_floor=floor)
 
@@ -51,17 +51,18 @@ class SlotBudget:
 
     @property
     def reads_at_once(self) -> int:
-        """The most slots that the reads of one tier may fill, or hang in: all tiers together half of the slots."""
+        """The most slots that the reads of one tier may hold, abandoned ones included; half of the slots for all tiers."""
         return max(1, self.slots // (2 * max(1, len(self.reading))))
 
     def writes_at_once(self, tiers: int) -> int:
-        """The most slots that one of so many tiers may be writing from, or hang in: all together a quarter of the slots."""
+        """Return the most slots that one of so many tiers may be writing from, abandoned writes included; a quarter of the
+        slots for all tiers."""
         return max(1, self.slots // (4 * max(1, tiers)))
 
     def allows(self, purpose: Purpose, obtainable: int, tier: str | None = None) -> bool:
-        """Whether one more slot may be held; `tier` is who would read into it."""
+        """Return True if one more slot may be held; `tier` is the tier that would read into it."""
         if obtainable > self.read_floor + self.write_floor:
-            return True  # nobody leaves more than that
+            return True  # no purpose has to leave more than that
         if purpose is READ:
             kept = self._for_writes + (self._for_other_reads(tier) if len(self.reading) > 1 else 0)
         elif purpose is WRITE:
@@ -71,7 +72,7 @@ class SlotBudget:
         return obtainable > kept
 
     def writes_allowed(self, obtainable: int) -> int:
-        """How many more slots may be held for writes: what those leave to reads does not depend on how many they hold."""
+        """Return how many more slots may be held for writes."""
         return max(0, obtainable - self._for_reads)
 
     def take(self, purpose: Purpose, tier: str | None = None) -> None:
@@ -80,7 +81,7 @@ class SlotBudget:
             self.reading[tier] = self.reading.get(tier, 0) + 1
 
     def arrived(self, tier: str) -> None:
-        """What `tier` read into a slot is a chunk now, which is held for the same purpose."""
+        """Record that a read by `tier` has ended and its slot holds a chunk now, for the same purpose."""
         self.reading[tier] -= 1
 
     def give_back(self, purpose: Purpose, tier: str | None = None) -> None:
@@ -95,7 +96,7 @@ class SlotBudget:
 
     @property
     def _for_reads(self) -> int:
-        """A tier that hangs uses up its own part of the floor and no other's."""
+        """Return the slots that must be left to reads. A tier that hangs uses up only its own part of the floor."""
         counted = self.held[READ]
         part = self._part
         for filled in self.reading.values():

@@ -1,8 +1,7 @@
-"""Bit-exact compression of payloads: how a compressed one is laid out, and when one is worth it. The codecs themselves are
-called in `tiers/compression.py`.
+"""Bit-exact compression of payloads: the frame format, and the choice of a codec. `tiers/compression.py` calls the codecs.
 
-KV in bfloat16 is hardly compressible as it lies: the bytes of its mantissas are noise. Its exponents are not, so bytes (or
-bits) of like weight are put together first, as Blosc does ("shuffle").
+KV in bfloat16 is hardly compressible as it is, since the bytes of its mantissas are noise. Its exponents are not, so bytes
+(or bits) of like weight are put together first, as Blosc does ("shuffle").
 
 A compressed payload is cut into parts, so that no call works on more than a part:
 
@@ -14,7 +13,7 @@ A compressed payload is cut into parts, so that no call works on more than a par
 | 20 | 4 | number of parts |
 | 24 | 4 each | stored length of each part |
 
-and the parts behind it. The chunk's header says which codec it was, and has length and checksum of all of this.
+The parts follow. The chunk's header names the codec, and has the length and checksum of the frame and its parts.
 """
 
 from __future__ import annotations
@@ -27,32 +26,32 @@ from typing import Any
 
 PART_BYTES = 1 << 20
 _WORTH = 0.95
-"""What compression has to leave at most to be worth anything."""
+"""A compressed payload is stored if it has at most this share of the plain bytes."""
 _TRIAL_EVERY = 256
-"""Chunks. What a codec leaves and takes is looked at anew so often."""
+"""Chunks from one measurement of the codecs to the next."""
 _FASTER = 0.9
-"""Of the time without a codec: what is hardly quicker is left alone."""
+"""A codec is used if reads take less than this share of the time without one."""
 
 _FIXED = struct.Struct("<QQII")
 
 
 class FrameError(ValueError):
-    """What should be a compressed payload is none. The message says what was expected and found."""
+    """The compressed payload is not valid. The message says what was expected and found."""
 
 
 class Codec(IntEnum):
-    """What a header says of its payload. The numbers are part of the format."""
+    """The codec of a payload, as in its header. The numbers are part of the format."""
 
     PLAIN = 0
     LZ4 = 1
-    """Bit shuffle, and LZ4."""
+    """Bit shuffle, then LZ4."""
     ZSTD = 2
-    """Byte shuffle, and Zstandard."""
+    """Byte shuffle, then Zstandard."""
 
 
 COMPRESSING = (Codec.LZ4, Codec.ZSTD)
 MODES = ("none", "lz4", "zstd", "auto")
-"""What a tier may be told."""
+"""The values of a tier's `compression`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Frame:
     plain_checksum: int
     part_bytes: int
     stored: tuple[int, ...]
-    """Of each part."""
+    """Stored length of each part."""
 
     @property
     def packed_bytes(self) -> int:
@@ -71,7 +70,7 @@ class Frame:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the whole compressed payload."""
+        """Length of the whole compressed payload."""
         return self.packed_bytes + sum(self.stored)
 
     def pack(self) -> bytes:
@@ -80,10 +79,8 @@ class Frame:
 
     @classmethod
     def unpack(cls, raw: Any, stored_bytes: int, room_bytes: int) -> Frame:
-        """From the first bytes of a payload of `stored_bytes`, which becomes `room_bytes` at most. Raises FrameError.
-
-        A frame that passes can be taken apart from its end, in place: see `fits_in_place`.
-        """
+        """Read the frame of a payload of `stored_bytes` from its first bytes. Raises FrameError, also for a payload that
+        cannot be decompressed in place or has more than `room_bytes` plain bytes."""
         if stored_bytes < _FIXED.size or len(raw) < _FIXED.size:
             raise FrameError(f"compressed payload: expected at least {_FIXED.size} bytes, found {stored_bytes}")
         plain_bytes, checksum, part_bytes, count = _FIXED.unpack(raw[: _FIXED.size])
@@ -102,18 +99,18 @@ class Frame:
         return frame
 
     def plain_bytes_of(self, number: int) -> int:
-        """Of that part."""
+        """Return the plain length of a part."""
         return min(self.part_bytes, self.plain_bytes - number * self.part_bytes)
 
     @property
     def starts(self) -> list[int]:
-        """Where each part begins in the compressed payload."""
+        """Offset of each part in the compressed payload."""
         return list(accumulate(self.stored[:-1], initial=self.packed_bytes))
 
     @property
     def fits_in_place(self) -> bool:
-        """Whether no part but the first begins behind where its plain bytes do: then the last part can be replaced by its
-        plain bytes first, and so on to the front, without a second buffer."""
+        """True if no part but the first begins behind its plain place. Then the parts can be decompressed from the last to
+        the first without a second buffer."""
         return all(start <= number * self.part_bytes for number, start in enumerate(self.starts) if number)
 
 
@@ -122,17 +119,17 @@ def parts_of(plain_bytes: int) -> int:
 
 
 def packed_bytes(parts: int) -> int:
-    """Length of a frame of so many parts, without them."""
+    """Return the length of a frame of so many parts, without the parts."""
     return _FIXED.size + 4 * parts
 
 
 def worth_storing(stored_bytes: int, plain_bytes: int) -> bool:
-    """Whether so many bytes are few enough to store them in place of the plain ones."""
+    """Return True if the compressed payload is short enough to be stored in place of the plain one."""
     return stored_bytes <= _WORTH * plain_bytes
 
 
 def item_bytes(kv_dtype: str) -> int:
-    """Of one number, as a layout calls its type: bfloat16, float8_e4m3, torch.float32, ... 1 where that is not known."""
+    """Return the length of a number of a layout's type (bfloat16, float8_e4m3, torch.float32, ...); 1 for unknown types."""
     name = kv_dtype.rpartition(".")[2].lower()
     if name in ("half", "float", "double"):
         return {"half": 2, "float": 4, "double": 8}[name]
@@ -142,7 +139,7 @@ def item_bytes(kv_dtype: str) -> int:
 
 @dataclass
 class _Average:
-    """Seconds a byte, the latest counting most."""
+    """Exponentially weighted average of seconds per byte."""
 
     weight: float
     value: float | None = None
@@ -154,7 +151,7 @@ class _Average:
 
 @dataclass
 class _Candidate:
-    """What a codec did when it was tried last; times are of a plain byte."""
+    """Measurements of a codec; times are per plain byte."""
 
     ratio: float = 1.0
     compress: _Average = field(default_factory=lambda: _Average(0.5))
@@ -162,16 +159,15 @@ class _Candidate:
 
 
 class CompressionChoice:
-    """Which codec the next chunk gets, where the tier is to find that out (`auto`).
+    """Chooses the codec of the next chunk (`compression: auto`).
 
-    Somebody waits for reads: the codec is chosen with which a chunk is back soonest, transfer and decompression one after
-    the other. Nobody waits for a write, but what is written must keep up: with the codec as many chunks a second have to get
-    there as without. All times are measured: transfers as they come, codecs by a part of every 256th chunk, beside all that
-    the machine does then.
+    The codec with the shortest read is chosen, transfer and decompression one after the other, of those with which at least
+    as many chunks a second are written as without. All times are measured: transfers as they occur, codecs on a part of
+    every 256th chunk under the load of that moment.
     """
 
     def __init__(self, concurrency: int = 4) -> None:
-        """`concurrency` is the number of transfers at a time: while some compress, the others have the link."""
+        """`concurrency` is the number of transfers at a time: while some compress, the others use the link."""
         self._concurrency = concurrency
         self._sending = _Average(1 / 8)
         self._receiving = _Average(1 / 8)
@@ -179,7 +175,7 @@ class CompressionChoice:
         self._chunks_until_trial = 0
 
     def trial_due(self) -> bool:
-        """Told of each chunk: whether codecs are to be tried with it."""
+        """Return True if the codecs have to be measured with this chunk. Called for each chunk."""
         self._chunks_until_trial -= 1
         if self._chunks_until_trial >= 0:
             return False
@@ -200,7 +196,7 @@ class CompressionChoice:
 
     @property
     def codec(self) -> Codec:
-        """PLAIN as long as no transfer is known; what was never read is taken to be read as it is written."""
+        """The codec of the next chunk; PLAIN until a write was measured. Reads are taken to be as fast until one was."""
         sending_s = self._sending.value
         if sending_s is None:
             return Codec.PLAIN

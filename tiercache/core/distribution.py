@@ -1,4 +1,4 @@
-"""How often which amounts came, in buckets: bounded however many came, and added up over processes."""
+"""Histograms that can be added up over processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds for operations of tiers: from a page cache's to one that hangs."""
+"""Bucket bounds for the duration of a tier's operation."""
 
 
 @dataclass
 class Distribution:
-    """Bucket `i` has the amounts up to `bounds[i]` that are in none before it; the last one those beyond all bounds."""
+    """A histogram. Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last one all larger ones."""
 
     bounds: tuple[float, ...]
     counts: list[int]
     sums: list[float]
-    """Of the amounts in each bucket."""
+    """Sum of the amounts in each bucket."""
 
     @classmethod
     def of(cls, bounds: Sequence[float]) -> Distribution:
@@ -37,13 +37,13 @@ class Distribution:
         self.sums[bucket] += amount
 
     def include(self, other: Distribution) -> None:
-        """What `other` has, too. Both have the same bounds."""
+        """Add the counts of `other`, which has the same bounds."""
         for bucket in range(len(self.counts)):
             self.counts[bucket] += other.counts[bucket]
             self.sums[bucket] += other.sums[bucket]
 
     def since(self, before: Distribution) -> Distribution:
-        """What came after the copy `before` was made."""
+        """Return the amounts that were added after the copy `before` was made."""
         counts = [now - then for now, then in zip(self.counts, before.counts, strict=True)]
         sums = [now - then if new else 0.0 for now, then, new in zip(self.sums, before.sums, counts, strict=True)]
         return Distribution(self.bounds, counts, sums)

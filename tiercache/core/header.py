@@ -31,7 +31,7 @@ ALIGNMENT_BYTES = 4096
 MAGIC = b"TIERKV\r\n"
 VERSION = 1
 COMPRESSED_VERSION = 2
-"""Of headers that say a codec, so that who knows none does not take the payload for plain."""
+"""The version of headers with a codec, so that a reader without codecs does not take the payload for plain."""
 
 _FIELDS = struct.Struct("<8sIHH32s16sQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -42,7 +42,7 @@ _CODECS = {VERSION: [int(Codec.PLAIN)], COMPRESSED_VERSION: [int(codec) for code
 
 
 class HeaderError(ValueError):
-    """The header does not say what it must. The message names the field, what was expected and what was found."""
+    """The header is not valid. The message names the field, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Header:
     key: bytes
     fingerprint: bytes
     payload_bytes: int
-    """As it is stored, and so is the checksum."""
+    """Length and checksum are those of the payload as stored."""
     payload_checksum: int
     codec: Codec = Codec.PLAIN
 
     def pack(self) -> bytes:
-        """The 88 bytes of the header that are not padding."""
+        """Return the 88 bytes of the header that are not padding."""
         if not 0 < len(self.key) <= _KEY_FIELD_BYTES:
             raise HeaderError(f"key: expected 1..{_KEY_FIELD_BYTES} bytes, found {len(self.key)}")
         if len(self.fingerprint) != FINGERPRINT_BYTES:
@@ -74,7 +74,7 @@ class Header:
 
     @classmethod
     def unpack(cls, raw: Any) -> Header:
-        """Read a header from a buffer of at least 88 bytes; raises HeaderError."""
+        """Read a header from a buffer of at least 88 bytes. Raises HeaderError."""
         if len(raw) < PACKED_BYTES:
             raise HeaderError(f"header: expected {PACKED_BYTES} bytes, found {len(raw)}")
         fields = bytes(raw[: _FIELDS.size])
@@ -95,7 +95,8 @@ class Header:
 
     @classmethod
     def check(cls, raw: Any, key: bytes, fingerprint: bytes | None) -> Header:
-        """As `unpack`, and raises HeaderError unless it belongs to `key` in the layout with `fingerprint` (None: in any)."""
+        """Read a header as `unpack` does. Raises HeaderError unless it belongs to `key` in the layout with `fingerprint`
+        (None: in any layout)."""
         header = cls.unpack(raw)
         if header.key != key:
             raise HeaderError(f"key: expected {key.hex()}, found {header.key.hex()}")
@@ -105,7 +106,7 @@ class Header:
 
     @staticmethod
     def payload_bytes_of(raw: Any) -> int:
-        """What a packed header says of the payload's length; nothing is checked."""
+        """Return the payload length in a packed header, without any check."""
         return int.from_bytes(raw[_PAYLOAD_BYTES], "little")
 
     def check_payload(self, checksum: int) -> None:
@@ -118,15 +119,15 @@ PACKED_BYTES = _FIELDS.size + _CHECKSUM.size
 
 
 def payload_checksum(payload: Any) -> int:
-    """xxh3-64 of a contiguous buffer. Releases the GIL while it runs."""
+    """Return the xxh3-64 of a contiguous buffer. Releases the GIL."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 def aligned(length_bytes: int) -> int:
-    """The next multiple of 4096."""
+    """Round up to a multiple of 4096."""
     return -(-length_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def file_bytes(payload_bytes: int) -> int:
-    """Length of a chunk file: the header and the padded payload."""
+    """Return the length of a chunk file: the header and the padded payload."""
     return HEADER_BYTES + aligned(payload_bytes)

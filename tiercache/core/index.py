@@ -10,7 +10,7 @@ from tiercache.core.lru import LruMap
 from tiercache.core.tenants import Shares, TenantStatistics
 
 _STEP = 128
-"""Keys that are looked for together: after the first that is nowhere, so many are looked for in vain at most."""
+"""Keys that are looked up together: at most so many are looked up in vain behind the first that is nowhere."""
 
 
 def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
@@ -28,10 +28,8 @@ def prefix_in(entries: Container[ChunkKey], keys: Sequence[ChunkKey]) -> int:
 
 
 def counts_in(places: Sequence[Container[ChunkKey]], keys: Sequence[ChunkKey]) -> list[int]:
-    """How many of `keys`, from the first on without a gap, are in each of `places`; each counts where it is found first.
-
-    Key by key is slower by a third: what is looked for step by step is looked for in one loop a place.
-    """
+    """Return how many of `keys`, from the first on without a gap, are in each of `places`; each counts where it is found
+    first. Each place is searched for a step of keys in one loop, which is faster than key by key."""
     counts = [0] * len(places)
     for start in range(0, len(keys), _STEP):
         step = left = keys[start : start + _STEP]
@@ -58,7 +56,7 @@ class CappedIndex:
     """Keys and occupied bytes of the chunks in a directory, least recently used first.
 
     Methods return what the caller has to delete; they never wait and never touch the tier. With a quota, chunks of a tenant
-    that has more than it go before those of others, and what is being written for a tenant counts from `expect` on.
+    that has more than it are evicted before those of others, and bytes being written for a tenant count from `expect` on.
     """
 
     def __init__(self, quota_bytes: int = 0) -> None:
@@ -67,7 +65,7 @@ class CappedIndex:
         """The resident keys and the bytes that each occupies."""
         self._parts = self.keys.parts
         self.used_bytes = 0
-        """The sum of them."""
+        """The bytes that all resident keys occupy."""
         self._shares = Shares(quota_bytes) if quota_bytes else None
         self._of_tenant: dict[Tenant, LruMap] = {}
         """The keys of each tenant in the same order; only with a quota."""
@@ -85,7 +83,7 @@ class CappedIndex:
         return prefix_in(self.keys, keys)
 
     def add(self, key: ChunkKey, occupied_bytes: int, *, cold: bool = False) -> None:
-        """Make `key` resident, or correct its size when it is. A `cold` one, of unknown age, is the first to go."""
+        """Make `key` resident, or correct its size if it is. A `cold` key, of unknown age, is evicted first."""
         before = self.keys.put(key, occupied_bytes, cold=cold)
         self.used_bytes += occupied_bytes - (before or 0)
         if self._shares is not None:
@@ -98,12 +96,12 @@ class CappedIndex:
             self.on_change(key)
 
     def touch(self, key: ChunkKey) -> None:
-        """Note an access."""
+        """Record an access."""
         if self.keys.touch(key) and self._shares is not None:
             self._of_tenant[tenant_of(key)].touch(key)
 
     def touch_prefix(self, keys: Sequence[ChunkKey]) -> None:
-        """Note an access to the residents among `keys`, a prefix whose head is to stay longest."""
+        """Record an access to the residents among `keys`, a prefix whose head stays longest."""
         for key in reversed(keys):
             self.touch(key)
 
@@ -115,17 +113,14 @@ class CappedIndex:
         return occupied
 
     def age(self, keys: Sequence[ChunkKey]) -> None:
-        """Move resident `keys` behind all others, the last of them to go first."""
+        """Make resident `keys` the coldest of all; the last of them is evicted first."""
         for key in keys:
             if self.keys.age(key) and self._shares is not None:
                 self._of_tenant[tenant_of(key)].age(key)
 
     def evict(self, needed_bytes: int, most: int | None = None) -> list[tuple[ChunkKey, int]]:
-        """Choose victims of together at least `needed_bytes` (or all there are, or `most` in number) and forget them, first
-        those of tenants that have more than their quota.
-
-        Return their keys and the bytes that each occupies; the caller deletes them.
-        """
+        """Choose victims that occupy at least `needed_bytes` together, at most `most`, and forget them. Chunks of tenants
+        above their quota go first. Return their keys and the bytes that each occupies; the caller deletes them."""
         victims: list[tuple[ChunkKey, int]] = []
         while needed_bytes > 0 and len(victims) != most:
             tenant = None if self._shares is None else self._shares.over
@@ -160,7 +155,7 @@ class CappedIndex:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes above their quotas that tenants have, after a quota was lowered or another process has written."""
+        """Bytes that tenants have above their quotas, after a quota was lowered or another process has written."""
         return self._shares.excess_bytes if self._shares is not None else 0
 
     def expect(self, key: ChunkKey, needed_bytes: int) -> None:
@@ -173,14 +168,14 @@ class CappedIndex:
         return self._shares.lacking_bytes(tenant_of(key), needed_bytes) if self._shares is not None else 0
 
     def fits(self, key: ChunkKey, needed_bytes: int) -> bool:
-        """Return True if the tenant of `key` can have so many bytes more by giving up what it has."""
+        """Return True if the tenant of `key` can have `needed_bytes` more by giving up what it has."""
         if self._shares is None:
             return True
         tenant = tenant_of(key)
         return self._shares.lacking_bytes(tenant, needed_bytes) <= self._shares.held_bytes(tenant)
 
     def evict_own(self, key: ChunkKey, needed_bytes: int) -> list[tuple[ChunkKey, int]]:
-        """As `evict`, of what the tenant of `key` has."""
+        """Evict as `evict` does, from the chunks of the tenant of `key`."""
         victims: list[tuple[ChunkKey, int]] = []
         while self._shares is not None and needed_bytes > 0 and (own := self._of_tenant.get(tenant_of(key))):
             victim = own.coldest()

@@ -1,12 +1,12 @@
 """Chunk keys: a chained cryptographic hash over token ids.
 
-A key is BLAKE2b-192 of the key before it and the chunk's tokens, so it stands for the whole prefix. BLAKE2b rather than
-a fast hash because a key must not collide and must not be forgeable between tenants; 24 bytes because a Python `bytes`
+A key is BLAKE2b-192 of the key before it and the chunk's tokens, so it stands for the whole prefix. BLAKE2b is used rather
+than a fast hash because a key must not collide and must not be forgeable between tenants; 24 bytes because a Python `bytes`
 of 16 and one of 24 take the same memory.
 
-A tenant is whoever has a salt. Behind the 24 bytes a key of his has his tag, 8 bytes that the salt is hashed to: so every
-tier, every process and every restart knows whose chunk it is from its name. The salt is in the 24 bytes as well; the tag
-keeps nobody apart. A key without a salt has no tag.
+A tenant is defined by its salt. The 24 bytes of its keys are followed by its tag, an 8-byte hash of the salt, so that every
+tier and process knows the tenant of a chunk from the chunk's name. The tag does not isolate tenants; the salt, which is
+hashed into the 24 bytes, does. A key without a salt has no tag.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 
 ChunkKey = bytes
 Item = TypeVar("Item", bound="tuple[Any, ...]")
-"""A key, and what belongs to it."""
+"""A tuple that begins with a key."""
 Tenant = bytes
-"""Its tag; empty for all that has no salt."""
+"""The tag of a tenant; empty for keys without a salt."""
 KEY_BYTES = 24
-"""Without a tag."""
+"""Length of a key without a tag."""
 TAG_BYTES = 8
 TAGGED_KEY_BYTES = KEY_BYTES + TAG_BYTES
 HEX_KEY = rf"(?:[0-9a-f]{{{2 * KEY_BYTES}}}|[0-9a-f]{{{2 * TAGGED_KEY_BYTES}}})"
-"""A regular expression for a key as files and messages have it."""
+"""A regular expression for a key in file names and messages."""
 SHORTEST_HASH_BYTES = 16
 
 _TOKEN_BYTES = 4
@@ -46,10 +46,10 @@ def chunk_keys(
     partial: bool = False,
     tenant: Tenant = b"",
 ) -> list[ChunkKey]:
-    """Keys of the consecutive chunks of `tokens` (ids in 0 .. 2**32 - 1), in order.
+    """Return the keys of the consecutive chunks of `tokens` (ids in 0 .. 2**32 - 1), in order.
 
     `namespace` comes from `Layout.namespace`, or is the key of the chunk before, without its tag. A tail shorter than
-    `chunk_tokens` gets a key only when `partial`. `tenant` is the tag of whoever's salt is in the namespace. Raises
+    `chunk_tokens` gets a key only when `partial`. `tenant` is the tag of the tenant whose salt is in the namespace. Raises
     OverflowError or ValueError for an id that does not fit.
     """
     raw = _token_bytes(tokens)
@@ -67,9 +67,9 @@ def chunk_keys(
 
 
 def tenant_tag(*salts: str) -> Tenant:
-    """The tag of a tenant who has these salts, of which empty ones do not count; empty where there is none.
+    """Return the tag of the tenant with these salts, without the empty ones; empty if there are no others.
 
-    Who can guess a salt can make its tag: a salt is to be as hard to guess as a password.
+    A salt that can be guessed gives its tag away: it must be as hard to guess as a password.
     """
     found = [salt_bytes(salt) for salt in salts if salt]
     if not found:
@@ -81,39 +81,39 @@ def tenant_tag(*salts: str) -> Tenant:
 
 
 def salt_bytes(salt: str) -> bytes:
-    """Of any text, lone surrogates included. Raises TypeError for what is none."""
+    """Encode a salt, lone surrogates included. Raises TypeError unless it is a str."""
     if not isinstance(salt, str):
         raise TypeError(f"salt: expected a text, found {type(salt).__name__}")
     return salt.encode("utf-8", "surrogatepass")
 
 
 def tenant_of(key: ChunkKey) -> Tenant:
-    """Whose chunk it is."""
+    """Return the tag of the tenant that the chunk belongs to."""
     return key[KEY_BYTES:]
 
 
 def check_keys(keys: Iterable[ChunkKey]) -> None:
-    """Raises TypeError or ValueError, with what was expected and found, unless all are keys. About 40 ns each."""
+    """Raise TypeError or ValueError, with what was expected and found, unless all are keys."""
     for key in keys:
         if type(key) is not bytes or (len(key) != KEY_BYTES and len(key) != TAGGED_KEY_BYTES):
             raise _no_key(key)
 
 
 def check_one_each(keys: Sequence[ChunkKey], things: Sequence[object], name: str) -> None:
-    """As `check_keys`; ValueError also where there are not as many `things`, one of which is called `name`."""
+    """Check keys as `check_keys` does. Raise ValueError unless there are as many `things`, one of which is called `name`."""
     check_keys(keys)
     if len(keys) != len(things):
         raise ValueError(f"expected one {name} a key: {len(keys)} keys, {len(things)} {name}s")
 
 
 def check_key(key: ChunkKey) -> None:
-    """As `check_keys`, for one."""
+    """Check one key as `check_keys` does."""
     if type(key) is not bytes or (len(key) != KEY_BYTES and len(key) != TAGGED_KEY_BYTES):
         raise _no_key(key)
 
 
 def each_once(items: Sequence[Item]) -> Sequence[Item]:
-    """`items`, which begin with a key each, without those whose key has come before."""
+    """Return `items`, which begin with a key each, without those whose key came before."""
     if len(items) == 1:
         return items
     first: dict[ChunkKey, Item] = {}
@@ -130,10 +130,10 @@ def _no_key(found: object) -> Exception:
 
 
 def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes], tenant: Tenant = b"") -> list[ChunkKey]:
-    """One key for each hash that an engine already has. The hashes must be chained and cryptographic themselves, and where
-    there is a `tenant` (from `tenant_tag`) his salt must be in them, or in the namespace.
+    """Return one key for each hash that an engine already has.
 
-    Raises TypeError or ValueError for what cannot be one: anything but bytes, or fewer than 16 of them.
+    The hashes must be chained and cryptographic themselves. With a `tenant` (from `tenant_tag`) its salt must be in them, or
+    in the namespace. Raises TypeError unless all are bytes, and ValueError for a hash of fewer than 16 bytes.
     """
     for position, value in enumerate(hashes):
         if not isinstance(value, bytes):
@@ -149,7 +149,7 @@ def keys_from_hashes(namespace: bytes, hashes: Sequence[bytes], tenant: Tenant =
 
 
 def _token_bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
-    """The ids as little-endian 32-bit integers, as bytes."""
+    """Return the ids as little-endian 32-bit integers."""
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens: expected a vector of integers, found {tokens.dtype} of shape {tokens.shape}")
@@ -159,7 +159,7 @@ def _token_bytes(tokens: Sequence[int] | np.ndarray) -> memoryview:
     if hasattr(tokens, "numpy"):
         return _token_bytes(tokens.numpy())
     if isinstance(tokens, bytes | bytearray | memoryview):
-        tokens = list(tokens)  # an array would take four of them for one id
+        tokens = list(tokens)  # an array would take four bytes for one id
     packed = array(_TOKEN_TYPECODE, tokens)
     if sys.byteorder == "big":
         packed.byteswap()

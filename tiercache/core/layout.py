@@ -1,4 +1,4 @@
-"""What the bytes of a chunk mean, and the fingerprint that keeps unlike bytes apart."""
+"""The meaning of a chunk's bytes, and the fingerprint that keeps unlike bytes apart."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Layout:
     """The meaning of a chunk's bytes. Whatever changes the bytes is a field, and `fingerprint` covers every field.
 
     `bytes_per_token` is the KV of one token over all layers that this rank holds. `byte_format` names the order of
-    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` says who wrote them, and how.
-    `extra` carries what a particular engine adds (LoRA base, quantisation of the weights, ...).
+    the bytes inside a chunk (for vLLM: shape, strides and attention back end); `engine` names the engine that wrote them.
+    `extra` carries fields of a particular engine (LoRA base, quantisation of the weights, ...).
 
-    `replicas` consecutive ranks hold the same bytes (MLA's latents; KV heads that are fewer than the ranks). The
-    fingerprint has the `shard`, which they share, and not the rank: each finds what any of them stored.
+    `replicas` consecutive ranks hold the same bytes (MLA's latents; fewer KV heads than ranks). The fingerprint has the
+    `shard`, which they share, and not the rank: each rank finds what any of them stored.
 
     With `parts` a chunk is a part of the KV whose number is in its name, and every rank has parts of its own: all ranks have
     one fingerprint, whatever their number.
@@ -65,38 +65,38 @@ class Layout:
 
     @property
     def item_bytes(self) -> int:
-        """Length of one number of the KV."""
+        """Length of one number of the KV, in bytes."""
         return item_bytes(self.kv_dtype)
 
     @property
     def shard(self) -> int:
-        """Which part of the KV this rank holds, as far as its fingerprint says that."""
+        """Number of the part of the KV that this rank holds, as far as the fingerprint distinguishes parts."""
         return 0 if self.parts else self.rank // self.replicas
 
     @property
     def shards(self) -> int:
-        """How many different parts the fingerprints of the ranks tell apart."""
+        """Number of parts that the fingerprints of the ranks distinguish."""
         return 1 if self.parts else self.world_size // self.replicas
 
     def keeps(self, key: bytes) -> bool:
-        """Whether it is for this rank, among those that hold the same bytes, to write the chunk `key` to tiers that they
-        share. Each of them has an equal part of all keys."""
+        """Return True if this rank, of those that hold the same bytes, writes the chunk `key` to tiers that they share. Each
+        of them has an equal part of all keys."""
         return int.from_bytes(key[KEY_BYTES - 4 : KEY_BYTES]) % self.replicas == self.rank % self.replicas
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that differ whenever any field differs, but for ranks that hold the same bytes; the same in every
-        process and on every machine."""
+        """16 bytes that differ whenever any field differs, except between ranks that hold the same bytes. They are the same
+        in every process and on every machine."""
         fields = asdict(self) | {"rank": self.shard, "world_size": self.shards}
         del fields["replicas"]
         if not self.parts:
-            del fields["parts"]  # as it was before there were any
+            del fields["parts"]  # fingerprints of chunks in one piece do not depend on it
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.blake2b(canonical, digest_size=FINGERPRINT_BYTES, person=b"tiercache-layout").digest()
 
     def namespace(self, salt: str = "", request_salt: str = "") -> bytes:
-        """The seed of the key chain: layouts and tenants never share a key. `salt` is the whole cache's, a `request_salt` is
-        one request's. 24 bytes."""
+        """Return the 24-byte seed of the key chain: layouts and tenants never share a key. `salt` is the whole cache's,
+        `request_salt` that of one request."""
         seed = hashlib.blake2b(self.fingerprint, digest_size=KEY_BYTES, person=b"tiercache-space1")
         seed.update(salt_bytes(salt))
         if not request_salt:
@@ -106,5 +106,5 @@ class Layout:
         ).digest()
 
     def named_by(self, salt: str, request_salt: str = "") -> tuple[bytes, Tenant]:
-        """The namespace of a tenant and his tag: what `chunk_keys` makes his keys with."""
+        """Return the namespace of a tenant and its tag, the arguments of `chunk_keys`."""
         return self.namespace(salt, request_salt), tenant_tag(salt, request_salt)

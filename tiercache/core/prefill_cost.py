@@ -1,23 +1,23 @@
-"""What it takes an engine to compute one more token of a prompt, from how long its steps take."""
+"""Estimate the time that an engine takes to compute one more prompt token, from the duration of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 _STEPS = 8
-"""In a sample. An engine that schedules ahead of what it computes is a step or two late in each; over some they add up."""
+"""Steps of one sample. Several, since an engine that schedules ahead reports the end of a step one or two steps late."""
 _KEPT = 0.95
-"""Of what is known, with each new sample: the last twenty count for two thirds."""
+"""Weight of older samples relative to the next: the last twenty count for two thirds."""
 _LEAST_TOKENS = 64
-"""How much the tokens of a step must differ from sample to sample, to tell what tokens cost from what steps cost."""
+"""Variation in the tokens of a step from which on the cost of tokens is told from the cost of steps."""
 _LEAST_PART = 0.25
-"""Of what a token takes on average, steps included."""
+"""Lower bound of the result, as a share of the average time of a token with the steps included."""
 _NEWS = 0.1
-"""What has changed by less than this part is no news."""
+"""Relative change from which on `news` returns the estimate again."""
 
 
 class PrefillCost:
-    """A step takes `base + tokens * token_s`: both by least squares over samples of some steps each, of which older ones
+    """Fits `base + tokens * token_s` to the duration of steps, by least squares over samples of several steps; older samples
     count less. Only times in which the engine was busy throughout count: from a step to the next that goes on with one of
     its requests."""
 
@@ -33,7 +33,7 @@ class PrefillCost:
         self._told_s: float | None = None
 
     def news(self) -> float | None:
-        """`token_s`, once it is known and whenever it has changed."""
+        """Return `token_s` when it is first known and whenever it has changed, else None."""
         now_s, told_s = self.token_s, self._told_s
         if now_s is None or (told_s is not None and abs(now_s - told_s) <= _NEWS * told_s):
             return None
@@ -41,7 +41,7 @@ class PrefillCost:
         return now_s
 
     def began(self, requests: Collection[str], tokens: int, now_s: float) -> None:
-        """A step began at `now_s` that computes so many tokens of these requests."""
+        """Record that a step began at `now_s` that computes `tokens` tokens of these requests."""
         if any(request in self._requests for request in requests):
             sample = self._sample
             sample[0] += 1
@@ -60,7 +60,7 @@ class PrefillCost:
         self._tokens_tokens = _KEPT * self._tokens_tokens + tokens * tokens
         self._steps_seconds = _KEPT * self._steps_seconds + steps * seconds
         self._tokens_seconds = _KEPT * self._tokens_seconds + tokens * seconds
-        # How much tokens vary where steps do not; the determinant, over the steps.
+        # The variation of tokens that is not due to steps: the determinant over the steps.
         spread = self._tokens_tokens - self._steps_tokens**2 / self._steps_steps
         if spread < (_STEPS * _LEAST_TOKENS) ** 2:
             return

@@ -1,8 +1,9 @@
-"""What an instance knows of a directory that others change too: its chunks by subdirectory, and which to list again."""
+"""Follow a directory that other processes change too: the chunks of each subdirectory, and which ones to list again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
@@ -15,7 +16,7 @@ class SharedIndex(CappedIndex):
     """A CappedIndex that can be compared with a listing of one of the directories."""
 
     def group(self, directory: int) -> frozenset[ChunkKey]:
-        """Return the chunks known in a directory, as they are now."""
+        """Return the chunks known in a directory, as a copy."""
         return frozenset(self.keys.part(directory))
 
     def unknown(self, listed: set[ChunkKey]) -> list[ChunkKey]:
@@ -25,7 +26,7 @@ class SharedIndex(CappedIndex):
     def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
         """Forget the chunks that were known `before` a listing began and are not in it; return them.
 
-        What was added while the listing ran may have come too late for it, and stays.
+        Chunks that were added while the listing ran may have come too late for it, and stay.
         """
         gone = sorted(key for key in before - listed if key in self)
         for key in gone:
@@ -34,10 +35,10 @@ class SharedIndex(CappedIndex):
 
 
 class Freshness:
-    """Which directories changed since they were listed, from their modification times.
+    """Finds the directories that changed since they were listed, by their modification times.
 
-    A file system's clock ticks in steps: a directory can change again without its time changing. So a new time is
-    believed only once it has stood for `settle_s` when the listing begins; until then the directory is listed again.
+    A file system's clock ticks in steps: a directory can change again without its time changing. So a directory is listed
+    again until a listing begins at least `settle_s` after its time was first seen.
     """
 
     def __init__(self, settle_s: float) -> None:
@@ -47,7 +48,7 @@ class Freshness:
         self._settled = [False] * DIRECTORIES
 
     def stale(self, times_ns: Sequence[int], now_s: float) -> list[int]:
-        """The directories to list now. `times_ns` has one modification time each, 0 where there is no such directory."""
+        """Return the directories to list now. `times_ns` has one modification time each, 0 where there is no directory."""
         found = []
         for directory, time_ns in enumerate(times_ns):
             if time_ns != self._times_ns[directory]:
@@ -59,10 +60,16 @@ class Freshness:
         return found
 
     def listed(self, directory: int, began_s: float) -> None:
-        """A listing of `directory` that began at `began_s`, after its time was taken, is in the index."""
+        """Record that the index has a listing of `directory` that began at `began_s`, after its time was taken."""
         self._settled[directory] = began_s >= self._seen_s[directory] + self.settle_s
 
 
 def eviction_goal_bytes(counted_bytes: int, cap_bytes: int, low: float, wanted: Sequence[int]) -> int:
-    """How much has to go so that `counted_bytes` comes down to `low` (a part of the cap), and to each that is `wanted`."""
+    """Return the bytes to evict so that `counted_bytes` falls to `low` (a share of the cap) and to each level `wanted`."""
     return max(0, counted_bytes - min([int(cap_bytes * low), *wanted]))
+
+
+def pause_s(calls_s: Sequence[float]) -> float:
+    """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time. The median
+    counts, so that a mount that hung once is not left alone for ten times as long."""
+    return 10 * median_low(calls_s) * len(calls_s) if calls_s else 0.0

@@ -1,7 +1,7 @@
-"""What tenants hold of a tier, and how much each may hold. Pure.
+"""The bytes that tenants hold in a tier, and their quota.
 
-A tenant is known by the tag in his keys (`core/keys.py`); all that has no tag is one tenant as well. A quota is the most
-bytes that any tenant may hold, the same for all: who is at his makes room for himself.
+A tenant is known by the tag in its keys (`core/keys.py`); all keys without a tag are one tenant as well. The quota is the
+most bytes that a tenant may hold, the same for all. A tenant at its quota makes room from its own chunks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from heapq import nlargest
 from tiercache.core.keys import Tenant
 
 DEFAULT = "default"
-"""What the tenant without a salt is called."""
+"""The name of the tenant without a salt in statistics."""
 OTHERS = "others"
 MOST_SHOWN = 64
-"""Tenants that statistics name, those that hold most; the rest is one, `OTHERS`."""
+"""Tenants that statistics name, those that hold most; the rest is summed up as `OTHERS`."""
 
 
 @dataclass(slots=True)
 class Holding:
-    """Of one tenant."""
+    """The bytes and chunks of one tenant."""
 
     held_bytes: int = 0
     coming_bytes: int = 0
-    """What is being written for him, and will be held."""
+    """Bytes that are being written for the tenant."""
     chunks: int = 0
     evicted: int = 0
 
 
 @dataclass(slots=True)
 class TenantStatistics:
-    """What a tenant holds of a tier, and how many chunks of his were evicted since he has held any."""
+    """The bytes and chunks that a tenant holds in a tier, and its evictions since it has held any."""
 
     held_bytes: int = 0
     chunks: int = 0
@@ -45,16 +45,16 @@ class TenantStatistics:
 
 
 class Shares:
-    """The accounts of a tier. A tenant that holds nothing, and for whom nothing comes, is forgotten."""
+    """The holdings of all tenants in a tier. A tenant that holds nothing, and for which nothing comes, is forgotten."""
 
     def __init__(self, most_bytes: int) -> None:
-        """`most_bytes`: the quota."""
+        """`most_bytes` is the quota of each tenant."""
         self.most_bytes = most_bytes
         self.holdings: dict[Tenant, Holding] = {}
         self._over: dict[Tenant, None] = {}
 
     def hold(self, tenant: Tenant, more_bytes: int, more_chunks: int = 0) -> None:
-        """He holds so much more, or less."""
+        """Change what the tenant holds; negative numbers take away."""
         holding = self.holdings.get(tenant)
         if holding is None:
             holding = self.holdings[tenant] = Holding()
@@ -67,7 +67,7 @@ class Shares:
         self._forget_if_empty(tenant, holding)
 
     def expect(self, tenant: Tenant, more_bytes: int) -> None:
-        """So much more is coming for him, or less."""
+        """Change the bytes that are coming for the tenant; a negative number takes away."""
         holding = self.holdings.get(tenant)
         if holding is None:
             holding = self.holdings[tenant] = Holding()
@@ -75,7 +75,7 @@ class Shares:
         self._forget_if_empty(tenant, holding)
 
     def lacking_bytes(self, tenant: Tenant, more_bytes: int = 0) -> int:
-        """What he has to give up for `more_bytes` besides what is coming; 0 where it fits into his quota."""
+        """Return the bytes that the tenant has to give up for `more_bytes` besides what is coming; 0 if they fit."""
         holding = self.holdings.get(tenant)
         if holding is None:
             return max(0, more_bytes - self.most_bytes)
@@ -86,21 +86,21 @@ class Shares:
         return 0 if holding is None else holding.held_bytes
 
     def note_evicted(self, tenant: Tenant) -> None:
-        """A chunk of his goes; called before `hold` says so."""
+        """Count an eviction; called before `hold` takes the chunk away."""
         self.holdings[tenant].evicted += 1
 
     @property
     def over(self) -> Tenant | None:
-        """One who holds more than his quota: it was lowered, or others have written for him."""
+        """A tenant above its quota, after the quota was lowered or another process wrote for it; None if there is none."""
         return next(iter(self._over), None)
 
     @property
     def excess_bytes(self) -> int:
-        """What all of those hold too much."""
+        """Bytes above the quota, of all tenants together."""
         return sum(self.holdings[tenant].held_bytes - self.most_bytes for tenant in self._over)
 
     def statistics(self) -> dict[Tenant, TenantStatistics]:
-        """Of every tenant; `shown` is what people get."""
+        """Return the statistics of every tenant. `shown` makes them readable."""
         return {
             tenant: TenantStatistics(holding.held_bytes, holding.chunks, holding.evicted)
             for tenant, holding in self.holdings.items()
@@ -112,7 +112,7 @@ class Shares:
 
 
 def added_up(parts: Iterable[Mapping[Tenant, TenantStatistics]]) -> dict[Tenant, TenantStatistics]:
-    """Of several directories."""
+    """Sum up the statistics of several directories."""
     found: dict[Tenant, TenantStatistics] = {}
     for part in parts:
         for tenant, statistics in part.items():
@@ -121,7 +121,7 @@ def added_up(parts: Iterable[Mapping[Tenant, TenantStatistics]]) -> dict[Tenant,
 
 
 def shown(found: dict[Tenant, TenantStatistics]) -> dict[str, TenantStatistics]:
-    """By their tags in hex: at most `MOST_SHOWN` tenants, those that hold most first, and the rest as `OTHERS`."""
+    """Return statistics by tag in hex: at most `MOST_SHOWN` tenants, those that hold most first, the rest as `OTHERS`."""
     named = nlargest(MOST_SHOWN, found, key=lambda tenant: (found[tenant].held_bytes, tenant))
     statistics = {tenant.hex() or DEFAULT: found[tenant] for tenant in named}
     if rest := found.keys() - set(named):

@@ -80,7 +80,7 @@ class Tombstones:
             del forgotten[key]
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Invalidate what the operations in flight bring of `keys`."""
+        """Invalidate what the operations in flight would publish of `keys`."""
         if not self._in_flight:
             return
         self.epoch += 1

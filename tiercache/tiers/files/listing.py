@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.core.pauses import pause_s
-from tiercache.core.sharing import Freshness, SharedIndex
+from tiercache.core.sharing import Freshness, SharedIndex, pause_s
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory

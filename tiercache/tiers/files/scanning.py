@@ -15,8 +15,8 @@ import xxhash
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.lru import PARTS
-from tiercache.core.pauses import pause_s
 from tiercache.core.reckoning import is_doubtful
+from tiercache.core.sharing import pause_s
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.survey import Scanned

@@ -1,4 +1,4 @@
-"""From a configuration to the parts that it describes."""
+"""Make the parts that a configuration describes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tiercache.config import Config
 from tiercache.config.machine import available_memory_bytes
@@ -42,8 +43,6 @@ from tiercache.tiers.weka import WekaSettings, WekaTier
 
 logger = logging.getLogger("tiercache")
 
-Builder = Callable[[Config, Layout, Device | None, PlannedTier], Tier]
-
 MIB = 1 << 20
 WEKAFS = "wekafs"
 _WEKA_THREADS = 16
@@ -51,7 +50,7 @@ _HF3FS_THREADS = 8
 
 
 def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
-    """Ranks have one configuration, and each an arena of its own."""
+    """Ranks share a configuration, and each has an arena of its own."""
     shm_name = config.shm_name
     if shm_name and layout.world_size > 1:
         shm_name = f"{shm_name}.{layout.rank}"
@@ -64,10 +63,10 @@ def arena_settings(config: Config, layout: Layout) -> ArenaSettings:
 
 
 def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: int | None = None) -> Device | None:
-    """The accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
+    """Return the accelerator and its pool: `driver`, else the GPU `in_use`, else the first one if a tier needs one. Blocks.
 
-    Without a tier that needs it, a device that cannot be used is no error, unless it was handed in or asked for by
-    `device`: its tensors are copied the slow way then.
+    Raises ConfigError for a device that cannot be used, if it was handed in, asked for by `device`, or a tier needs it.
+    Otherwise there is none then, and the tensors of the GPU are copied the slow way.
     """
     if config.device == "none":
         return None
@@ -95,16 +94,16 @@ def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: i
 
 
 def make_cpu_driver() -> CpuDriver:
-    """Host memory in the place of a device's: all that the machine can spare."""
+    """Return a driver that has host memory in the place of a device's: as much as the machine can spare."""
     return CpuDriver(available_memory_bytes() or 1 << 30)
 
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
-    """The hot cache. Raises ConfigError for a quota that holds no chunk."""
+    """Return the hot cache. Raises ConfigError for a quota that holds no chunk."""
     if config.cache_policy.upper() in MEAN_LRU:
         logger.warning("cache_policy: %s is not built any more and means LRU", config.cache_policy)
     quota_bytes = in_bytes(config.tenant_max_local_cpu_size) if config.local_cpu else 0
-    _check_quota("tenant_max_local_cpu_size", quota_bytes, pool.slot_bytes)
+    _check_holds_a_chunk("tenant_max_local_cpu_size", quota_bytes or None, pool.slot_bytes, 1, _QUOTA_ADVICE)
     return CpuTier(
         pool,
         copiers,
@@ -115,69 +114,68 @@ def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
     )
 
 
-def _check_quota(key: str, quota_bytes: int, needed_bytes: int, directories: int = 1) -> None:
-    if quota_bytes > 0 and quota_bytes // directories < needed_bytes:
-        raise ConfigError(
-            f"{key}: {_holds_no_chunk(quota_bytes, needed_bytes, directories)}; raise it, lower chunk_size, or set it to "
-            "0: no quota"
-        )
+_CAP_ADVICE = "raise it, or lower chunk_size"
+_QUOTA_ADVICE = "raise it, lower chunk_size, or set it to 0: no quota"
 
 
-def _holds_no_chunk(size_bytes: int, needed_bytes: int, directories: int) -> str:
+def _check_holds_a_chunk(key: str, size_bytes: int | None, needed_bytes: int, directories: int, advice: str) -> None:
+    """Raise ConfigError if a limit, shared equally by so many directories, is smaller than a chunk. None is no limit."""
+    if size_bytes is None or size_bytes // directories >= needed_bytes:
+        return
     each = f" in any of {directories} directories, which have equal shares" if directories > 1 else ""
-    return f"{size_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB{each}"
+    raise ConfigError(
+        f"{key}: {size_bytes / 2**30:g} GB hold no chunk of {needed_bytes / 2**20:.2f} MiB{each}; {advice}"
+    )
 
 
 def make_tiers(config: Config, layout: Layout, device: Device | None = None) -> list[Tier]:
-    """The tiers of the plan below the hot cache, in its order. Raises ConfigError for a cap that holds no chunk, a library
-    that is missing, settings that do not do."""
+    """Return the tiers of the plan below the hot cache, in its order. Asks file systems what they are, so it may block.
+
+    Raises ConfigError for a cap or quota that holds no chunk, a missing library, and settings that cannot be used.
+    """
     _, *below = plan_of(config)
     needed_bytes, tiers = file_bytes(layout.chunk_bytes), []
     for planned in below:
         if planned.state == ON:
             tier = make_tier(config, layout, device, planned)
             directories = max(1, len(_directories_of(tier)))
-            _check_cap(planned, needed_bytes, directories)
-            _check_quota(_quota_key(planned), planned.tenant_bytes, needed_bytes, directories)
+            for prefix, limit_bytes, advice in (
+                ("", planned.cap_bytes, _CAP_ADVICE),
+                ("tenant_", planned.tenant_bytes or None, _QUOTA_ADVICE),
+            ):
+                _check_holds_a_chunk(_limit_key(planned, prefix), limit_bytes, needed_bytes, directories, advice)
             tiers.append(tier)
     _check_no_directory_is_used_twice(tiers)
     return tiers
 
 
-_CAPS = {
+_LIMIT_KEYS = {
     "shared_memory": "max_shared_memory_size",
     "disk": "max_local_disk_size",
     "gds": "max_gds_size",
     "weka": "max_gds_size",
     "hf3fs": "max_hf3fs_size",
 }
-"""The keys of caps, by kind; fs has one for each instance. Those of quotas are the same with tenant_ before them."""
+"""The keys of caps, by kind; an fs instance has its own. A quota has the same key with `tenant_` before it."""
 
 
-def _quota_key(planned: PlannedTier) -> str:
-    if planned.kind in _CAPS:
-        return f"tenant_{_CAPS[planned.kind]}"
-    return f"{PLUGIN_PREFIX}{planned.name}.tenant_max_size"
-
-
-def _check_cap(planned: PlannedTier, needed_bytes: int, directories: int) -> None:
-    if planned.cap_bytes is not None and planned.cap_bytes // directories < needed_bytes:
-        key = _CAPS.get(planned.kind, f"{PLUGIN_PREFIX}{planned.name}.max_size")
-        raise ConfigError(
-            f"{key}: {_holds_no_chunk(planned.cap_bytes, needed_bytes, directories)}; raise it, or lower chunk_size"
-        )
+def _limit_key(planned: PlannedTier, prefix: str) -> str:
+    if planned.kind in _LIMIT_KEYS:
+        return prefix + _LIMIT_KEYS[planned.kind]
+    return f"{PLUGIN_PREFIX}{planned.name}.{prefix}max_size"
 
 
 def _directories_of(tier: Tier) -> tuple[Path, ...]:
-    """Those that this rank uses."""
+    """Return the directories that this rank uses."""
     return tier.settings.directories if isinstance(tier, FileTier) else ()
 
 
 def make_tier(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """By the registry. A class that an instance names wins over all types."""
+    """Return the tier of one entry of the plan. A class that an instance names (`module_path`) wins over its type."""
     remote = planned.remote
     own_class = remote is not None and remote.options.get("module_path")
-    tier = (_from_options if own_class else BUILDERS.get(planned.kind, _from_options))(config, layout, device, planned)
+    build = _from_options if own_class else _BUILDERS.get(planned.kind, _from_options)
+    tier = build(config, layout, device, planned)
     if remote is not None:
         tier.reads, tier.writes = remote.reads, remote.writes
         tier.patience_s = remote.options.get("timeout_s", tier.patience_s)
@@ -185,27 +183,40 @@ def make_tier(config: Config, layout: Layout, device: Device | None, planned: Pl
 
 
 def _check_no_directory_is_used_twice(tiers: Sequence[Tier]) -> None:
-    """Raises ConfigError for an fs tier on a directory that another tier has too: each chunk would be looked for, and its
-    writing paid for, twice. By names alone: the mount may hang."""
-    users: dict[str, Tier] = {}
+    """Raise ConfigError for an fs tier on a directory that another tier has too: each chunk would be read and written
+    twice. Only names are compared, since the mount may hang."""
+    owners: dict[str, Tier] = {}
     for tier in tiers:
         for directory in dict.fromkeys(map(os.path.normpath, _directories_of(tier))):
-            other = users.setdefault(directory, tier)
+            other = owners.setdefault(directory, tier)
             if other is not tier and (isinstance(tier, FsTier) or isinstance(other, FsTier)):
                 raise ConfigError(
                     f"{tier.name}: {directory} belongs to the tier {other.name} already; give one its own"
                 )
 
 
+def _file_options(config: Config, planned: PlannedTier) -> dict[str, Any]:
+    """Return the settings that all tiers of chunk files have."""
+    return {
+        "directories": tuple(map(Path, planned.directories)),
+        "cap_bytes": planned.cap_bytes or 0,
+        "threads": config.disk_io_threads,
+        "file_access": config.file_access,
+        "tenant_bytes": planned.tenant_bytes,
+    }
+
+
+def _flash_options(config: Config) -> dict[str, Any]:
+    """Return what is set for all flash of this machine."""
+    return {
+        "durable": config.disk_durability == "fdatasync",
+        "admission": config.flash_admission,
+        "bytes_per_day": config.flash_bytes_per_day,
+    }
+
+
 def _shared_memory(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    settings = SharedMemorySettings(
-        directories=tuple(map(Path, planned.directories)),
-        cap_bytes=planned.cap_bytes or 0,
-        threads=config.disk_io_threads,
-        file_access=config.file_access,
-        tenant_bytes=planned.tenant_bytes,
-    )
-    return SharedMemoryTier(settings, layout.fingerprint)
+    return SharedMemoryTier(SharedMemorySettings(**_file_options(config, planned)), layout.fingerprint)
 
 
 def _disk(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
@@ -213,17 +224,11 @@ def _disk(config: Config, layout: Layout, device: Device | None, planned: Planne
     if config.local_disk_path_sharding == "by_gpu":
         planned = _of_rank(layout, planned)
     settings = FileSettings(
-        directories=tuple(map(Path, planned.directories)),
-        cap_bytes=planned.cap_bytes or 0,
-        threads=config.disk_io_threads,
+        **_file_options(config, planned),
+        **_flash_options(config),
         direct=config.use_odirect,
-        durable=config.disk_durability == "fdatasync",
-        admission=config.flash_admission,
-        bytes_per_day=config.flash_bytes_per_day,
-        file_access=config.file_access,
         compression=config.disk_compression,
         item_bytes=layout.item_bytes,
-        tenant_bytes=planned.tenant_bytes,
     )
     return DiskTier(settings, layout.fingerprint)
 
@@ -240,45 +245,36 @@ def _gds(config: Config, layout: Layout, device: Device | None, planned: Planned
         logger.info("gds_path: %s is a Weka mount: it gets the Weka tier", directory)
         return _weka(config, layout, device, planned)
     settings = GdsSettings(
-        directories=(directory,),
-        cap_bytes=planned.cap_bytes or 0,
-        threads=config.disk_io_threads,
+        **_file_options(config, planned),
+        **_flash_options(config),
         direct=True if config.use_direct_io else None,
-        durable=config.disk_durability == "fdatasync",
-        admission=config.flash_admission,
-        bytes_per_day=config.flash_bytes_per_day,
-        file_access=config.file_access,
         way="auto" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
-        tenant_bytes=planned.tenant_bytes,
     )
     return GdsTier(settings, layout.fingerprint, device)
 
 
 def _weka(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
     """GPUDirect Storage is demanded unless the configuration says otherwise."""
-    directories = tuple(map(Path, planned.directories))
-    for directory in directories:
+    options = _file_options(config, planned)
+    for directory in options["directories"]:
         if (kind := file_system_of(directory)) != WEKAFS:
             raise ConfigError(
                 f"weka_path: {directory} lies on {kind}, not on a Weka file system ({WEKAFS}): is it mounted? gds_path "
                 "takes any file system"
             )
+    options["threads"] = max(_WEKA_THREADS, config.disk_io_threads)
     settings = WekaSettings(
-        directories=directories,
-        cap_bytes=planned.cap_bytes or 0,
-        threads=max(_WEKA_THREADS, config.disk_io_threads),
+        **options,
         durable=config.disk_durability == "fdatasync",
         way="cufile" if config.use_gds else "posix",
         chunk_bytes=layout.chunk_bytes,
-        tenant_bytes=planned.tenant_bytes,
-        file_access=config.file_access,
     )
     return WekaTier(settings, layout.fingerprint, device)
 
 
 def _of_rank(layout: Layout, planned: PlannedTier) -> PlannedTier:
-    """Ranks that hold the same bytes have one directory."""
+    """Return `planned` with the one directory of this rank. Ranks that hold the same bytes have the same."""
     return replace(planned, directories=(planned.directories[layout.shard % len(planned.directories)],))
 
 
@@ -288,14 +284,11 @@ def _hf3fs(config: Config, layout: Layout, device: Device | None, planned: Plann
 
 def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3fsSettings:
     """Chunks are spread over all base paths of the instance."""
+    options = _file_options(config, planned) | {"threads": max(_HF3FS_THREADS, config.disk_io_threads)}
     return Hf3fsSettings(
-        directories=tuple(map(Path, planned.directories)),
-        cap_bytes=planned.cap_bytes or 0,
-        threads=max(_HF3FS_THREADS, config.disk_io_threads),
+        **options,
         direct=False,
         durable=config.disk_durability == "fdatasync",
-        file_access=config.file_access,
-        tenant_bytes=planned.tenant_bytes,
         mount=Path(config.hf3fs_mount_point) if config.hf3fs_mount_point else None,
         iov_bytes=config.hf3fs_iov_size,
         chunk_bytes=layout.chunk_bytes,
@@ -309,23 +302,8 @@ def hf3fs_settings(config: Config, layout: Layout, planned: PlannedTier) -> Hf3f
 
 
 def _from_options(config: Config, layout: Layout, device: Device | None, planned: PlannedTier) -> Tier:
-    """Of RemoteSettings alone: a server's tier, one of an installed package, or the class that `module_path` names."""
-    return _make_remote(config, layout.fingerprint, layout.chunk_bytes, layout.item_bytes, planned)
-
-
-def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
-    """Remote tiers of ours that cannot be made of what `config` says, or without a library, and why. Asks no server."""
-    for planned in plan_of(config):
-        remote = planned.remote
-        if remote is None or planned.state != ON or planned.kind not in BUILT_IN or remote.options.get("module_path"):
-            continue
-        try:
-            _make_remote(config, bytes(16), 1 << 20, 1, planned)
-        except ConfigError as error:
-            yield planned, error
-
-
-def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, item_bytes: int, planned: PlannedTier) -> Tier:
+    """Return a tier that is made of RemoteSettings alone: a server's, an installed package's, or the class of
+    `module_path`."""
     remote = planned.remote
     assert remote is not None
     options = {"file_access": config.file_access, **remote.options}
@@ -333,9 +311,9 @@ def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, item_byte
     settings = RemoteSettings(
         name=remote.name,
         type=remote.type,
-        fingerprint=fingerprint,
-        chunk_bytes=chunk_bytes,
-        item_bytes=item_bytes,
+        fingerprint=layout.fingerprint,
+        chunk_bytes=layout.chunk_bytes,
+        item_bytes=layout.item_bytes,
         url=remote.place,
         url_key=remote.key,
         options=options,
@@ -345,16 +323,30 @@ def _make_remote(config: Config, fingerprint: bytes, chunk_bytes: int, item_byte
     return make_remote(settings, module_path=module_path, class_name=class_name)
 
 
-BUILDERS: dict[str, Builder] = {
+def refused_remotes(config: Config) -> Iterator[tuple[PlannedTier, ConfigError]]:
+    """Yield the built-in remote tiers that cannot be made as `config` says, or lack a library, and why. Asks no server."""
+    some_layout = Layout("", chunk_tokens=1, bytes_per_token=MIB)
+    for planned in plan_of(config):
+        remote = planned.remote
+        if remote is None or planned.state != ON or planned.kind not in BUILT_IN or remote.options.get("module_path"):
+            continue
+        try:
+            _from_options(config, some_layout, None, planned)
+        except ConfigError as error:
+            yield planned, error
+
+
+_BUILDERS: dict[str, Callable[[Config, Layout, Device | None, PlannedTier], Tier]] = {
     "shared_memory": _shared_memory, "disk": _disk, "gds": _gds, "weka": _weka, "hf3fs": _hf3fs
 }  # fmt: skip
-"""By kind, where the configuration has more to say than the options of an instance."""
+"""The builders of kinds for which the configuration says more than the options of an instance."""
 
 
 def make_fan_out(
     config: Config, layout: Layout, tiers: Sequence[Tier], arena_bytes: int, slot_bytes: int, budget: SlotBudget
 ) -> FanOut:
-    """A write queue for each tier that is written to. Of ranks that hold the same bytes, one writes each chunk."""
+    """Return the writers: a queue for each tier that is written to. One of the ranks that hold the same bytes writes a
+    chunk."""
     queue_bytes = config.write_queue_bytes or arena_bytes // 2
     settings = WriterSettings(
         queue_bytes=max(queue_bytes, slot_bytes),

@@ -517,3 +517,71 @@ async def test_puts_that_wait_for_memory_when_the_cache_is_closed_do_not_hang(
         with pytest.raises(CacheClosed):
             await put
     assert "abandoned" not in caplog.text
+
+
+async def test_tier_that_fails_to_close_is_logged_and_everything_else_is_closed(
+    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = DiskTier.close
+
+    async def fails(tier: DiskTier) -> None:
+        await close(tier)
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(DiskTier, "close", fails)
+    cache = await started(tmp_path, arena_file)
+    assert await cache.put(key(1), payload(1))
+    assert (await cache.close()).complete
+    assert "disk: closing failed" in caplog.text
+    assert not mapped(arena_file)
+
+
+async def test_second_close_brings_the_deadline_forward_while_a_tier_closes(
+    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close, closing, go_on, closed = DiskTier.close, asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def hangs(tier: DiskTier) -> None:
+        closing.set()
+        await go_on.wait()
+        await close(tier)
+        closed.set()
+
+    monkeypatch.setattr(DiskTier, "close", hangs)
+    cache = await started(tmp_path, arena_file)
+    async with asyncio.timeout(60.0):
+        first = asyncio.create_task(cache.close(600.0))
+        await closing.wait()
+        assert await cache.close(0.0) is await first
+        assert "disk: does not close in time, and is abandoned" in caplog.text
+        go_on.set()
+        await closed.wait()
+
+
+async def test_loop_that_is_shut_down_while_a_tier_closes_closes_it_all_the_same(
+    tmp_path: Path, arena_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = DiskTier.close
+    closed: list[str] = []
+
+    def whole_program() -> None:
+        async def main() -> None:
+            closing = asyncio.Event()
+
+            async def waits_once(tier: DiskTier) -> None:
+                if not closing.is_set():
+                    closing.set()
+                    await asyncio.Event().wait()
+                await close(tier)
+                closed.append(tier.name)
+
+            monkeypatch.setattr(DiskTier, "close", waits_once)
+            cache = await started(tmp_path, arena_file)
+            caller = asyncio.create_task(cache.close(600.0))
+            await closing.wait()
+            assert not caller.done()
+
+        asyncio.run(main())
+
+    await asyncio.to_thread(whole_program)
+    assert closed == ["disk"]

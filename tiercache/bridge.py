@@ -74,7 +74,7 @@ class CacheThread:
     def close(self, timeout_s: float = 10.0) -> FlushReport:
         """Write what is queued for up to `timeout_s`, close the cache and end the thread. Idempotent.
 
-        A thread that a hung device keeps is left behind. Raises CacheClosed in a process that was forked from the cache's,
+        A thread that a hung device keeps is abandoned. Raises CacheClosed in a process that was forked from the cache's,
         which has no such thread and leaves the cache alone.
         """
         is_here = self._thread.is_alive()

@@ -35,7 +35,7 @@ _KEY_OF = itemgetter(0)
 
 
 class Get:
-    """What `TierCache.get` returns. A class and not a generator: it is on the path that must take microseconds."""
+    """The context manager that `TierCache.get` returns. A generator would take longer on a path of microseconds."""
 
     __slots__ = ("_deadline_s", "_key", "_lease", "_parts")
 
@@ -62,9 +62,9 @@ class Get:
 
 
 class TierCache:
-    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from others, and from threads that
-    run none, are RuntimeErrors and change nothing. Not refused are `keys`, `statistics` and `describe`, which only look, and
-    in the thread of that loop a `get` of a hot chunk.
+    """An embedded cache. Everything belongs to the event loop that entered `open`: calls from other loops, and from threads
+    without a loop, raise RuntimeError and change nothing. `keys`, `statistics` and `describe` only look and may be called
+    from anywhere, and a `get` of a hot chunk from the thread of that loop.
 
     Keys come from `keys` (token ids) or from an engine's own hashes (`tiercache.keys_from_hashes`).
     """
@@ -72,9 +72,9 @@ class TierCache:
     def __init__(
         self, config: Config, layout: Layout, *, device: Driver | None = None, naming: Naming | None = None
     ) -> None:
-        """Prefer `open`; this is for those who cannot use a context manager: `await start()`, `await close()`.
+        """Prefer `open`. Where a context manager cannot be used, call `await start()` and `await close()`.
 
-        `naming` says which chunks the control socket means by token ids, where they are named by other than `keys`.
+        `naming` maps token ids to chunks for the control socket, where chunks have other names than `keys` gives them.
         """
         self.config = config
         self.layout = layout
@@ -82,21 +82,21 @@ class TierCache:
         self._naming = naming
         self.namespace, _ = self._named = layout.named_by(config.tenant_salt)
         self._thread = 0
-        """The one that the loop ran in last."""
+        """The thread that the loop was last seen in."""
         self._started = False
         self._parts: Parts | None = None
-        """From the start on, also once it is closed."""
+        """Set when the cache has started, and kept when it is closed."""
         self._running: Parts | None = None
-        """The same, until a close has written what there was."""
+        """The same, until a close has written what was queued."""
 
     @classmethod
     @asynccontextmanager
     async def open(cls, config: Config, layout: Layout, *, device: Driver | None = None) -> AsyncIterator[TierCache]:
-        """Take the arena, open the tiers, and close all of it at the end (writing what is queued, up to
-        `close_timeout_s`). Raises ConfigError with one clear sentence when something cannot be had.
+        """Take the arena and open the tiers; at the end write what is queued, for up to `close_timeout_s`, and close all of
+        it. Raises ConfigError as `start` does.
 
         `device` is the accelerator whose memory the cache is handed; by default the GPU that torch uses in this process, if
-        it uses one by now.
+        it already uses one.
         """
         cache = cls(config, layout, device=device)
         await cache.start()
@@ -123,7 +123,7 @@ class TierCache:
                 await server.start()
                 closing.push([("control socket", server.close)])
         except GeneratorExit:
-            raise  # nobody runs this any more, so it cannot wait
+            raise  # no loop runs this any more, so it cannot wait
         except BaseException:
             self._parts = self._running = None
             closing.bring_forward(asyncio.get_running_loop().time())
@@ -132,11 +132,12 @@ class TierCache:
             raise
 
     async def close(self, timeout_s: float | None = None) -> FlushReport:
-        """Write what is queued for up to `timeout_s`, then give everything back. Idempotent; of several calls at a time the
+        """Write what is queued for up to `timeout_s`, then give everything back. Idempotent. Of several calls at a time the
         nearest deadline counts, and all get the same report.
 
-        Returns what was not written. What hangs is abandoned half a second after the deadline, and its memory stays mapped
-        until it ends. Cancelled, it stops writing, gives everything back, and raises CancelledError then.
+        Returns what was not written. An operation that hangs is abandoned half a second after the deadline and logged, and
+        its memory stays mapped until it ends. Cancelled, this writes no more, gives everything back, and raises
+        CancelledError then.
         """
         parts = self._parts
         if parts is None:
@@ -156,7 +157,7 @@ class TierCache:
 
     @property
     def parts(self) -> Parts:
-        """What it is made of, for tools and tests. Raises CacheClosed before the start."""
+        """The parts of the cache, for tools and tests. Raises CacheClosed before the start."""
         if self._parts is None:
             raise CacheClosed(_CLOSED)
         return self._parts
@@ -167,30 +168,31 @@ class TierCache:
 
     @property
     def tiers(self) -> list[Tier]:
-        """Those below the hot cache."""
+        """The tiers below the hot cache."""
         return self.parts.tiers
 
     @property
     def ahead(self) -> Prefetcher:
-        """What is known about requests to come: sessions and pins."""
+        """The prefetcher, which keeps sessions and pins."""
         return self.parts.ahead
 
     def keys(self, tokens: Sequence[int] | np.ndarray, *, salt: str = "") -> list[ChunkKey]:
-        """Keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set. `salt` is a
-        tenant's, beside the cache's own `tenant_salt`: tenants share no chunk, and each has his quota."""
+        """Return the keys of the full chunks of `tokens`, and of the partial tail when `save_unfull_chunk` is set. `salt` is
+        a tenant's, beside the cache's own `tenant_salt`: tenants share no chunk, and each has its quota."""
         namespace, tenant = self.layout.named_by(self.config.tenant_salt, salt) if salt else self._named
         return chunk_keys(namespace, tokens, self.layout.chunk_tokens, partial=self.config.save_unfull_chunk, tenant=tenant)
 
     # Writing
 
     async def put(self, key: ChunkKey, payload: Any, *, deadline_s: float | None = None) -> bool:
-        """Store a chunk; returns once it is hot, and True if it is. Other tiers are written in the background.
+        """Store a chunk, and return True once it is hot. Other tiers are written in the background.
 
         `payload` is bytes-like, a numpy array or a torch tensor of at most `layout.chunk_bytes`, and is read until this
-        returns. False: no slot, or no thread to copy with, came free by the deadline (in seconds; `blocking_timeout_secs` by
-        default), or the chunk was forgotten meanwhile. TierUnavailable: the copy has not ended 30 s after the deadline, and
-        still reads `payload`. Cancelled before it is copied it stores nothing; while it waits for room in a tier's queue,
-        the chunk is hot. It no longer reads `payload` when CancelledError comes out.
+        returns. Returns False if no slot, or no thread to copy with, came free by the deadline (in seconds;
+        `blocking_timeout_secs` by default), or the chunk was forgotten meanwhile. Raises TierUnavailable if the copy has not
+        ended 30 s after the deadline, and still reads `payload`. Cancelled before the copy, it stores nothing; cancelled
+        while it waits for room in a tier's queue, the chunk is hot. It no longer reads `payload` when CancelledError comes
+        out.
         """
         if self._running is not None and self._running.on_device is not None:
             return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
@@ -201,13 +203,13 @@ class TierCache:
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
         deadline_s: float | None = None, prefix: bool = False,
     ) -> int:  # fmt: skip
-        """`put` for many chunks at once; returns how many are in the cache now. A key that comes again counts once.
+        """Store many chunks as `put` does, and return how many are in the cache now. A key that comes again counts once.
 
         Tensors and `PagedChunk`s in device memory are copied on streams of the cache's own, which begin after the driver's
         event `after` (by default: after what the calling thread's current stream has been given), and are read until this
         returns. With `local_cpu: false` and only device tiers they never come to the host; they count as stored once they
-        are on their way to those. `prefix` says that the chunks follow one another, which eviction wants to know. Raises
-        LayoutError for device memory that is not laid out as it must be.
+        are in the queues of those. `prefix` says that the chunks follow one another, which eviction uses. Raises LayoutError
+        for device memory that is not laid out as it must be.
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")
@@ -228,15 +230,15 @@ class TierCache:
         deadline_s: float | None = None,
         prefix: bool = False,
     ) -> int:
-        """Store chunks that are filled in by callables: (key, payload length in bytes, source).
+        """Store chunks that callables fill in: (key, payload length in bytes, source).
 
-        Each source gets a uint8 vector of that length on a worker thread; one hand-over serves the whole batch. Returns how
-        many of the chunks are hot now. `prefix`, deadline and keys that come again as for `put_many`.
+        Each source gets a uint8 vector of that length on a worker thread. Returns how many of the chunks are hot now.
+        `prefix`, the deadline and keys that come again are as for `put_many`.
 
-        Chunks become hot in parts, in order: at most an eighth of the arena and 32 MiB each, fewer where a slot has to be
-        waited for, since a put that held filled slots while it waits would hold what others wait for. Two parts are copied
-        at a time. A source that raises ends the put with its exception, and a cancellation ends it too: of the parts that
-        are not hot by then nothing is stored, those before them are, whole. So what is stored is a prefix of `items`.
+        Chunks become hot in batches, in order: at most an eighth of the arena and 32 MiB each, and less where a slot has to
+        be waited for, since a put does not hold filled slots while it waits. Two batches are copied at a time. A source that
+        raises ends the put with its exception, and a cancellation ends it too: batches that are hot by then stay, and of the
+        others nothing is stored. So what is stored is a prefix of `items`.
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))
@@ -247,7 +249,7 @@ class TierCache:
             return await parts.ingest.put(items, parts.wait_s(deadline_s), prefix=prefix)
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
-        """`put` for the chunks of `tokens`, in order; returns how many are hot now."""
+        """Store the chunks of `tokens`, in order, and return how many are hot now."""
         keys = self.keys(tokens)
         if len(payloads) != len(keys):
             raise ValueError(f"payloads: expected {len(keys)} (one a chunk), found {len(payloads)}")
@@ -256,16 +258,16 @@ class TierCache:
     # Reading
 
     def get(self, key: ChunkKey, *, deadline_s: float | None = None) -> Get:
-        """`async with cache.get(key) as lease`: a zero-copy view of the chunk (`lease.view`), None on a miss.
+        """Lease a chunk: `async with cache.get(key) as lease` gives a zero-copy view (`lease.view`), or None on a miss.
 
-        A hot chunk is answered without leaving the loop. `deadline_s` in seconds; what arrives later is a miss for this
-        caller and is kept for the next.
+        A hot chunk is answered without leaving the loop. A chunk that arrives after `deadline_s` seconds is a miss for this
+        caller, and is kept for the next.
         """
         parts = self._running
         if parts is None:
             raise CacheClosed(_CLOSED)
-        # The thread: asking for the loop would cost a hot get 5 %. What is not hot asks for it (`Get`); to answer what is
-        # hot harms nobody as long as it is the loop's thread.
+        # To check the thread takes less than to check the loop, and is enough for a hot chunk; `Get` checks the loop for
+        # all others.
         if get_ident() != self._thread:
             check_loop(parts.loop)
             self._thread = get_ident()
@@ -287,7 +289,7 @@ class TierCache:
         written. When this has returned or raised, nothing touches the buffers any more (but for a copy that has not ended
         30 s after the deadline, which TierUnavailable says, and DeviceError of a device). Buffers are either all in host
         memory or all in device memory; the latter are written after the driver's event `after`, by default after what the
-        calling thread's stream has been given. `held` are leases that the caller has: their chunks are delivered also if
+        calling thread's stream has been given. `held` are leases that the caller has; their chunks are delivered even if
         they were forgotten meanwhile.
         """
         parts = self._in_use()
@@ -304,7 +306,8 @@ class TierCache:
         self, keys: Sequence[ChunkKey], sinks: Sequence[Sink], *, deadline_s: float | None = None,
         held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:  # fmt: skip
-        """As `get_into`, with a callable for each chunk that gets a read-only uint8 vector on a worker thread."""
+        """Deliver chunks as `get_into` does, to a callable for each that gets a read-only uint8 vector on a worker
+        thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
         delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
@@ -312,22 +315,22 @@ class TierCache:
         return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:
-        """`get_into` for the first chunks of `tokens`, as many as there are buffers. Returns tokens delivered."""
+        """Copy the first chunks of `tokens`, as many as there are buffers, as `get_into` does. Returns tokens delivered."""
         keys = self.keys(tokens)[: len(buffers)]
         chunks = await self.get_into(keys, list(buffers)[: len(keys)])
         return min(chunks * self.layout.chunk_tokens, len(tokens))
 
     async def warm(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> int:
-        """Promote chunks into the hot cache; returns how many of the contiguous prefix got there."""
+        """Promote chunks into the hot cache, and return how many of the contiguous prefix got there."""
         parts = self._in_use()
         check_keys(keys)
         return await parts.reader.warm(keys, parts.until_s(deadline_s))
 
     def warm_soon(self, keys: Sequence[ChunkKey]) -> None:
-        """Begin to promote the chunks of a request that is here and waits for its turn. Does not wait.
+        """Begin to promote the chunks of a request that is queued in the engine. Non-blocking.
 
-        They are prefetched, after those of earlier requests and before all that is only predicted, within the prefetcher's
-        share and bandwidth. With `local_cpu: false` there is nothing to promote into.
+        They are prefetched after those of earlier requests and before predictions, within the prefetcher's share and
+        bandwidth. With `local_cpu: false` this does nothing.
         """
         parts = self.parts
         check_loop(parts.loop)
@@ -343,14 +346,14 @@ class TierCache:
         priority: int = 0,
         ttl: float = 60.0,
     ) -> PrefetchHandle:
-        """Promote the chunks of a prefix (token ids, or chunk keys) into the hot cache before somebody asks for them.
+        """Promote the chunks of a prefix (token ids, or chunk keys) into the hot cache before a request reads them.
 
-        `deadline` is in how many seconds they will be needed: among prefetches of one `priority` (smaller goes first) the
-        sooner one does. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once;
-        await the handle for what became of it, or look at its `progress`, or `cancel()` it. Demand reads go first, and all
-        prefetches together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0. Raises
-        ValueError or TypeError for times and priorities that are no numbers, and ConfigError with `local_cpu: false`: there
-        is no hot cache to promote into.
+        They will be needed in `deadline` seconds: among prefetches of one `priority` (smaller goes first) the sooner one
+        goes first. They are kept until they are read, at most until `ttl` seconds after the deadline. Returns at once; await
+        the handle for the outcome, look at its `progress`, or `cancel()` it. Demand reads go first, and all prefetches
+        together stay within `prefetch_share` and `prefetch_bytes_per_s`. A deadline below 0 counts as 0. Raises ValueError
+        or TypeError for times and priorities that are no numbers, and ConfigError with `local_cpu: false`: there is no hot
+        cache to promote into.
         """
         parts = self._in_use()
         given = list(what)
@@ -360,34 +363,37 @@ class TierCache:
     # Asking
 
     async def lookup(self, tokens: Sequence[int] | np.ndarray) -> Hit:
-        """How far the contiguous prefix of `tokens` reaches, and in which tiers; never longer than `lookup_timeout_ms`."""
+        """Return how far the contiguous prefix of `tokens` reaches, and in which tiers, within `lookup_timeout_ms`."""
         hit = await self.lookup_keys(self.keys(tokens))
         return Hit(hit.chunks, min(hit.chunks * self.layout.chunk_tokens, len(tokens)), hit.by_tier)
 
     async def lookup_keys(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> Hit:
-        """As `lookup`, for keys; `tokens` counts full chunks. `deadline_s` in seconds (`lookup_timeout_ms` by default)."""
+        """Look up keys as `lookup` does within `deadline_s` seconds (`lookup_timeout_ms` by default); `tokens` counts full
+        chunks."""
         parts = self._in_use()
         check_keys(keys)
         chunks, by_tier = await parts.reader.lookup(keys, parts.asked_until_s(deadline_s))
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     async def lookup_each(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> list[bool]:
-        """Which of `keys` there are, each by itself, in one question to each tier; never longer than `lookup_keys`."""
+        """Return for each of `keys` by itself whether a tier has it, with one question to each tier, as soon as
+        `lookup_keys`."""
         parts = self._in_use()
         check_keys(keys)
         return await parts.reader.lookup_each(keys, parts.asked_until_s(deadline_s))
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
-        """How many of `keys`, from the first on without a gap, are hot or mapped. Does not wait, and is no use."""
+        """Return how many of `keys`, from the first on without a gap, are hot or mapped. Non-blocking; not an access."""
         check_loop(self.parts.loop)
         check_keys(keys)
         return self.parts.reader.prefix_at_hand(keys)
 
     def describe(self) -> str:
-        """One line for a log: the arena and the tiers below it."""
+        """Describe the arena and the tiers below it in one line for a log."""
         return self.parts.describe()
 
     def statistics(self) -> Statistics:
+        """Return a snapshot. Raises CacheClosed when the cache is closed."""
         if self._running is None:
             raise CacheClosed(_CLOSED)
         return self._running.statistics()
@@ -395,14 +401,14 @@ class TierCache:
     # Upkeep
 
     def computing_takes(self, chunk_s: float) -> None:
-        """Say in how many seconds the engine computes a chunk now (at first what `prefill_tokens_per_s` says, if it does).
-        What is loaded slower is a miss from now on, and a load that takes longer than it should ends with what has come."""
+        """Set in how many seconds the engine computes a chunk; `prefill_tokens_per_s` sets it at first. A chunk that would
+        load more slowly is a miss from now on, and a load that takes longer than expected ends with what has arrived."""
         check_loop(self.parts.loop)
         check_seconds("chunk_s", chunk_s)
         self.parts.reader.settings.recompute_s = chunk_s
 
     async def flush(self, timeout_s: float = 60.0) -> FlushReport:
-        """Wait until all that was put is written to its tiers, for up to `timeout_s`."""
+        """Wait for up to `timeout_s` until all chunks that were put are written to their tiers."""
         parts = self._in_use()
         check_number("timeout_s", timeout_s)
         return await parts.fan_out.flush(timeout_s)
@@ -410,20 +416,20 @@ class TierCache:
     async def forget(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> None:
         """Remove chunks from every tier, waiting for up to `deadline_s` (`blocking_timeout_secs` by default).
 
-        What began before this - a put, a read, a prefetch, a write, even a stuck one - brings nothing of them back; what
-        begins after it is stored, and read back from every tier. Leases that somebody has stay valid. A tier that fails
-        keeps no other from it; its error is raised at the end, and TierUnavailable where a chunk could not be removed in
-        time. A chunk that could not be removed, also because this call was cancelled, is not read from that tier any more.
-        Its removal is tried again until it succeeds or the cache is closed, for up to 65,536 keys a tier; for keys beyond
-        those the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart. Tiers that
-        are only read are not asked for the chunk any more.
+        A put, read, prefetch or write that began before this, even an abandoned one, brings none of them back; one that
+        begins after it is stored, and read back from every tier. Leases stay valid. A tier that fails does not keep chunks
+        from being removed from others; its error is raised at the end, and TierUnavailable where a chunk could not be
+        removed in time. A chunk that could not be removed, also because this call was cancelled, is not read from that tier
+        any more. Its removal is tried again until it succeeds or the cache is closed, for up to 65,536 keys a tier; for keys
+        beyond those the tier is neither read nor written. A durable tier that kept a chunk has it again after a restart.
+        Tiers that are only read are not asked for the chunk any more.
         """
         parts = self._in_use()
         check_keys(keys)
         await parts.forget(keys, parts.wait_s(deadline_s))
 
     def clear_hot(self) -> int:
-        """Empty the hot cache (chunks in use stay until their leases end); returns how many chunks left it."""
+        """Empty the hot cache, and return how many chunks left it. Chunks in use stay until their leases end."""
         check_loop(self.parts.loop)
         return self.cpu.clear()
 

@@ -195,20 +195,21 @@ class Closing:
 
 @dataclass
 class OnDevice:
-    """What a cache with an accelerator has besides."""
+    """The further parts of a cache that has an accelerator."""
 
     device: Device
     staging: StagingTier
     reader: Reader
-    """Of device tiers, into device memory."""
+    """Reads device tiers into device memory."""
     path: DevicePath
 
     def payload(self, given: Any) -> DevicePayload | None:
-        """`given` if it lies in device memory."""
+        """Return `given` if it lies in device memory."""
         return device_payload(self.device.driver, given)
 
     def all_of(self, buffers: Sequence[Any]) -> list[DevicePayload]:
-        """`buffers` that lie in device memory; none of those in host memory. Raises ValueError for both kinds."""
+        """Return `buffers` if they lie in device memory, and nothing if they lie in host memory. Raises ValueError for a
+        mixture."""
         there = [chunk for chunk in map(self.payload, buffers) if chunk is not None]
         if there and len(there) < len(buffers):
             raise ValueError("buffers: expected all in host memory or all in device memory, found both")
@@ -228,17 +229,17 @@ class OnDevice:
 
 @dataclass
 class Parts:
-    """Of a cache that has started. They stay when it is closed."""
+    """The parts of a cache that has started. They stay when it is closed."""
 
     loop: asyncio.AbstractEventLoop
     chunk_bytes: int
     blocking_s: float
-    """What an operation waits that was given no deadline."""
+    """The timeout of an operation that was given no deadline."""
     closing: Closing
     arena: Arena
     cpu: CpuTier
     tiers: list[Tier]
-    """Below the hot cache."""
+    """The tiers below the hot cache."""
     fan_out: FanOut
     ingest: Ingest
     reader: Reader
@@ -279,11 +280,11 @@ class Parts:
         return deadline_s
 
     def until_s(self, deadline_s: float | None) -> float:
-        """As a time of the loop."""
+        """Return the deadline of an operation as a loop time."""
         return self.loop.time() + self.wait_s(deadline_s)
 
     def asked_until_s(self, deadline_s: float | None) -> float:
-        """As `until_s`, of a look-up."""
+        """Return the deadline of a look-up as a loop time."""
         return self.until_s(self.reader.settings.probe_deadline_s if deadline_s is None else deadline_s)
 
     def check_length(self, length_bytes: int) -> None:
@@ -295,7 +296,7 @@ class Parts:
     def by_memory(
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any]
     ) -> tuple[list[tuple[ChunkKey, int, Source]], list[tuple[ChunkKey, DevicePayload]]]:
-        """Chunks that lie in host memory, as calls that copy them, and those in device memory."""
+        """Return the chunks in host memory, as calls that copy them, and those in device memory."""
         host, chunks = [], []
         for key, payload in zip(keys, payloads, strict=True):
             chunk = self.on_device.payload(payload) if self.on_device is not None else None
@@ -307,11 +308,11 @@ class Parts:
         return host, chunks
 
     def used(self, keys: Sequence[ChunkKey]) -> None:
-        """A request was served with `keys`."""
+        """Tell the tiers that a request was served with `keys`."""
         self.fan_out.used(keys, self.cpu)
 
     def served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
-        """A request came for `keys`, and got so many of them."""
+        """Tell the tiers and the prefetcher that a request came for `keys`, and got so many of them."""
         self.used(keys[:delivered])
         self.ahead.served(keys)
 
@@ -502,7 +503,7 @@ async def _connected(
     loop = asyncio.get_running_loop()
     reading, readable = reader_settings(config, layout), [tier for tier in tiers if tier.reads]
     fan_out = make_fan_out(config, layout, tiers, arena.size_bytes, cpu.pool.slot_bytes, cpu.budget)
-    # Half of the time: the other half is for the tiers.
+    # Writes in flight have half of the time; the other half is for closing the tiers.
     closing.push([("writing", lambda: fan_out.close((loop.time() + closing.until_s) / 2))])
     on_device = None
     if device is None:

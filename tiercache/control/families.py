@@ -247,7 +247,7 @@ FAMILIES = (
     ),
     Family("tiercache_slots", "gauge", "Slots of the arena.", (), _of_cache("slots")),
     Family("tiercache_slots_free", "gauge", "Free slots of the arena.", (), _of_cache("slots_free")),
-    Family("tiercache_stuck", "gauge", "Operations that hang.", (), _of_cache("stuck")),
+    Family("tiercache_stuck", "gauge", "Abandoned operations that still hold memory.", (), _of_cache("stuck")),
     Family("tiercache_device_slots", "gauge", "Slots of the pool in device memory.", (), _of_device("slots")),
     Family("tiercache_device_slots_free", "gauge", "Free slots in device memory.", (), _of_device("slots_free")),
     Family("tiercache_pinned_chunks", "gauge", "Chunks pinned hot.", (), lambda figures: [((), figures["pinned"])]),

@@ -90,7 +90,8 @@ def _table(name: str, figures: Figures, before: Figures | None, elapsed_s: float
     free, slots = statistics["slots_free"], statistics["slots"]
     table = Table(
         title=f"{name}: {figures['model']}, rank {figures['rank']} of {figures['world_size']}",
-        caption=f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, {statistics['stuck']} hang",
+        caption=f"{slots - free} of {slots} slots in use, {figures['pinned']} chunks pinned, "
+        f"{statistics['stuck']} operations abandoned",
     )
     for number, header in enumerate((*_HEADERS, "holds MB", "reads", "writes")):
         table.add_column(header, justify="left" if number == 0 else "right")

@@ -8,10 +8,11 @@ import pytest
 
 from tests.scheduler.conftest import Bench, flushed
 from tests.scheduler.held import CHUNK_BYTES as HELD_BYTES
-from tests.scheduler.held import OLD, key, opened, settle, tier
+from tests.scheduler.held import NEW, OLD, key, opened, settle, tier
+from tiercache import TierCache
 from tiercache.core.breaker import BreakerSettings
 from tiercache.core.queue import WaitBudget
-from tiercache.errors import TierFull
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
@@ -374,3 +375,78 @@ async def test_chunk_that_waits_for_room_in_the_queue_is_written_before_one_that
         assert await asyncio.gather(first, later) == [True, True]
         assert (await cache.flush()).complete
         assert list(tier("a").chunks) == [key(number) for number in range(1, 7)]
+
+
+async def open_breaker(cache: TierCache) -> None:
+    """One write finds the tier full; when this returns the pause is over, and the next write is the probe."""
+
+    async def full() -> None:
+        raise TierFull("no room")
+
+    tier("a").fate = full
+    assert await cache.put(key(1), OLD)
+    assert (await cache.flush()).dropped == {"a": 1}
+    tier("a").fate = None
+    await asyncio.sleep(1.5)
+
+
+async def test_write_that_is_forgotten_while_it_may_be_the_probe_leaves_the_probe_to_the_next() -> None:
+    async with opened("a") as cache:
+        await open_breaker(cache)
+        tier("a").chunks[key(2)] = OLD
+        tier("a").hold("remove")
+        forgetting = asyncio.create_task(cache.forget([key(2)]))
+        await tier("a").until_entered("remove")
+        assert await cache.put(key(2), NEW)
+        await settle()
+        again = asyncio.create_task(cache.forget([key(2)]))
+        await settle()
+        tier("a").let_go()
+        await asyncio.gather(forgetting, again)
+        assert await cache.put(key(3), NEW)
+        assert (await cache.flush(5.0)).written == {"a": 1}
+
+
+async def test_write_that_the_tier_itself_cancels_has_failed() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async with opened("a") as cache:
+        await open_breaker(cache)
+        tier("a").fate = cancelled
+        assert await cache.put(key(2), NEW)
+        assert (await cache.flush()).dropped == {"a": 1}
+        tier("a").fate = None
+        await asyncio.sleep(5.0)
+        assert await cache.put(key(3), NEW)
+        assert (await cache.flush(5.0)).written == {"a": 1}
+
+
+async def test_removal_that_the_tier_itself_cancels_is_tried_again() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    async with opened("a") as cache:
+        tier("a").chunks[key(1)] = OLD
+        tier("a").fate = cancelled
+        with pytest.raises(TierUnavailable, match="a: a removal was cancelled"):
+            await cache.forget([key(1)])
+        tier("a").fate = None
+        await asyncio.sleep(5.0)
+        assert not tier("a").chunks
+        assert await cache.put(key(1), NEW)
+        assert (await cache.flush(5.0)).written == {"a": 1}
+
+
+async def test_removal_does_not_wait_for_a_write_that_waits_for_a_probe() -> None:
+    async with opened("a") as cache:
+        await open_breaker(cache)
+        tier("a").hold("write")
+        assert await cache.put(key(2), NEW)
+        await tier("a").until_entered("write", 2)
+        assert await cache.put(key(3), OLD)
+        await settle()
+        await cache.forget([key(3)], deadline_s=2.0)
+        tier("a").let_go()
+        assert (await cache.flush(5.0)).complete
+        assert list(tier("a").chunks) == [key(2)]

@@ -393,6 +393,61 @@ async def test_a_directory_of_ours_without_its_manifest_is_used_itself(place: Pa
     assert found["ledger_bytes"] == found["counted_bytes"]
 
 
+MADE_UP = {
+    "empty": b"",
+    "zeroes": bytes(FILE_BYTES),
+    "zeroes, then data": bytes(1024) + b"theirs" * 2000,
+    "our magic": b"TIERKV\r\n theirs" * 300,
+}
+
+
+@pytest.mark.parametrize("names", ["00/{:048x}", "00/{:064x}", "00/00{:02x}", "quarantine/{:048x}.170000000000000"])
+@pytest.mark.parametrize("content", MADE_UP)
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_only_headers_that_verify_make_a_directory_ours(
+    place: Path, kind: str, content: str, names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(20):
+        path = place / names.format(number)
+        path.parent.mkdir(mode=0o755, exist_ok=True)
+        path.write_bytes(MADE_UP[content])
+    before = seen(place)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with opened(kind, place) as tier:
+                await store(tier, range(1, 31))
+                await tier.scanned()
+                assert await is_hit(tier, 30)
+    assert seen(place) == before
+    assert any("holds files of others" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_empty_directories_of_others_keep_their_mode(place: Path, kind: str) -> None:
+    for number in range(256):
+        (place / f"{number:02x}").mkdir(mode=0o755)
+    before = seen(place)
+    async with opened(kind, place) as tier:
+        await store(tier, range(1, 4))
+    assert seen(place) == before
+
+
+@pytest.mark.parametrize("kind", ["disk"])
+async def test_a_directory_of_ours_without_its_manifest_stays_one_beside_files_of_others(place: Path, kind: str) -> None:
+    """Two instances that began before and after that share one count."""
+    async with opened(kind, place) as before:
+        await store(before, range(1, 4))
+        (place / "tiercache.json").unlink()
+        (place / "notes.txt").write_text("theirs")
+        async with opened(kind, place) as after:
+            assert await is_hit(after, 3)
+            await store(after, range(4, 7))
+            await after.scanned()
+            assert await is_hit(before, 6)
+    assert (place / "notes.txt").read_text() == "theirs"
+    assert not (place / "tiercache-chunks").exists()
+
+
 @pytest.mark.parametrize("name", ["quarantine", "ab", ".gitignore"])
 @pytest.mark.parametrize("kind", ["disk"])
 async def test_names_do_not_make_a_directory_ours(place: Path, kind: str, name: str) -> None:

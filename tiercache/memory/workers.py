@@ -245,6 +245,12 @@ def retrieve_exception(work: asyncio.Future[Any]) -> None:
         work.exception()
 
 
+def was_cancelled() -> bool:
+    """Return True if the current task was cancelled: a CancelledError that it gets otherwise is another call's failure."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
     """Wait for all of `work`. Where this call or one of them fails or is cancelled, cancel the others and wait for them.
 

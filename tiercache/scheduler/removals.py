@@ -12,6 +12,7 @@ from itertools import islice
 from tiercache.core.breaker import Breaker, BreakerSettings
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, TierUnavailable
+from tiercache.memory.workers import was_cancelled
 from tiercache.tiers.base import Tier
 
 logger = logging.getLogger("tiercache.writer")
@@ -223,7 +224,11 @@ class Removals:
                 if traffic.questions:
                     await asyncio.wait(list(traffic.questions))
                 await self.tier.remove(key)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as caught:
+            if was_cancelled():
+                raise
+            cancelled = TierUnavailable(f"{self.tier.name}: a removal was cancelled")
+            error = caught if isinstance(caught, Exception) else cancelled
             if not self._closed:
                 if self._wanted[key] is None:
                     logger.info("%s: a chunk could still not be removed: %s", self.tier.name, error)

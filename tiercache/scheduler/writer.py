@@ -18,7 +18,7 @@ from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import BoundedQueue, WaitBudget
 from tiercache.errors import TierFull, TierUnavailable
-from tiercache.memory.workers import all_or_none
+from tiercache.memory.workers import all_or_none, was_cancelled
 from tiercache.scheduler.removals import Removals, Request
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier
@@ -73,8 +73,6 @@ class _Write:
     """The loop time at which the tier began with this attempt."""
     timer: asyncio.TimerHandle | None = None
     """Runs while the tier writes."""
-    in_tier: bool = False
-    """The tier has begun to write. Until this ends, nothing else of the key begins there."""
     abandoned: bool = False
     wanted: bool = False
     """The tier has come to want the chunk since it was offered."""
@@ -258,8 +256,6 @@ class TierWriter:
         if write.ended:
             return
         write.ended = True
-        if write.in_tier:
-            self.tier.traffic.end(write.key)
         write.lease.release()
         self._abandoned.discard(write)
         self._leave_table(write)
@@ -274,33 +270,38 @@ class TierWriter:
             if attempt:
                 counters.retried += 1
                 await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
-            if not lease.findable:  # forgotten meanwhile, and its removal waits for this
+            if not lease.findable:  # forgotten meanwhile
                 return True
-            if not (await self._removals.ended(write.key) and await self._may_write()):
+            if not await self._removals.ended(write.key):
                 break
-            if not write.lease.findable:
-                return True
-            if not write.in_tier:
-                tier.traffic.begin(write.key)
-                write.in_tier = True
+            if not await self._may_write():
+                break
             write.began_s = loop.time()
+            if not write.lease.findable:
+                self._tell_breaker(self.breaker.abandoned, write)  # it may have been the probe
+                return True
+            tier.traffic.begin(write.key)
             write.timer = loop.call_later(self.settings.deadline_s, self._outlived, write)
             try:
                 stored = await send(write.key, lease.padded, lease.payload_bytes)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
                 if write.abandoned:
                     return False
+                if was_cancelled():
+                    self._tell_breaker(self.breaker.abandoned, write)
+                    raise
                 if isinstance(error, TierFull):
                     if self.breaker.state is BreakerState.CLOSED:
                         logger.warning("%s: paused: %s", tier.name, error)
                     self._tell_breaker(self.breaker.trip, write)
                     break
-                logger.warning("%s: a write failed: %s", tier.name, error)
+                logger.warning("%s: a write failed: %s", tier.name, error or type(error).__name__)
                 self._tell_breaker(self.breaker.failed, write)
                 continue
             finally:
                 write.timer.cancel()
                 write.timer = None
+                tier.traffic.end(write.key)
             if write.abandoned:
                 return False
             took_s = loop.time() - write.began_s
@@ -358,6 +359,7 @@ class TierWriter:
             self._idle.set()
 
     def _tell_breaker(self, tell: Callable[..., None], write: _Write) -> None:
+        """Call `failed`, `trip` or `abandoned` of the breaker for an attempt."""
         tell(asyncio.get_running_loop().time(), began_s=write.began_s)
         self._probe_ended.set()
 

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 
 from tiercache.tiers.files.access import ABSENT, FILE_MODE, Access, open_regular, require_directory
+from tiercache.tiers.files.count_file import counted_in
 from tiercache.tiers.files.manifest import MANIFEST, WrongFormat
 from tiercache.tiers.files.survey import is_ours
 
@@ -34,7 +35,7 @@ def found_place(directory: Path) -> Path:
     """
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY
-    return below if _has_manifest(below) else root
+    return below if _is_claimed(below) else root
 
 
 def make_place(directory: Path, access: Access) -> Path:
@@ -45,7 +46,7 @@ def make_place(directory: Path, access: Access) -> Path:
     access.make_root(directory)
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY
-    if not _has_manifest(below):
+    if not _is_claimed(below):
         reason = _why_not(root, access)
         if not reason:
             return root
@@ -60,12 +61,9 @@ def make_place(directory: Path, access: Access) -> Path:
     return below
 
 
-def _has_manifest(place: Path) -> bool:
-    try:
-        os.lstat(place / MANIFEST)
-    except ABSENT:
-        return False
-    return True
+def _is_claimed(place: Path) -> bool:
+    """Return True if a directory has our manifest, or our count: whoever deletes the one rarely deletes the other."""
+    return os.path.lexists(place / MANIFEST) or counted_in(place / ".tiercache" / "ledger") is not None
 
 
 def _why_not(root: Path, access: Access) -> str:
@@ -83,15 +81,20 @@ def _why_not(root: Path, access: Access) -> str:
 
 
 def _of_others(place: Path) -> list[str]:
-    """The names in a directory that is not ours; none in one that has our manifest.
+    """Return the names in a directory that are not ours; none where the directory is claimed.
 
-    Who empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and all
-    must come to the same answer.
+    Whoever empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and
+    all must come to the same answer.
     """
-    if _has_manifest(place):
+    if _is_claimed(place):
         return []
-    others = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name) and not is_ours(place, name)]
-    return [] if _has_manifest(place) else others  # asked again: other instances may begin at this moment
+    try:
+        private = require_directory(place / ".tiercache").st_uid == os.geteuid()
+    except OSError:
+        private = False
+    names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]
+    others = [name for name in names if not is_ours(place, name, private=private)]
+    return [] if _is_claimed(place) else others  # asked again: other instances may begin at this moment
 
 
 def _own_user(directory: Path) -> int:

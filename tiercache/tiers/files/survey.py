@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, file_bytes
+from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.tiers.files.access import ABSENT, Access, NotAFile, occupied_bytes, open_regular, opened_directory
 from tiercache.tiers.files.count_file import Count
@@ -25,7 +25,7 @@ logger = logging.getLogger("tiercache.disk")
 
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
-_OUR_NAME = re.compile(r"(?:[0-9a-f]{2})+(?:\.\d+)?")
+_OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
 """Of a chunk, of one in quarantine, and of one that is being written."""
 _LOOKED_INTO = 16
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
@@ -200,6 +200,14 @@ class _Unread:
         return raw.startswith(MAGIC) or bool(names_itself) or not raw.strip(b"\0")
 
     @property
+    def verifies(self) -> bool:
+        """True if the header is whole, and has the key of the name."""
+        try:
+            return self._raw is not None and Header.unpack(self._raw).key.hex() == self._name
+        except HeaderError:
+            return False
+
+    @property
     def is_readable(self) -> bool:
         """Whether all of a header could be read, be it ours or not."""
         return self._raw is not None and len(self._raw) == PACKED_BYTES
@@ -227,30 +235,34 @@ def has_our_header(path: str) -> bool:
         return False
 
 
-def is_ours(root: Path, name: str) -> bool:
-    """Return True if a directory below `root` is one of those in which chunks lie, good or bad, and its first files are
-    chunks, by their headers. Also where it vanishes meanwhile. Raises OSError."""
-    if name not in TOP_LEVELS and name != "quarantine":
+def is_ours(root: Path, name: str, *, private: bool) -> bool:
+    """Return True if a directory below `root`, which has no manifest, is one in which chunks lie: its first files are chunks
+    whose headers verify. With `private`, a `.tiercache` of ours lies beside it: then damaged chunks, chunks in quarantine
+    and files that are being written are taken for ours as well. Also where it vanishes meanwhile. Raises OSError."""
+    if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
     try:
         with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
-            first = itertools.islice(entries, _LOOKED_INTO)
-            return all(_has_our_content(entry.name, directory) for entry in first)
+            first = [entry.name for entry in itertools.islice(entries, _LOOKED_INTO)]
+            if not first and not private:
+                status = os.stat(directory)
+                return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) in (0o700, 0o2770)
+            return all(_has_our_content(each, directory, private) for each in first)
     except FileNotFoundError:
         return True
-    except NotADirectoryError:
+    except (NotADirectoryError, PermissionError):
         return False
 
 
-def _has_our_content(name: str, directory: int) -> bool:
-    if not _OUR_NAME.fullmatch(name):
-        return False
+def _has_our_content(name: str, directory: int, private: bool) -> bool:
     file = _Unread(name, directory)
-    return file.is_ours or isinstance(file.error, FileNotFoundError)
+    if file.verifies or isinstance(file.error, FileNotFoundError):
+        return True
+    return private and bool(_OUR_NAME.fullmatch(name)) and file.is_ours
 
 
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:
-    """By its name; where its key is not as long as ours are, also by its header. It takes room, whoever can ask for it."""
+    """Return True for the name of a chunk; where the key is not as long as ours are, also the header has to verify."""
     if CHUNK_NAME.fullmatch(name):
         return True
-    return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.is_ours
+    return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.verifies

@@ -102,7 +102,7 @@ async def test_a_chunk_that_somebody_held_when_its_turn_had_come_still_follows_i
         keys = cache.keys(tokens)
         for number in range(100, 100 + cache.cpu.pool.free):
             await cache.put(key(number), payload(number))
-        lease = cache.cpu.hold(keys[-1])
+        lease = cache.cpu.pin(keys[-1])
         assert lease is not None
         assert cache.cpu.next_victim() == keys[-2]
         lease.release()

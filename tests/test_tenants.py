@@ -117,7 +117,7 @@ async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> No
         await put(cache, own)
         leases = await hold(cache, own)
         waiting = asyncio.create_task(put(cache, keys_of(cache, "noisy", 1, 1), deadline_s=30.0))
-        while not cache.cpu.turns.waiting[WRITE]:
+        while not cache.cpu.wait_queue.waiting[WRITE]:
             await asyncio.sleep(0)
         assert cache.cpu.try_reserve(WRITE, None, keys_of(cache, "noisy", 1, 2)[0]) is None
         assert await put(cache, keys_of(cache, "quiet", 12), deadline_s=0.0) == 12
@@ -178,7 +178,7 @@ async def test_demand_reads_of_others_do_not_wait_for_a_tenants_room(tmp_path: P
         leases = await hold(cache, noisy[:QUOTA])
         into = [np.zeros(CHUNK_BYTES, np.uint8) for _ in noisy]
         waiting = asyncio.create_task(cache.get_into(noisy[QUOTA:], into[QUOTA:], deadline_s=20.0))
-        while not cache.cpu.turns.waiters:
+        while not cache.cpu.wait_queue.waiters:
             await asyncio.sleep(0)
         assert await cache.get_into(quiet, into[:4], deadline_s=5.0) == 4
         assert not waiting.done()

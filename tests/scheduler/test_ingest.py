@@ -34,7 +34,7 @@ async def test_puts_that_overlap_do_not_wait_for_one_another(bench: Bench) -> No
     path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items(range(start, start + 8)), 10.0)) for start in range(0, 32, 8)]
-    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < len(puts):
+    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < len(puts):
         await asyncio.sleep(0)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -65,7 +65,7 @@ async def test_chunk_that_somebody_else_stored_while_one_waited_is_stored(bench:
     path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(3)]
-    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 3:
+    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 3:
         await asyncio.sleep(0)
     for lease in leases:
         lease.release()
@@ -78,7 +78,7 @@ async def test_key_of_puts_that_waited_for_slots_can_be_stored_again(bench: Benc
     path = bench.ingest(FanOut([]))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     puts = [asyncio.create_task(path.put(items([1]), 10.0)) for _ in range(2)]
-    while len(bench.cpu.turns.waiting[Purpose.WRITE]) < 2:
+    while len(bench.cpu.wait_queue.waiting[Purpose.WRITE]) < 2:
         await asyncio.sleep(0)
     leases.pop().release()
     assert await puts[0] == 1
@@ -97,7 +97,7 @@ async def test_key_that_a_read_promoted_while_its_put_waited_can_be_stored_again
     (key,) = bench.keep_on_tier(range(1, 2))
     leases = [bench.make_hot(1000 + number) for number in range(SLOTS - bench.cpu.budget.read_floor)]
     put = asyncio.create_task(path.put(items([1]), 10.0))
-    while not bench.cpu.turns.waiting[Purpose.WRITE]:
+    while not bench.cpu.wait_queue.waiting[Purpose.WRITE]:
         await asyncio.sleep(0)
     lease = await reader.fetch(key, asyncio.get_running_loop().time() + 5.0)
     assert lease is not None
@@ -310,7 +310,7 @@ async def test_of_a_chunk_that_came_meanwhile_the_first_copy_stays(
 async def test_who_waits_for_a_slot_gets_one_when_others_have_stored_their_chunks(bench: Bench) -> None:
     taken = bench.cpu.try_reserve_all([chunk(number)[0] for number in range(SLOTS)])
     waiting = asyncio.ensure_future(bench.cpu.reserve(Purpose.WRITE, 10.0))
-    while not bench.cpu.turns.waiters:
+    while not bench.cpu.wait_queue.waiters:
         await asyncio.sleep(0)
     bench.cpu.publish_all({key: (slot, CHUNK_BYTES, no_source) for key, slot in taken.items()}, {}, {})
     given = await waiting

@@ -21,7 +21,7 @@ class OnePlace(TierReader):
 
     async def acquire(self, purpose: Purpose) -> None:
         until_s = asyncio.get_running_loop().time() + 60.0
-        assert await self.turns.wait(purpose, lambda: until_s)
+        assert await self.wait_queue.wait(purpose, lambda: until_s)
 
     def release(self, purpose: Purpose) -> None:
         self._leave(purpose)

@@ -147,7 +147,7 @@ async def test_prefetches_that_wait_for_room_hold_up_no_demand_read(bench: Bench
     room = bench.cpu.pool.count - bench.cpu.budget.read_floor - bench.cpu.budget.write_floor
     holds = await asyncio.gather(*(reader.promote(key, soon()) for key in keys[:room]))
     waiting = [asyncio.create_task(reader.promote(key, soon())) for key in keys[room:-1]]
-    while not bench.cpu.turns.waiters:
+    while not bench.cpu.wait_queue.waiters:
         await asyncio.sleep(0)
     began_s = asyncio.get_running_loop().time()
     lease = await reader.fetch(keys[-1], soon())

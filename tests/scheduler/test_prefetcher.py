@@ -246,7 +246,7 @@ async def test_chunk_that_somebody_came_for_is_not_fetched_twice(work: Prefetchi
     using = [asyncio.create_task(work.use(key)) for key in keys]
     await asyncio.sleep(0)
     second = work.hint(keys)
-    while work.prefetcher._looking:
+    while work.prefetcher._lookups:
         await asyncio.sleep(0)
     assert not second.done, "it is still on its way"
     work.bench.tier.gate.set()

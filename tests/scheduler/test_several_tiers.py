@@ -194,7 +194,7 @@ async def test_failing_tier_is_named_and_the_others_answer(bench: Bench, caplog:
 
     reader = Reader(bench.cpu, [Broken("a"), Server("b", [1])], SETTINGS)
     assert (await reader.lookup(keys_of(1)))[0] == 1
-    assert "a: could not be asked what it has: connection refused" in caplog.text
+    assert "a: a look-up failed: connection refused" in caplog.text
 
 
 async def test_cancelled_lookup_leaves_no_question_behind(bench: Bench) -> None:

@@ -65,7 +65,7 @@ async def test_memory_counts_for_the_first_of_writes_reads_and_holds_that_there_
 def _let_go_in(bench: Bench, order: Sequence[int]) -> None:
     lease = bench.make_hot(1)
     purposes = [Purpose.WRITE, Purpose.WRITE, Purpose.READ, Purpose.READ, Purpose.PREFETCH, Purpose.PREFETCH]
-    leases = {number: lease.another(purpose, noted=True) for number, purpose in enumerate(purposes)}
+    leases = {number: lease.another(purpose, counted=True) for number, purpose in enumerate(purposes)}
     lease.release()
     for number in order:
         for purpose in _RANK:
@@ -194,13 +194,13 @@ async def test_closing_tells_whoever_waits(bench: Bench) -> None:
         bench.cpu.abandon(slot, Purpose.WRITE)
 
 
-async def test_chunk_that_is_read_while_somebody_waits_for_a_slot_is_not_evicted_for_him(bench: Bench) -> None:
-    """The hold of a prefetched chunk ends with its first use, which leaves a slot for the other one: but not this one."""
+async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> None:
+    """The pin of a prefetched chunk ends with its first access, which makes it evictable; the reader's lease protects it."""
     bench.cpu.budget.write_floor = 0
     bench.make_hot(1).release()
-    hold = bench.cpu.hold(chunk(1)[0])
-    assert hold is not None
-    bench.cpu.on_use = lambda _: hold.release()
+    pin = bench.cpu.pin(chunk(1)[0])
+    assert pin is not None
+    bench.cpu.on_pinned_access = lambda _: pin.release()
     slots = take_all(bench, Purpose.READ)
     waiting = asyncio.create_task(bench.cpu.reserve(Purpose.READ, 1.0))
     await settle()
@@ -220,13 +220,13 @@ async def test_read_that_lands_gives_a_slot_to_a_put_that_waited_for_the_floor_o
     reading = [bench.cpu.try_reserve(Purpose.READ, "tier 1") for _ in range(budget.read_floor)]
     writing = take_all(bench)
     assert bench.cpu.obtainable == budget.read_floor
-    waiting = bench.cpu.turns.request(Purpose.WRITE)
+    waiting = bench.cpu.wait_queue.request(Purpose.WRITE)
     leases = []
     for number, slot in enumerate(reading):
         assert slot is not None
         leases.append(bench.cpu.publish(chunk(number)[0], slot, 1, Purpose.READ))
     assert waiting.done()
-    bench.cpu.turns.withdraw(Purpose.WRITE, waiting)
+    bench.cpu.wait_queue.withdraw(Purpose.WRITE, waiting)
     for slot in writing:
         bench.cpu.abandon(slot, Purpose.WRITE)
     for lease in leases:

@@ -25,4 +25,4 @@ async def test_buffers_of_a_wrong_length_are_said_once_a_minute(bench: Bench, ca
     await asyncio.sleep(EVERY_S)
     assert await reader.deliver(keys[:1], wrong[:1], soon()) == 0
     assert len(lines()) == 2
-    assert f"({unsaid + 1} times since this was said last)" in lines()[1]
+    assert f"({unsaid + 1} times since the last warning)" in lines()[1]

@@ -99,8 +99,8 @@ async def test_what_is_held_is_found_here_though_it_was_evicted_elsewhere(in_mem
     async with opened(in_memory) as tier:
         await store(tier, 1)
         (await mapped(tier, 1)).release()
-        hold = tier.hold(key_of(1))
-        assert hold is not None
+        pin = tier.pin(key_of(1))
+        assert pin is not None
         os.unlink(tier.path(key_of(1)))
         await until(lambda: tier.statistics().unlinked_bytes > 0)
         lease = tier.lease(key_of(1))
@@ -109,7 +109,7 @@ async def test_what_is_held_is_found_here_though_it_was_evicted_elsewhere(in_mem
         assert tier.lease(key_of(1)) is None and not lease.findable and not tier.contains(key_of(1))
         assert is_right(lease, 1)
         lease.release()
-        hold.release()
+        pin.release()
         assert tier.statistics().mapped_bytes == 0
 
 
@@ -189,7 +189,7 @@ async def test_mappings_that_nobody_holds_are_bounded_by_use(in_memory: Path) ->
 async def test_a_hold_ends_when_somebody_comes(in_memory: Path) -> None:
     async with opened(in_memory) as tier:
         came: list[bytes] = []
-        tier.mappings.on_use = came.append
+        tier.mappings.on_pinned_access = came.append
         await store(tier, 1)
         hold = await tier.map(key_of(1), PREFETCH)
         assert hold is not None and not came

@@ -1,4 +1,4 @@
-"""One accelerator as a cache uses it: a pool of device memory, a stream for each direction, and ends that a loop awaits."""
+"""One accelerator: a pool of device memory, a stream for each direction, and futures for the end of their work."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 logger = logging.getLogger("tiercache.device")
 
 LONGEST_COPY_S = 30.0
-"""After so long a caller is told that a copy hangs, and that its memory is still in use."""
+"""The timeout of a copy. Its caller then gets a DeviceError, and the memory stays in use."""
 _STAGING_SLOTS = 8
 _ENQUEUING_THREADS = 2
 
 
 class Lane:
-    """A stream, and a thread that sleeps until its work has ended and says so to the event loop that asked.
+    """A stream, and a thread that waits for its events and settles futures of the event loop.
 
     Events of a stream happen in their order, so one thread that waits for the oldest serves them all.
     """
@@ -36,7 +36,7 @@ class Lane:
         self._driver = driver
         self.stream = driver.make_stream()
         self.pending = 0
-        """Ends that were asked for and have not come. Belongs to the event loop."""
+        """Futures that are not done. Belongs to the event loop."""
         self._ends: SimpleQueue[tuple[Event | None, asyncio.Future[None]] | None] = SimpleQueue()
         try:
             threading.Thread(target=self._run, name=f"tiercache-{driver.name}-{name}", daemon=True).start()
@@ -47,8 +47,8 @@ class Lane:
             ) from error
 
     def end(self) -> asyncio.Future[None]:
-        """Return a future that is done when everything that the stream was given by now has ended, or the device is lost
-        (DeviceError), and never before: memory that a copy may still touch belongs to nobody else.
+        """Return a future that is done when all work that the stream was given by now has ended, or the device is lost
+        (DeviceError), and never before: memory that a copy may still touch must not be reused.
 
         Cancelling it cancels nothing on the device.
         """
@@ -59,14 +59,14 @@ class Lane:
         return self.after(event)
 
     def after(self, event: Event) -> asyncio.Future[None]:
-        """As `end`, for an event of any stream. It waits for those that were asked for before."""
+        """Return a future that is done when `event`, of any stream, has happened. It waits for earlier futures first."""
         try:
             if self._driver.query(event):
                 future = asyncio.get_running_loop().create_future()
                 future.set_result(None)
                 return future
         except DeviceError:
-            pass  # the thread finds out
+            pass  # the thread reports it
         return self._put(event)
 
     def close(self) -> None:
@@ -92,10 +92,10 @@ class Lane:
             except DeviceError as failed:
                 error = failed
             if error is None or error.lost:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     future.get_loop().call_soon_threadsafe(self._settle, future, error)
             else:
-                logger.error("%s: does not say when its copies end; their memory is given up: %s", self._driver.name, error)
+                logger.error("%s: does not report the end of copies; their memory is given up: %s", self._driver.name, error)
             del item, event, future, error
 
     def _settle(self, future: asyncio.Future[None], error: DeviceError | None) -> None:
@@ -152,7 +152,7 @@ class DevicePool:
         self._free.append(slot)
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> Tensor:
-        """Return the payload's room, or its first bytes. The header's page lies before it."""
+        """Return the payload's memory, or its first bytes. The header's page lies before it."""
         start = slot * self.slot_bytes + HEADER_BYTES
         return self.memory[start : start + (length_bytes or self.slot_bytes - HEADER_BYTES)]
 
@@ -166,8 +166,8 @@ class DevicePool:
 
 
 class Device:
-    """Belongs to the event loop that uses it first. `storing` is the lane of what goes in (gather, then copy to the host),
-    `loading` that of what comes out (copy from the host, then scatter); `callers` waits for events of others' streams.
+    """One device of the event loop that uses it first. `storing` is the lane of puts (gather, then copy to the host),
+    `loading` that of gets (copy from the host, then scatter); `callers` waits for events of callers' streams.
 
     torch operations are called in `workers`: they take the GIL for short, and may block where a stream's queue is full.
     """
@@ -178,7 +178,7 @@ class Device:
         self.pool = DevicePool(driver, pool_bytes or _STAGING_SLOTS * (chunk_bytes + 8192), chunk_bytes)
         self.workers = Workers("device", _ENQUEUING_THREADS)
         self.unfinished = 0
-        """Copies that took too long: they may still run, and their memory is kept."""
+        """Abandoned copies, which may still run and whose memory is kept."""
         self._in_flight = 0
         """Copies that have not ended."""
         self._closed = False
@@ -194,14 +194,14 @@ class Device:
 
     @property
     def pending(self) -> int:
-        """Ends that are awaited and have not come."""
+        """Futures of all lanes that are not done."""
         return sum(lane.pending for lane in self._lanes)
 
     def run(self, lane: Lane, enqueue: Callable[..., object], *arguments: Any) -> asyncio.Future[None]:
         """Call `enqueue(*arguments)`, which gives the lane's stream its work, in a worker thread.
 
-        The future is done when that has returned and everything that was enqueued has ended, also where it raised in the
-        middle; it fails with what either of them raised.
+        The future is done when the call has returned or raised and all that it enqueued has ended. It has the exception of
+        either of them.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         work = self.workers.submit(enqueue, *arguments)
@@ -216,11 +216,11 @@ class Device:
         return done
 
     async def ended(self, done: asyncio.Future[None]) -> None:
-        """Wait for what `run` has returned. Cancellation waits for it too: the work touches the caller's memory.
+        """Wait for a future of `run`. A cancelled caller waits as well, since the work touches its memory.
 
-        Raises DeviceError after 30 s; the work counts as unfinished then, until it ends.
+        Raises DeviceError after 30 s; the work counts as unfinished until it ends.
         """
-        done.add_done_callback(retrieve_exception)  # for a caller that was cancelled meanwhile
+        done.add_done_callback(retrieve_exception)  # if the caller is cancelled meanwhile
         try:
             await wait_shielded(asyncio.ensure_future(asyncio.wait([done], timeout=LONGEST_COPY_S)), LONGEST_COPY_S)
         finally:

@@ -1,7 +1,7 @@
 """An accelerator through torch: its memory, its streams and events, and host memory that is locked for its copies.
 
-Memory is torch tensors, so what is built on a driver is the same code on a GPU (`CudaDriver`) and on tensors in host memory
-(`CpuDriver`, for tests). torch is imported when a driver is made and not before.
+Memory is torch tensors, so the same code runs on a GPU (`CudaDriver`) and on tensors in host memory (`CpuDriver`, for
+tests). torch is imported when a driver is made and not before.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 PAGE_BYTES = 4096
 _PIN_BYTES = 64 << 30
-"""A registration of 512 GiB fails; a copy must not cross two, so they end where slots end."""
+"""Limit of one registration, since one of 512 GiB fails. A copy must not cross two, so they end where slots end."""
 _REGISTER_PORTABLE = 1
 _SUCCESS, _ALREADY_REGISTERED = 0, 712
 _CAPTURE_RELAXED = 2
-# What says that the context is gone for good: driver shut down, ECC, NVLink, illegal address, launch failed, assertion, ...
+# Errors after which the context is lost: driver shut down, ECC, NVLink, illegal address, launch failed, assertion, ...
 _LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 
@@ -44,7 +44,7 @@ class Driver(ABC):
     """
 
     name: str
-    """`cuda:0`, `cpu`."""
+    """The device's name in torch, such as `cuda:0`."""
 
     @abstractmethod
     def memory_bytes(self) -> tuple[int, int]:
@@ -60,10 +60,8 @@ class Driver(ABC):
 
     @abstractmethod
     def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
-        """Lock host memory, so that copies of it do not block their caller; False (and slower copies) where that fails.
-
-        A copy may not cross a multiple of `slot_bytes`.
-        """
+        """Lock host memory, so that copies of it do not block their caller. Return False if that fails; copies are slower
+        then. A copy may not cross a multiple of `slot_bytes`."""
 
     @abstractmethod
     def unpin(self, memory: np.ndarray) -> None:
@@ -75,7 +73,7 @@ class Driver(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream that the calling thread's own work (torch's) goes to."""
+        """Return torch's current stream of the calling thread."""
 
     @abstractmethod
     def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
@@ -83,7 +81,7 @@ class Driver(ABC):
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """Return an event that happens when everything that `stream` was given by now has ended."""
+        """Return an event that happens when all work that `stream` was given by now has ended."""
 
     @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
@@ -99,11 +97,11 @@ class Driver(ABC):
 
     @abstractmethod
     def finish(self, stream: Stream) -> None:
-        """As `synchronize`, for everything that `stream` was given by now."""
+        """Block the calling thread, as `synchronize` does, until all work that `stream` was given by now has ended."""
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Give a stream a copy between tensors uint8[n] in device memory or host memory. Blocks until it has ended where
-        the host memory is not pinned."""
+        """Give a stream a copy between tensors uint8[n] in device memory or host memory. Blocks until it has ended if the
+        host memory is not pinned."""
         self.enqueue(stream, lambda: destination.copy_(source, non_blocking=True))
 
 
@@ -218,14 +216,14 @@ class CudaDriver(Driver):
             stream.synchronize()
 
     def _attach(self) -> None:
-        """Make the calling thread, which is a cache's, use this GPU."""
+        """Make the calling thread, which belongs to the cache, use this GPU."""
         if not getattr(self._thread, "attached", False):
             self._relax()
             self._torch.cuda.set_device(self.device)
             self._thread.attached = True
 
     def _relax(self) -> None:
-        """Let the calling thread ask about events while another one captures a CUDA graph, which would fail otherwise."""
+        """Let the calling thread query events while another one captures a CUDA graph, which would fail otherwise."""
         if not getattr(self._thread, "relaxed", False):
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
             self._thread.relaxed = True
@@ -242,7 +240,7 @@ class CudaDriver(Driver):
 
 
 class CpuDriver(Driver):
-    """Host memory in the place of a device's, for tests and debugging. What is enqueued has ended when `enqueue` returns."""
+    """Host memory in place of a device's, for tests and debugging. Work has ended when `enqueue` returns."""
 
     name = "cpu"
 
@@ -319,7 +317,7 @@ def _from_page(memory: Tensor, length_bytes: int) -> Tensor:
 
 
 def in_own_thread(call: Callable[[], T]) -> T:
-    """Return what `call` returns in a new thread, where nobody else's CUDA errors and memory pools are."""
+    """Return the result of `call` in a new thread, which has no pending CUDA errors and no memory pool of other code."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Chunks in device memory as the cache is handed them: a tensor, or blocks of an engine's paged KV.
+"""Chunks in device memory: a tensor, or blocks of an engine's paged KV.
 
 The KV of all layers is seen as words, blocks first: one strided view for as many layers as lie at equal distances. A gather
 is one `index_select` for each view into a contiguous slot, a scatter one `index_copy_`. A chunk's payload is
@@ -17,7 +17,7 @@ from tiercache.errors import LayoutError
 from tiercache.payloads import is_tensor
 
 _WARM_UP_BLOCKS = 32
-"""torch has other kernels for more than 16."""
+"""More than 16, from which on torch has other kernels."""
 
 
 class DevicePayload(Protocol):
@@ -57,8 +57,8 @@ class PagedKv:
         self.block_bytes: int = sum(prod(view.shape[1:]) for view in self._views) * word_bytes
 
     def describe(self) -> str:
-        """Return the byte format of a chunk, for the layout's fingerprint. Where the blocks lie is no part of it, only what
-        is inside them."""
+        """Return the byte format of a chunk, for the layout's fingerprint. It covers the inside of blocks and not their
+        places."""
         kinds = [f"{inside(tensor, self.blocks)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in self.tensors]
         runs = [(kinds[0], len(kinds))] if len(set(kinds)) == 1 else [(kind, 1) for kind in kinds]
         return "paged(blocks,planes,bytes) " + ", ".join(f"{count}x{kind}" for kind, count in runs)
@@ -80,7 +80,10 @@ class PagedKv:
         self.driver.enqueue(stream, copy)
 
     def scatter(self, chunk: Tensor, chunk_blocks: int, skip: int, blocks: Sequence[int], stream: Stream) -> None:
-        """Enqueue the copy of blocks `skip` .. `skip + len(blocks)` of a chunk of `chunk_blocks` blocks, as `gather`."""
+        """Enqueue the copy of blocks `skip` .. `skip + len(blocks)` of a chunk of `chunk_blocks` blocks into `blocks`.
+
+        Raises LayoutError as `gather` does.
+        """
         self._check(blocks, chunk, chunk_blocks, skip)
         if len(set(blocks)) < len(blocks):
             raise LayoutError(f"blocks: expected each id once, found {list(blocks)}")
@@ -93,8 +96,8 @@ class PagedKv:
         self.driver.enqueue(stream, copy)
 
     def warm_up(self) -> None:
-        """Copy some blocks out and back, after what the calling thread has enqueued, so that kernels are loaded before an
-        engine captures CUDA graphs. Changes nothing. Blocks."""
+        """Copy some blocks out and back, after the work that the calling thread has enqueued, so that kernels are loaded
+        before an engine captures CUDA graphs. Changes nothing. Blocks."""
         driver, some = self.driver, range(min(self.blocks, _WARM_UP_BLOCKS))
         after = driver.record(driver.current_stream())
 
@@ -108,7 +111,7 @@ class PagedKv:
         in_own_thread(copy)
 
     def _check(self, blocks: Sequence[int], chunk: Tensor, chunk_blocks: int, skip: int) -> None:
-        """An id that is no block would be an assertion on the device, which ends its context."""
+        """Raise LayoutError for an invalid id, which would be an assertion on the device that ends its context."""
         if not blocks or skip < 0 or skip + len(blocks) > chunk_blocks:
             raise LayoutError(f"{len(blocks)} blocks at {skip} do not lie inside a chunk of {chunk_blocks}")
         if min(blocks) < 0 or max(blocks) >= self.blocks:
@@ -140,7 +143,7 @@ class PagedKv:
 class PagedChunk:
     """The chunk that lies in `blocks`, in their order.
 
-    To load only the end of a stored chunk, say how many blocks that has (`chunk_blocks`) and how many of them to skip.
+    To load only the end of a stored chunk, give its number of blocks (`chunk_blocks`) and the number to skip.
     """
 
     flat = None
@@ -178,7 +181,7 @@ class _TensorChunk:
 
 
 def device_payload(driver: Driver, value: Any) -> DevicePayload | None:
-    """Return `value` as a payload in the driver's memory; None when it is something else (host memory, another device).
+    """Return `value` as a payload in the driver's memory; None if it lies elsewhere (host memory, another device).
 
     Raises LayoutError for a tensor of this device that is not contiguous.
     """
@@ -194,14 +197,14 @@ def device_payload(driver: Driver, value: Any) -> DevicePayload | None:
 
 
 def inside(tensor: Tensor, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and order in memory (the widest stride first) of what is inside a block."""
+    """Return the shape of a block and the order of its dimensions in memory (the widest stride first)."""
     shape = (tensor.shape[0] // blocks, *tensor.shape[1:])
     order = sorted(range(len(shape)), key=lambda dimension: (-tensor.stride(dimension), dimension))
     return shape, tuple(dimension for dimension in order if shape[dimension] > 1)
 
 
 class _Run:
-    """Planes of one storage at equal distances: bytes from the storage's begin."""
+    """Planes of one storage at equal distances. Offsets are bytes from the begin of the storage."""
 
     def __init__(self, tensor: Tensor, blocks: int) -> None:
         size, split = tensor.element_size(), tensor.shape[0] // blocks
@@ -210,9 +213,9 @@ class _Run:
         self.storage = tensor.untyped_storage()
         self.begins = [tensor.storage_offset() * size]
         self.distance = split * tensor.stride(0) * size
-        """From one block to the next."""
+        """Bytes from one block to the next."""
         self.inner: list[tuple[int, int]] = []
-        """(count, stride) of what is inside a block, the widest first; the last is a run of bytes."""
+        """(count, stride) of the dimensions inside a block, the widest first; the last is a run of bytes."""
         sizes = [split, *tensor.shape[1:], size]
         strides = [*(stride * size for stride in tensor.stride()), 1]
         extent = sorted(
@@ -225,7 +228,7 @@ class _Run:
                 self.inner.append((count, stride))
         if not self.inner or self.inner[-1][1] != 1:
             self.inner.append((1, 1))
-        # With the blocks among them, each dimension must step over all that lies within it.
+        # Each dimension, the blocks included, must step over the extent of the narrower ones.
         reach = 0
         for stride, count in sorted([(stride, count) for count, stride in self.inner] + [(self.distance, blocks)]):
             if count > 1 and stride <= reach:
@@ -236,7 +239,7 @@ class _Run:
             reach += (count - 1) * stride
 
     def takes(self, other: _Run) -> bool:
-        """Append another plane if it continues the run."""
+        """Append another plane if it continues the run; return False if it does not."""
         begin = other.begins[0]
         step = begin - self.begins[-1]
         alike = (other.storage.data_ptr(), other.distance, other.inner) == (
@@ -251,7 +254,7 @@ class _Run:
 
     @property
     def step(self) -> int:
-        """From one plane to the next."""
+        """Bytes from one plane to the next."""
         return int(self.begins[1] - self.begins[0] if len(self.begins) > 1 else self.distance)
 
 

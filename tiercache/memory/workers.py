@@ -1,7 +1,7 @@
 """Daemon threads for large calls that release the GIL.
 
-Not a `ThreadPoolExecutor`: that joins its threads at interpreter exit, so one read from a hung mount would hang the exit
-of the engine; and its hand-over to the loop costs about a third more (62-80 us against 41-57 us for an empty call).
+A `ThreadPoolExecutor` joins its threads at interpreter exit, so one read from a hung mount would hang the exit of the
+engine, and its hand-over to the loop costs more.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Workers:
         """At least one for each waiting call, and one for each thread that has to end. Threads sleep on it."""
         self._started = 0
         self._short = False
-        """Whether it was said that there are fewer threads than there should be."""
+        """True once a warning was logged that fewer threads than `threads` can be started."""
         self._unfinished = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
@@ -112,7 +112,7 @@ class Workers:
         """Take back a submitted call, whose future raises NotBegun then. Return False if a thread has begun it."""
         if self._waiting.pop(work, None) is None:
             return False
-        if not self._closed:  # the tickets that are left are for the threads then
+        if not self._closed:  # the tickets that are left then end the threads
             with contextlib.suppress(Empty):
                 self._tickets.get_nowait()
         self._unfinished -= 1
@@ -126,7 +126,7 @@ class Workers:
         return free > 0 and work in list(self._waiting)[:free]
 
     def close(self) -> None:
-        """Let the threads end after the calls already submitted. Does not wait: a hung call must not hang us."""
+        """Let the threads end after the calls already submitted. Does not wait, since a call may hang."""
         if not self._closed:
             self._closed = True
             for _ in range(self._started):
@@ -164,7 +164,7 @@ class Workers:
             error: BaseException | None = None
             try:
                 result = call(*arguments)
-            except BaseException as caught:  # handed to the waiter, whatever it is
+            except BaseException as caught:  # handed to the waiter
                 error = caught
             self._running.discard(future)
             self._done.append((future, result, error))
@@ -175,7 +175,7 @@ class Workers:
                 try:
                     loop.call_soon_threadsafe(self._settle)
                 except RuntimeError:
-                    # The loop is closed: nobody is left to tell. What was submitted before `close` may be clean-ups.
+                    # The loop is closed. Calls that were submitted before `close` still run: they may be clean-ups.
                     if not self._closed:
                         return
             del call, arguments, future, result, error
@@ -188,7 +188,7 @@ class Workers:
             if future.cancelled():
                 continue
             if isinstance(error, StopIteration):
-                # A future does not take it, and its waiter, and all that come after it, would wait for ever.
+                # A future does not take it: its waiter, and those of later calls, would wait for ever.
                 error, cause = RuntimeError("a call in a worker thread raised StopIteration"), error
                 error.__cause__ = cause
             if error is not None:
@@ -200,8 +200,8 @@ class Workers:
 async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:
     """Wait for work that touches the caller's memory: cancellation is passed on only after the work has ended.
 
-    A call that hangs in a device is left `give_up_s` after the cancellation, since a loop that shuts down must not hang with
-    it. The memory is the arena's then, which stays mapped.
+    A call that hangs in a device is abandoned `give_up_s` after the cancellation, since a loop that shuts down must not hang
+    with it. Its memory belongs to the arena, which stays mapped.
     """
     try:
         return await asyncio.shield(work)
@@ -223,7 +223,7 @@ async def wait_uncancelled(works: Sequence[asyncio.Future[Any]], timeout_s: floa
 
 
 def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object]) -> None:
-    """`call` when all of `works` have ended; at once where they have. What `wait_shielded` gave up on goes on."""
+    """Call `call` when all of `works` have ended, abandoned ones included; at once if they have."""
     left = [work for work in works if not work.done()]
     if not left:
         call()
@@ -240,7 +240,7 @@ def once_ended(works: Sequence[asyncio.Future[Any]], call: Callable[[], object])
 
 
 def retrieve_exception(work: asyncio.Future[Any]) -> None:
-    """A callback for what nobody waits for any more: asyncio would log that its exception was never retrieved."""
+    """Callback for a future without a waiter: asyncio would log that its exception was never retrieved."""
     if not work.cancelled():
         work.exception()
 
@@ -252,9 +252,9 @@ def was_cancelled() -> bool:
 
 
 async def all_or_none(work: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait for all of `work`. Where this call or one of them fails or is cancelled, cancel the others and wait for them.
+    """Wait for all of `work`. If this call or one of them fails or is cancelled, cancel the others and wait for them.
 
-    A caller that is closed instead (its loop has ended) cancels them and does not wait.
+    A coroutine that is closed instead (its loop has ended) cancels them and does not wait.
     """
     together = asyncio.gather(*work)
     together.add_done_callback(retrieve_exception)  # a caller that was closed does not retrieve it

@@ -1,4 +1,4 @@
-"""Deliver a batch of chunks: hot ones in parts, others as they are read, up to the first gap."""
+"""Deliver a batch of chunks: hot chunks in parts, others as they are read, up to the first gap."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
 
 _PART = 512
-"""Chunks that are looked up, or handed over, without a look at the clock and a turn of the loop for others."""
+"""Chunks that are looked up, or handed over, before the deadline is checked and the loop runs other tasks."""
 _PARTS_AT_ONCE = 4
 
 LeaseHot = Callable[[ChunkKey], Lease | None]
 """Returns a lease on a chunk if it is hot, whose access is counted already."""
 Fetch = Callable[[ChunkKey, float, ChunkKey | None, int], Awaitable[Lease | None]]
-"""Returns a lease on a chunk from whichever tier has it: key, deadline, the chunk before it, and the time of the access."""
+"""Returns a lease on a chunk from the first tier that has it. Arguments: key, deadline, parent key, time of the access."""
 
 
 class Landing(Protocol):
-    """Where the chunks of one batch are wanted: host memory, a device's memory, or the hot cache."""
+    """The destination of a batch: host memory, a device's memory, or the hot cache."""
 
     def part_of(self, chunks: int) -> int:
-        """Return how many are handed over at a time, of so many that are hot. At least 1."""
+        """Return how many of so many hot chunks are handed over at a time, at least 1."""
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
-        """Bring chunks where they are wanted, by position in the batch, and mark those that are in place. Releases the
-        leases in any case, as soon as nothing reads their memory any more."""
+        """Deliver chunks, by position in the batch, and mark those that are in place. Releases the leases in any case, as
+        soon as nothing reads their memory any more."""
 
 
 async def deliver(
@@ -44,11 +44,11 @@ async def deliver(
     fetch: Fetch,
     lanes: int,
 ) -> int:
-    """Bring the chunks of a prefix to `landing`; return how many of the contiguous prefix are in place by the loop time
+    """Deliver the chunks of a prefix to `landing`; return how many of the contiguous prefix are in place by the loop time
     `deadline_s`. Chunks behind a gap may be in place as well.
 
-    `lanes` chunks that are not hot are fetched at a time. When this has returned or raised, nothing is on its way to the
-    landing any more, but for what the landing says about copies that hang.
+    `lanes` chunks that are not hot are fetched at a time. When this has returned, raised or was cancelled, nothing is
+    delivered any more, except by copies that hang.
     """
     loop = asyncio.get_running_loop()
     delivered = bytearray(len(keys))
@@ -64,7 +64,7 @@ async def deliver(
         cold = iter([position for position in range(gap) if position not in hot] if len(hot) < gap else ())
 
         async def hand_over() -> None:
-            """Hand over one part after the other. Those that begin at once do so whatever the time is."""
+            """Hand over one part after the other until the deadline. The first `at_once` parts are always handed over."""
             for start in hot_parts:
                 if start >= at_once * size and loop.time() >= deadline_s:
                     return
@@ -85,10 +85,10 @@ async def deliver(
 
         work = [asyncio.ensure_future(hand_over()) for _ in range(min(at_once, len(parts)))]
         work += [asyncio.ensure_future(lane()) for _ in range(min(lanes, gap - len(hot)))]
-        hot = {}  # they belong to their parts now
+        hot = {}  # the leases belong to their parts now
         await all_or_none(work)
     finally:
-        # A part that was cancelled before its first step, or never begun, never came to its own clean-up.
+        # A part that never began, or was cancelled before its first step, has not released its leases.
         for lease in (*hot.values(), *(lease for part in parts.values() for _, lease in part)):
             lease.release()
     cpu.link(keys, time)
@@ -97,7 +97,7 @@ async def deliver(
 
 
 def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> LeaseHot:
-    """Return `lease_hot`, which also finds chunks that the caller has `held` leases on, though they were removed since."""
+    """Return `lease_hot`, extended to chunks that the caller holds leases on (`held`) and that were removed since."""
     if held is None:
         return lease_hot
 
@@ -128,19 +128,19 @@ async def _lease_all_hot(
 
 
 class HostMemory:
-    """The landing in host memory: each chunk goes to its sink, on a worker thread. A sink that fails ends the prefix."""
+    """Host memory as a landing: each chunk is passed to its sink on a worker thread. A sink that fails ends the prefix."""
 
     def __init__(
         self, sinks: Sequence[Sink], copiers: Workers, undelivered: Callable[[Exception], None], deadline_s: float
     ) -> None:
-        """`undelivered` is told why a part could not be delivered."""
+        """`undelivered` is called with the error of a part that could not be delivered."""
         self._sinks = sinks
         self._copiers = copiers
         self._undelivered = undelivered
         self._deadline_s = deadline_s
 
     def part_of(self, chunks: int) -> int:
-        """One part for each copying thread; small batches are not worth a second one."""
+        """Return the chunks for one of the copying threads, at least 4 if there are so many."""
         return max(1, -(-chunks // max(1, min(self._copiers.threads, chunks // 4))))
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
@@ -155,7 +155,7 @@ class HostMemory:
             copying.append(self._copiers.submit(_run_sinks, todo, delivered))
             await self._copiers.ended_by(copying[0], self._deadline_s)
         except Exception as error:
-            if not all(copy.done() for copy in copying):  # it hangs, and still writes to the caller's memory
+            if not all(copy.done() for copy in copying):  # the copy hangs, and still writes to the caller's memory
                 raise
             self._undelivered(error)
         finally:
@@ -169,7 +169,7 @@ def _run_sinks(todo: Sequence[tuple[int, np.ndarray, Sink]], delivered: bytearra
 
 
 class HotCache:
-    """The landing of a promotion: the chunks are in place as soon as they are hot."""
+    """The hot cache as a landing: chunks are in place as soon as they are hot."""
 
     def part_of(self, chunks: int) -> int:
         return max(1, chunks)

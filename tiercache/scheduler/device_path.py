@@ -1,9 +1,9 @@
-"""How chunks in device memory get into the cache and out of it.
+"""Put and get chunks in device memory.
 
-A put gathers chunks into slots of device memory and copies them on to the arena, as far as anybody wants them there;
-tiers that write from device memory get a lease on the slot. A get takes each chunk from where it is nearest: the arena, a
-slot that is still being written, a device tier, and only then the host's cascade. Whole batches are enqueued on a stream,
-in a worker thread, and awaited once; nobody else gets their memory before.
+A put gathers chunks into slots of device memory and copies them to the arena, if the hot cache or a host tier takes them;
+tiers that write from device memory get a lease on the slot. A get takes each chunk from the nearest place: the arena, a slot
+that is still being written, a device tier, then the host's cascade. Whole batches are enqueued on a stream, in a worker
+thread, and awaited once; their memory is not reused before.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BATCHES_AT_ONCE = 2
 
 @dataclass
 class _Storing:
-    """A chunk on its way in: the slots that it gets."""
+    """A chunk of a put, and the slots that it gets."""
 
     key: ChunkKey
     payload: DevicePayload
@@ -54,9 +54,9 @@ class _Batch:
     storing: list[_Storing] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     staged: list[Lease] = field(default_factory=list)
-    """On device memory."""
-    there: int = 0
-    """Chunks that the cache has already."""
+    """Leases on slots of device memory."""
+    present: int = 0
+    """Chunks that the cache had already."""
 
 
 class DevicePath:
@@ -89,13 +89,13 @@ class DevicePath:
     async def put(
         self, chunks: Sequence[tuple[ChunkKey, DevicePayload]], after: Event | None, deadline_s: float
     ) -> int:
-        """Returns how many of the chunks are in the cache (hot, or on their way to a device tier) when their memory may be
-        changed again. Cancelled, it stores nothing more, and nothing reads their memory when CancelledError comes out."""
+        """Return how many of the chunks are in the cache (hot, or on their way to a device tier) when their memory may be
+        changed again. If cancelled, it stores nothing more, and raises when nothing reads their memory any more."""
         chunks = each_once(chunks)
         pool = self.device.pool
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
         wait_budget = WaitBudget(deadline_s)
-        # The staging tier's too: a chunk is forgotten in both at the same time.
+        # This also covers the staging tier, since a chunk is forgotten in both at the same time.
         operation = self.cpu.tombstones.begin()
         try:
             tasks = [
@@ -146,12 +146,12 @@ class DevicePath:
                 batch.leases.append(self.cpu.publish(chunk.key, chunk.hot, length, Purpose.WRITE))
             if chunk.staged is not None:
                 batch.staged.append(self.staging.publish(chunk.key, chunk.staged, length, Purpose.WRITE))
-        stored = batch.there + len(batch.storing)
+        stored = batch.present + len(batch.storing)
         await self._fan_out.offer(batch.leases, wait_budget, batch.staged)
         return stored
 
     async def _admit(self, key: ChunkKey, payload: DevicePayload, batch: _Batch, deadline_s: float) -> None:
-        """Slots for a chunk where it is wanted and is not yet. Where none comes free in time it is skipped, and counted."""
+        """Reserve the slots for a chunk that the cache lacks. A chunk that gets none in time is counted as skipped."""
         hot, staged = self.cpu.lease(key, writes=True), self.staging.lease(key, writes=True)
         if hot is not None:
             batch.leases.append(hot)
@@ -159,12 +159,12 @@ class DevicePath:
             batch.staged.append(staged)
         if hot is not None or staged is not None:
             self.cpu.access([key])
-            batch.there += 1
+            batch.present += 1
             return
         wants_host = self.cpu.keep or any(not writer.tier.offers(key) for writer in self._host_writers)
         wants_device = any(not writer.tier.offers(key) for writer in self._device_writers)
         if not wants_host and not wants_device:
-            batch.there += 1
+            batch.present += 1
             return
         loop = asyncio.get_running_loop()
         chunk = _Storing(key, payload)
@@ -179,9 +179,9 @@ class DevicePath:
             elif wants_device:
                 chunk.staged = self.staging.try_reserve(Purpose.WRITE)
             if wants_host:
-                # Who is at his own quota does not keep the others from their turn while he waits for himself.
-                waits_for_himself = self.cpu.turns.stands_aside(Purpose.WRITE, key)
-                left_s = 0.0 if waits_for_himself else deadline_s - loop.time()
+                # A tenant at its quota does not wait: it would delay the other chunks of the batch.
+                at_quota = self.cpu.wait_queue.blocks_only_itself(Purpose.WRITE, key)
+                left_s = 0.0 if at_quota else deadline_s - loop.time()
                 chunk.hot = await self.cpu.reserve(Purpose.WRITE, left_s, key)
                 if chunk.hot is None and not wants_device:
                     self.skipped += 1
@@ -193,7 +193,7 @@ class DevicePath:
         batch.storing.append(chunk)
 
     def _enqueue_put(self, batch: _Batch, after: Event | None) -> None:
-        """Called in a worker thread. Gathers come first: the engine has its blocks back when they have ended."""
+        """Called in a worker thread. Gathers come first, so that the engine gets its blocks back soon."""
         pool, driver, stream = self.device.pool, self.device.driver, self.device.storing.stream
         if after is not None:
             driver.wait(stream, after)
@@ -227,12 +227,14 @@ class DevicePath:
         deadline_s: float,
         held: Mapping[ChunkKey, Lease] | None = None,
     ) -> int:
-        """Returns how many chunks of the contiguous prefix are in place. Nothing writes to the payloads' memory when this
-        has returned or raised - but for a device that does not finish a copy within 30 s, which DeviceError says. `held` as
-        `Reader.deliver` has it."""
+        """Return how many chunks of the contiguous prefix are in place. `held` is as for `Reader.deliver`.
+
+        Nothing writes to the payloads' memory when this has returned, raised or was cancelled. Raises DeviceError if a copy
+        does not end within 30 s; it may still write then.
+        """
         if after is not None and not await self._has_happened(after, deadline_s):
             return 0
-        # Each of the two knows how quick it is itself; a chunk may come by either.
+        # Each reader estimates its own tiers; a chunk may come through either.
         waits = [wait for reader in (self._host_reader, self._device_reader) if (wait := reader.worth_waiting_s(keys))]
         if waits and held is None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + sum(waits))
@@ -242,12 +244,12 @@ class DevicePath:
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self._fetch, self._lanes)
 
     def _lease_hot(self, key: ChunkKey) -> Lease | None:
-        return self._host_reader.lease_now(key, noted=True) or self._device_reader.lease_now(key)
+        return self._host_reader.lease_now(key, counted=True) or self._device_reader.lease_now(key)
 
     async def _fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
     ) -> Lease | None:
-        """From a device tier that has it, or may; else from the host's cascade."""
+        """Return a lease on a chunk from a device tier that has it or may have it, else from the host's cascade."""
         known = any(writer.tier.contains(key) for writer in self._device_writers)
         if known or (self._device_writers and not any(writer.tier.contains(key) for writer in self._host_writers)):
             lease = await self._device_reader.fetch(key, deadline_s, parent, time)
@@ -256,12 +258,12 @@ class DevicePath:
         return await self._host_reader.fetch(key, deadline_s, parent, time)
 
     async def _has_happened(self, after: Event, deadline_s: float) -> bool:
-        """Whether the caller's event came in time. Awaited here and not on the streams, where it would hold up others."""
+        """Return True if the caller's event happens in time. It is awaited here, since it would block others on a stream."""
         driver, loop = self.device.driver, asyncio.get_running_loop()
         if driver.query(after):
             return True
         happened = self.device.callers.after(after)
-        happened.add_done_callback(retrieve_exception)  # for a caller that is cancelled, or late
+        happened.add_done_callback(retrieve_exception)  # if this is cancelled or times out
         done, _ = await asyncio.wait([happened], timeout=max(0.0, deadline_s - loop.time()))
         if not done:
             return False
@@ -271,8 +273,8 @@ class DevicePath:
 
 @dataclass
 class _Landing:
-    """The device memory of one get: its parts are enqueued as a whole and awaited once. What has to be scattered and lies in
-    the arena gets a room in the pool on its way (`staging`)."""
+    """The device memory of one get: its parts are enqueued as a whole and awaited once. Chunks of the arena that are
+    scattered are copied through slots of the device pool (`staging`)."""
 
     device: Device
     staging: StagingTier
@@ -286,7 +288,7 @@ class _Landing:
 
     async def take(self, part: Sequence[tuple[int, Lease]], delivered: bytearray) -> None:
         device = self.device
-        rooms: dict[int, Slot] = {}
+        slots: dict[int, Slot] = {}
         done: asyncio.Future[None] | None = None
         try:
             for position, lease in part:
@@ -295,9 +297,9 @@ class _Landing:
                     raise ValueError(f"expected a chunk of {expected} bytes, found {lease.payload_bytes}")
             await turn_by(self.deadline_s, self.batches)
             try:
-                await self._take_rooms(part, rooms)
+                await self._take_slots(part, slots)
                 views = [(position, lease.view) for position, lease in part]
-                done = device.run(device.loading, self._enqueue, views, rooms)
+                done = device.run(device.loading, self._enqueue, views, slots)
                 await device.ended(done)
             finally:
                 self.batches.release()
@@ -306,34 +308,34 @@ class _Landing:
         except (ValueError, LayoutError, TimeoutError) as error:
             self.undelivered.note(error, f" to {device.driver.name}")
         finally:
-            when_done(done, list(rooms.values()), lambda room: self.staging.abandon(room, Purpose.READ))
+            when_done(done, list(slots.values()), lambda slot: self.staging.abandon(slot, Purpose.READ))
             when_done(done, part, lambda item: item[1].release())
 
-    async def _take_rooms(self, part: Sequence[tuple[int, Lease]], rooms: dict[int, Slot]) -> None:
-        """Slots of the pool for chunks that come from the host and are scattered, by position. Raises TimeoutError."""
+    async def _take_slots(self, part: Sequence[tuple[int, Lease]], slots: dict[int, Slot]) -> None:
+        """Reserve slots for chunks that come from the host and are scattered, by position. Raises TimeoutError."""
         for position, lease in part:
             if not lease.on_device and self.payloads[position].flat is None:
                 left_s = self.deadline_s - asyncio.get_running_loop().time()
-                room = await self.staging.reserve(Purpose.READ, left_s)
-                if room is None:
+                slot = await self.staging.reserve(Purpose.READ, left_s)
+                if slot is None:
                     raise TimeoutError("no room in the device's pool by the deadline")
-                rooms[position] = room
+                slots[position] = slot
 
-    def _enqueue(self, views: Sequence[tuple[int, np.ndarray | Tensor]], rooms: Mapping[int, Slot]) -> None:
+    def _enqueue(self, views: Sequence[tuple[int, np.ndarray | Tensor]], slots: Mapping[int, Slot]) -> None:
         """Called in a worker thread."""
         driver, stream = self.device.driver, self.device.loading.stream
         for position, view in views:
             payload = self.payloads[position]
             chunk = host_tensor(view) if isinstance(view, np.ndarray) else view
-            if position in rooms:
-                room = self.device.pool.view(rooms[position], payload.payload_bytes)
-                driver.copy(room, chunk, stream)
-                chunk = room
+            if position in slots:
+                staged = self.device.pool.view(slots[position], payload.payload_bytes)
+                driver.copy(staged, chunk, stream)
+                chunk = staged
             payload.scatter(chunk, stream)
 
 
 async def turn_by(deadline_s: float, batches: asyncio.Semaphore) -> None:
-    """Raises TimeoutError when the batches before, whose copies may hang, do not make room in time."""
+    """Acquire `batches`. Raises TimeoutError if earlier batches, whose copies may hang, do not end in time."""
     try:
         async with asyncio.timeout_at(deadline_s):
             await batches.acquire()
@@ -342,7 +344,7 @@ async def turn_by(deadline_s: float, batches: asyncio.Semaphore) -> None:
 
 
 def when_done(done: asyncio.Future[None] | None, items: Sequence[T], give_back: Callable[[T], None]) -> None:
-    """Give back now, or when `done` is: what a device still copies to or from belongs to nobody else."""
+    """Give items back now, or when `done` is: memory that a device still copies to or from must not be reused."""
     if done is None or done.done():
         for item in items:
             give_back(item)

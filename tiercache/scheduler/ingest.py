@@ -21,10 +21,10 @@ from tiercache.tiers.leases import Lease
 
 _BATCH_BYTES = 32 << 20
 _PART_BYTES = 2 << 20
-"""The least that a thread copies of a batch which several threads share: to wake one up for less takes longer."""
+"""The least that one of several threads copies of a batch: waking a thread for less takes longer."""
 
 _ON_LOOP_BYTES = 64 << 10
-"""The most that is copied on the loop in one of its turns: about 5 us at 12 GB/s, less than a hand-over to a thread."""
+"""The most that is copied on the loop in one iteration of it, which takes less time than a hand-over to a thread."""
 
 Item = tuple[ChunkKey, int, Source]
 """A chunk to store: its key, the length of its payload in bytes, and the call that fills it."""
@@ -32,7 +32,7 @@ Item = tuple[ChunkKey, int, Source]
 
 @dataclass(slots=True)
 class _Put:
-    """One call, which may take several batches."""
+    """One call of `put`, which may take several batches."""
 
     operation: Operation
     wait_budget: WaitBudget
@@ -49,12 +49,12 @@ class _Batch:
     """Chunks of one put that are copied at a time."""
 
     passed: int = 0
-    """The items of the put that it deals with."""
+    """Items of the put that the batch covers."""
     fills: dict[ChunkKey, Fill] = field(default_factory=dict)
     copies: list[asyncio.Future[None]] = field(default_factory=list)
-    """One for each thread that fills a part of them."""
+    """The copies, one for each thread."""
     leases: list[Lease] = field(default_factory=list)
-    """On chunks that were hot already, and later on those that were published."""
+    """Leases on chunks that were hot already, and later on those that were published."""
     published: bool = False
 
 
@@ -72,16 +72,16 @@ class Ingest:
         """Chunks that found no slot, or no thread, by their deadline."""
         self._fan_out = fan_out
         self._copied_bytes = 0
-        """Bytes that were copied on the loop in this turn of it."""
+        """Bytes that were copied on the loop in this iteration of it."""
         self._batch_items = max(1, min(cpu.pool.count // 8, max(1, _BATCH_BYTES // cpu.pool.slot_bytes)))
         """Chunks in a batch: few enough that tiers begin to write while the rest is copied, and that two batches fit beside
         the slots that are kept for reads."""
 
     async def put(self, items: Sequence[Item], wait_s: float, *, prefix: bool = False) -> int:
-        """Store chunks as `TierCache.put_from`; return how many of them are in the cache. `wait_s` is for all of them."""
+        """Store chunks as `TierCache.put_from`; return how many of them are in the cache. `wait_s` limits the whole call."""
         items = each_once(items)
         keys = [key for key, _, _ in items]
-        # What is here is accessed before room is made for the rest: nothing of the same put goes for that.
+        # Residents are accessed before room is made for the rest, so that the put does not evict its own chunks.
         latest_first = keys if prefix else keys[::-1]
         time = self.cpu.access(latest_first, prefix=prefix)
         put = _Put(
@@ -98,14 +98,14 @@ class Ingest:
             self.cpu.tombstones.end(put.operation)
             self.skipped += put.skipped
         if prefix:
-            self.cpu.link(keys, time)  # a chunk that came before its parent does not know it
+            self.cpu.link(keys, time)  # a chunk that was inserted before its parent has no link to it
         return put.stored
 
     async def _put_all(self, items: Sequence[Item], put: _Put) -> None:
         """Put batch after batch. While one is copied the next one is handed over, so that no thread waits for the loop.
 
-        A batch ends where a slot has to be waited for. Before the put waits, it publishes all that it has begun: a put that
-        waits must not hold what others wait for.
+        A batch ends where a slot has to be waited for. Before the put waits, it publishes all that it has begun, so that
+        puts do not wait for each other's slots.
         """
         position = 0
         before: _Batch | None = None
@@ -128,7 +128,7 @@ class Ingest:
                 for copy in copies:
                     if self.copiers.withdraw(copy):
                         retrieve_exception(copy)
-                if not isinstance(error, GeneratorExit):  # then nobody runs what waits
+                if not isinstance(error, GeneratorExit):  # a coroutine that is closed cannot wait
                     left_s = put.wait_budget.deadline_s + GIVE_UP_S - asyncio.get_running_loop().time()
                     await wait_uncancelled(copies, min(GIVE_UP_S, left_s))
             finally:
@@ -137,12 +137,12 @@ class Ingest:
             raise
 
     def _reserve(self, items: Sequence[Item], put: _Put) -> dict[ChunkKey, Slot]:
-        """Reserve slots for those that need one, all at once, up to the first one that gets none."""
+        """Reserve slots for the items that need one, up to the first one that gets none."""
         residents, forgot = self.cpu.residents, put.operation.forgot
         return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key)])
 
     def _begin(self, items: Sequence[Item], slots: dict[ChunkKey, Slot], put: _Put) -> _Batch | None:
-        """Hand chunks with their `slots` to the threads, up to the first one that lacks a slot. None: the first one does."""
+        """Hand chunks with their `slots` to the threads, up to the first that lacks a slot. None if the first does."""
         batch = _Batch()
         try:
             for key, length, source in items:
@@ -164,7 +164,7 @@ class Ingest:
         return batch if batch.passed else None
 
     async def _begin_late(self, item: Item, put: _Put) -> _Batch:
-        """As `_begin`, of one chunk, waiting for a slot as long as the put may. Without one, the chunk is skipped."""
+        """Begin with one chunk, waiting for a slot as long as the put may. Without a slot the chunk is skipped."""
         key = item[0]
         slot = await self.cpu.reserve(WRITE, put.wait_budget.deadline_s - asyncio.get_running_loop().time(), key)
         batch = self._begin([item], {} if slot is None else {key: slot}, put)
@@ -174,9 +174,9 @@ class Ingest:
         return batch
 
     def _copy(self, batch: _Batch) -> None:
-        """Copy here what is little and cannot block, and let threads copy the rest."""
+        """Copy small payloads that cannot block on the loop, and others in threads."""
         work = [(self.cpu.pool.view(slot), length, source) for slot, length, source in batch.fills.values()]
-        if self._may_copy_here(work):
+        if self._may_copy_on_loop(work):
             _fill(work)
         elif work:
             copiers = self.copiers
@@ -184,19 +184,19 @@ class Ingest:
             size = -(-len(work) // parts)
             batch.copies = [copiers.submit(_fill, work[n : n + size]) for n in range(0, len(work), size)]
 
-    def _may_copy_here(self, work: Sequence[tuple[np.ndarray, int, Source]]) -> bool:
-        """Return True if the loop may copy these itself, and count their bytes then."""
+    def _may_copy_on_loop(self, work: Sequence[tuple[np.ndarray, int, Source]]) -> bool:
+        """Return True if the loop may copy these itself, and count their bytes."""
         total_bytes = self._copied_bytes
         for _, length, source in work:
             total_bytes += length
             if type(source) is not PlainCopy or total_bytes > _ON_LOOP_BYTES:
                 return False
         if work and not self._copied_bytes:
-            asyncio.get_running_loop().call_soon(self._turn_ended)
+            asyncio.get_running_loop().call_soon(self._iteration_ended)
         self._copied_bytes = total_bytes
         return bool(work)
 
-    def _turn_ended(self) -> None:
+    def _iteration_ended(self) -> None:
         self._copied_bytes = 0
 
     async def _finish(self, batch: _Batch, put: _Put) -> None:
@@ -211,7 +211,7 @@ class Ingest:
             for key in forgotten:
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}
-        put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot ones may have been forgotten meanwhile
+        put.stored += sum(lease.findable for lease in leases) + len(fills)  # hot chunks may have been forgotten meanwhile
         if (
             self._fan_out.writers or not cpu.keep or len(fills) == 1
         ):  # for one chunk `publish_all` costs more than a lease
@@ -224,7 +224,7 @@ class Ingest:
             await self._fan_out.offer(leases, put.wait_budget)
 
     def _drop(self, batch: _Batch) -> None:
-        """Store nothing of a batch. Slots that a hung thread may still write to are given back when it ends."""
+        """Discard a batch. Slots that a hung thread may still write to are given back when it ends."""
         slots = [slot for slot, _, _ in batch.fills.values()]
 
         def give_back() -> None:

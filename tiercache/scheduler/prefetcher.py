@@ -1,7 +1,6 @@
 """Carry out the prefetch plan (`core/prefetch.py`): hints, requests in an engine's queue, sessions, and pins.
 
-A promoted chunk is kept hot by a lease until it is read or no prediction expects it any more. The plan bounds how much that
-may be.
+A promoted chunk is pinned until it is read or no prediction expects it any more, within the byte budget of the plan.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from tiercache.tiers.leases import Lease
 logger = logging.getLogger("tiercache.prefetch")
 
 _SWEEP_S = 1.0
-_MAX_LOOKED_FOR = 1 << 18
-"""Keys that tiers are being asked about for prefetches; prefetches on top of them are cancelled at once."""
-_FIRST = 1 << 40
-"""Requests that are in the queue go before everything that is only predicted, and one after the other."""
+_MAX_KEYS_LOOKED_UP = 1 << 18
+"""Keys of prefetches whose look-ups are in flight; further prefetches are cancelled at once."""
+_QUEUE_PRIORITY = -(1 << 40)
+"""Requests in the queue are served before everything that is only predicted, in their order."""
 _QUEUED_SHARES = 4
-"""The queue is remembered up to this many times the prefetcher's share. Chunks behind that are read on demand."""
+"""The queue is remembered up to this many times the prefetcher's share. Chunks beyond that are read on demand."""
 _QUEUE_TTL_S = 60.0
-_COMING_S = 10.0
-"""How long chunks are kept for a turn that has begun and has not read them yet."""
+_BEGUN_TTL_S = 10.0
+"""The time that chunks are kept for a turn that has begun and has not read them yet."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ class PrefetchProgress:
     promoted: int
     """In the hot cache: read from a tier, or there already."""
     missing: int
-    """Found in no tier, behind such a gap, or lost on the way."""
+    """Found in no tier, behind such a gap, or failed to be read."""
     cancelled: int
-    """Not promoted: by `cancel`, because the cache was closed, or because the `ttl` was over."""
+    """Not promoted because of `cancel`, a closed cache, or the end of the `ttl`."""
     chunk_bytes: int
 
     @property
@@ -78,9 +77,10 @@ class PrefetchProgress:
 
 
 class PrefetchHandle:
-    """One `cache.prefetch`. Await it to wait until every chunk is promoted, missing or cancelled; that gives the progress.
+    """The handle of one `cache.prefetch`.
 
-    Cancelling a task that awaits it leaves the prefetch alone; `cancel` ends it.
+    Awaiting it returns the progress once every chunk is promoted, missing or cancelled. Cancelling a task that awaits it
+    does not cancel the prefetch; `cancel` does.
     """
 
     def __init__(self, prefetcher: Prefetcher, subject: str, keys: Sequence[ChunkKey]) -> None:
@@ -88,7 +88,7 @@ class PrefetchHandle:
         self.keys: Sequence[ChunkKey] = keys
         """Empty when the prefetch has ended."""
         self.offered = False
-        """The tiers were asked, and the plan has the prediction."""
+        """True once the tiers were asked and the plan has the prediction."""
         self._prefetcher = prefetcher
         self._found = 0
         self._left: set[ChunkKey] = set(keys)
@@ -117,7 +117,7 @@ class PrefetchHandle:
         return self._ended.is_set()
 
     def cancel(self) -> None:
-        """Begin no more reads. Chunks that are on their way arrive, and may be evicted like others. Idempotent."""
+        """Begin no more reads. Reads in flight still publish; their chunks are not pinned. Idempotent."""
         if not self.done:
             self._prefetcher.withdraw(self)
             self.give_up(cancelled=True)
@@ -129,7 +129,7 @@ class PrefetchHandle:
     # Called by the prefetcher
 
     def found(self, keys: Sequence[ChunkKey]) -> None:
-        """Some tier has these; the others are missing."""
+        """Record that a tier has `keys`; the others are missing."""
         there = set(keys)
         self._found = len(there)
         self._left &= there
@@ -156,10 +156,10 @@ class PrefetchHandle:
 
 
 class Prefetcher:
-    """What is known about requests to come: hints, sessions, pins. `TierCache.ahead`.
+    """Promotes chunks for requests to come, and pins chunks: `TierCache.ahead`.
 
-    All methods belong to the event loop (calls from elsewhere are RuntimeErrors), and none but `close` waits. A wrong
-    prediction costs the bandwidth that the settings allow and nothing else.
+    All methods belong to the event loop and raise RuntimeError elsewhere. None but `close` waits. A wrong prediction costs
+    the bandwidth that the settings allow and nothing else.
     """
 
     def __init__(
@@ -171,7 +171,8 @@ class Prefetcher:
         read_s: float = 10.0,
         on_continued: Callable[[Sequence[ChunkKey]], None] | None = None,
     ) -> None:
-        """`read_s` bounds the read of one chunk. `on_continued` is called with the chunks of sessions that came back."""
+        """`read_s` is the timeout of the read of one chunk. `on_continued` is called with the chunks of sessions that came
+        back."""
         self.plan = PrefetchPlan(settings, chunk_bytes)
         self._reader = reader
         self._read_s = read_s
@@ -186,31 +187,31 @@ class Prefetcher:
         self._queue: deque[Prediction] = deque()
         self._handles: dict[str, PrefetchHandle] = {}
         self._by_key: dict[ChunkKey, list[PrefetchHandle]] = {}
-        self._looking: set[asyncio.Task[None]] = set()
-        self._keys_looked_for = 0
+        self._lookups: set[asyncio.Task[None]] = set()
+        self._keys_looked_up = 0
         self._timer: asyncio.TimerHandle | None = None
         self._swept_s = self._loop.time()
         self._pumping = False
         self._closed = False
-        reader.cpu.on_use, reader.cpu.on_forget = self._used, self._removed
+        reader.cpu.on_pinned_access, reader.cpu.on_forget = self._used, self._removed
         for tier in reader.mapped:
-            tier.mappings.on_use, tier.mappings.on_forget = self._used, self._removed
+            tier.mappings.on_pinned_access, tier.mappings.on_forget = self._used, self._removed
         reader.on_demand = self._used
         reader.cpu.on_evict = self._evicted
 
     @property
     def promotes(self) -> bool:
-        """There is a hot cache to promote into, or a tier that can be mapped."""
+        """True if there is a hot cache to promote into, or a tier that can be mapped."""
         return self._reader.cpu.keep or bool(self._reader.mapped)
 
     @property
     def accounts(self) -> dict[str, Account]:
-        """What prefetching did, by source."""
+        """The outcome of prefetching by source, in bytes."""
         return self.plan.accounts.by_source
 
     @property
     def held(self) -> int:
-        """Chunks that are kept for a prediction now."""
+        """Chunks that are kept hot for a prediction now."""
         return len(self._held)
 
     @property
@@ -221,7 +222,7 @@ class Prefetcher:
     def prefetch(
         self, keys: Sequence[ChunkKey], due_in_s: float, ttl_s: float, priority: int, look_s: float
     ) -> PrefetchHandle:
-        """See `TierCache.prefetch`. Tiers are asked for `look_s` at most what they have of `keys`."""
+        """Prefetch as `TierCache.prefetch`. `look_s` is the timeout of the look-up."""
         if not isfinite(due_in_s):
             raise ValueError(f"deadline: expected a number of seconds, found {due_in_s}")
         check_seconds("ttl", ttl_s)
@@ -234,18 +235,18 @@ class Prefetcher:
         now_s, subject = self._loop.time(), f"#{next(self._numbers)}"
         prediction = hint(keys, now_s, subject, due_in_s=due_in_s, ttl_s=ttl_s, priority=priority)
         handle = PrefetchHandle(self, subject, keys)
-        if self._looking and self._keys_looked_for + len(keys) > _MAX_LOOKED_FOR:
+        if self._lookups and self._keys_looked_up + len(keys) > _MAX_KEYS_LOOKED_UP:
             handle.give_up(cancelled=True)
         if not handle.done:
             self._handles[subject] = handle
-            self._keys_looked_for += len(keys)
-            task = self._loop.create_task(self._look(handle, prediction, now_s + look_s), name="tiercache-prefetch")
-            self._looking.add(task)
-            task.add_done_callback(partial(self._looked, len(keys)))
+            self._keys_looked_up += len(keys)
+            task = self._loop.create_task(self._look_up(handle, prediction, now_s + look_s), name="tiercache-prefetch")
+            self._lookups.add(task)
+            task.add_done_callback(partial(self._lookup_ended, len(keys)))
         return handle
 
     def queued(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request for `keys` waits for its turn, behind those that came before it."""
+        """Record that a request for `keys` was appended to the engine's queue."""
         self._reader.cpu.renew(keys)
         if self._closed or self._reader.prefix_at_hand(keys) == len(keys):
             return
@@ -255,33 +256,34 @@ class Prefetcher:
         if sum(len(prediction.keys) for prediction in self._queue) >= _QUEUED_SHARES * most:
             return
         now_s, number = self._loop.time(), next(self._numbers)
-        prediction = Prediction(QUEUE, str(number), keys[:most], now_s, now_s, now_s + _QUEUE_TTL_S, number - _FIRST)
+        priority = _QUEUE_PRIORITY + number
+        prediction = Prediction(QUEUE, str(number), keys[:most], now_s, now_s, now_s + _QUEUE_TTL_S, priority)
         self._queue.append(prediction)
         self.plan.offer(prediction, now_s)
         self.pump()
 
     def served(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that a request for `keys` had its turn: the first such one in the queue is over."""
+        """Record that the first request for `keys` in the engine's queue was served."""
         if self._queue:
-            came = set(keys)
+            served = set(keys)
             for prediction in self._queue:
-                if prediction.keys[-1] in came:
+                if prediction.keys[-1] in served:
                     self._queue.remove(prediction)
                     self.plan.withdraw(QUEUE, prediction.subject, self._loop.time())
                     break
 
     def began(self, session: str, keys: Sequence[ChunkKey]) -> None:
-        """Note that a turn of `session` has begun, which needs `keys`."""
+        """Record that a turn of `session` has begun, which needs `keys`."""
         check_loop(self._loop)
         check_keys(keys)
         now_s = self._loop.time()
-        self.plan.withdraw(SESSIONS, session, now_s, _COMING_S)
+        self.plan.withdraw(SESSIONS, session, now_s, _BEGUN_TTL_S)
         if self.sessions.began(session, now_s) and self._on_continued is not None:
             self._on_continued(keys)
         self.pump()
 
     def ended(self, session: str, keys: Sequence[ChunkKey], kind: str = "") -> None:
-        """Note that a turn has ended; `keys` are what the session's next one will begin with. `kind` has no effect."""
+        """Record that a turn has ended; the session's next one will begin with `keys`. `kind` has no effect."""
         check_loop(self._loop)
         check_keys(keys)
         now_s, plan = self._loop.time(), self.plan
@@ -294,17 +296,18 @@ class Prefetcher:
             self.pump()
 
     def over(self, session: str) -> None:
-        """Note that a session will not come back; chunks that were promoted for it may be evicted."""
+        """Record that a session will not come back; chunks that were promoted for it may be evicted."""
         check_loop(self._loop)
         self.sessions.over(session)
         self.plan.withdraw(SESSIONS, session, self._loop.time())
         self.pump()
 
     def pin(self, keys: Sequence[ChunkKey], ttl_s: float = 600.0) -> int:
-        """Keep those of `keys` hot that are, for `ttl_s` from now; return how many are pinned. Prefetch the others first.
+        """Keep those of `keys` that are hot for `ttl_s` seconds from now; return how many are pinned. Prefetch the others
+        first.
 
-        Together with what is prefetched, pins take no more than the prefetcher's share of the hot cache, and leave reads and
-        writes their part of it. A chunk that was prefetched counts as used then. A closed cache pins nothing.
+        Pins and prefetched chunks together take no more than the prefetcher's share of the hot cache, and leave reads and
+        writes their part of it. A prefetched chunk that is pinned counts as used. A closed cache pins nothing.
         """
         check_loop(self._loop)
         check_keys(keys)
@@ -319,14 +322,14 @@ class Prefetcher:
                 lease = self._held.pop(key)
                 self.plan.used([key])
             else:
-                lease = self._reader.hold(key) if self._has_room(key) else None
+                lease = self._reader.pin(key) if self._has_room(key) else None
             if lease is not None:
                 self._pins[key] = lease, self._loop.call_later(ttl_s, self.unpin, [key])
                 pinned += 1
         return pinned
 
     def unpin(self, keys: Sequence[ChunkKey]) -> None:
-        """Let `keys` be evicted like others."""
+        """Unpin `keys`; they may be evicted."""
         check_loop(self._loop)
         check_keys(keys)
         for key in keys:
@@ -336,19 +339,19 @@ class Prefetcher:
                 pin[0].release()
 
     def release_all(self) -> None:
-        """Keep nothing for predictions any more."""
+        """Release the chunks that are kept for predictions."""
         self.plan.accounts.finish()
         while self._held:
             self._held.popitem()[1].release()
 
     async def close(self) -> None:
-        """End everything; who waits for a handle learns that the rest is cancelled."""
+        """End all reads, look-ups and pins. Handles report the rest of their chunks as cancelled."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for handle in list(self._handles.values()):
             handle.give_up(cancelled=True)
-        tasks = [*self._looking, *self._reads.values()]
+        tasks = [*self._lookups, *self._reads.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -373,12 +376,12 @@ class Prefetcher:
                 if not handles:
                     self._by_key.pop(key, None)
 
-    async def _look(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
+    async def _look_up(self, handle: PrefetchHandle, prediction: Prediction, deadline_s: float) -> None:
         found = 0
         try:
             found, _ = await self._reader.lookup(prediction.keys, deadline_s)
         except Exception:
-            logger.exception("a look-up failed unexpectedly")  # and all chunks count as missing
+            logger.exception("a look-up failed unexpectedly")  # all chunks count as missing
         keys = prediction.keys[:found]
         handle.found(keys)
         if not handle.done and not self._closed:
@@ -390,12 +393,12 @@ class Prefetcher:
             self.pump()
             self._end_if_expired(handle)
 
-    def _looked(self, keys: int, task: asyncio.Task[None]) -> None:
-        self._keys_looked_for -= keys
-        self._looking.discard(task)
+    def _lookup_ended(self, keys: int, task: asyncio.Task[None]) -> None:
+        self._keys_looked_up -= keys
+        self._lookups.discard(task)
 
     def _end_if_expired(self, handle: PrefetchHandle) -> None:
-        """Cancel what is not in flight of a prefetch that the plan does not act on any more."""
+        """Cancel the chunks that are not in flight of a prefetch that the plan has dropped."""
         if handle.offered and not self.plan.has(HINTS, handle.subject):
             handle.give_up(cancelled=True, but_in_flight=True)
 
@@ -406,7 +409,7 @@ class Prefetcher:
     # Promotions
 
     def pump(self) -> None:
-        """Begin as many reads as there are lanes and the plan allows, and drop what nothing expects any more."""
+        """Begin as many reads as there are lanes and the plan allows, and release chunks that are not expected any more."""
         self._pumping = False
         if self._closed:
             return
@@ -428,7 +431,7 @@ class Prefetcher:
         self._timer = self._loop.call_at(min(wakes), self.pump) if wakes else None
 
     def _pump_soon(self) -> None:
-        """Pump once for all that happens in this turn of the loop."""
+        """Pump once for all events in this iteration of the loop."""
         if not self._pumping:
             self._pumping = True
             self._loop.call_soon(self.pump)
@@ -459,7 +462,7 @@ class Prefetcher:
 
     def _keep_promoted(self, key: ChunkKey, lease: Lease) -> None:
         if not self.plan.accounts.arrived(key):
-            lease.release()  # it was asked for meanwhile
+            lease.release()  # it was used meanwhile
         elif not lease.findable:
             self.plan.accounts.wasted(key)
             lease.release()
@@ -467,13 +470,13 @@ class Prefetcher:
             self._keep(key, lease)
 
     def _is_hot(self, key: ChunkKey) -> bool:
-        """Called by the plan about a chunk that is expected: if it is hot, it is kept hot."""
+        """Called by the plan for a chunk that is expected. Keeps it hot if it is."""
         if key in self._reads:
-            return True  # it was asked for already, and handles are told when it is here
+            return True  # handles are settled when the read ends
         if not self._reader.has_at_hand(key):
             return False
         if key not in self._held and self._has_room(key):
-            lease = self._reader.hold(key)
+            lease = self._reader.pin(key)
             if lease is not None:
                 self._keep(key, lease)
                 self._count_kept()
@@ -481,7 +484,7 @@ class Prefetcher:
         return True
 
     def _has_room(self, key: ChunkKey) -> bool:
-        """Return True if a hot chunk may be kept, too: within the share, and leaving reads and writes theirs."""
+        """Return True if one more hot chunk may be kept: within the share, and leaving reads and writes theirs."""
         kept = len(self._held) + len(self._reads) + len(self._pins)
         return (kept + 1) * self.plan.chunk_bytes <= self.plan.settings.share_bytes and self._reader.cpu.spares(key)
 
@@ -498,12 +501,12 @@ class Prefetcher:
     # Called by the reader and the memory that it reads into
 
     def _used(self, key: ChunkKey) -> None:
-        """A chunk that is kept or in flight was asked for."""
+        """Called when a chunk that is kept or in flight is read."""
         self.plan.used([key])
         self._release(key)
 
     def _removed(self, key: ChunkKey) -> None:
-        """A chunk that is kept or pinned was removed from the hot cache."""
+        """Called when a chunk that is kept or pinned was removed from the hot cache."""
         self.unpin([key])
         self.plan.accounts.wasted(key)
         self._release(key)

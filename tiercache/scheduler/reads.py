@@ -23,7 +23,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.tombstones import Operation
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot, zero_padding
-from tiercache.memory.turns import Turns, done_by
+from tiercache.memory.wait_queue import WaitQueue, done_by
 from tiercache.memory.workers import cancel_all
 from tiercache.payloads import Sink
 from tiercache.scheduler.batch import HostMemory, HotCache, deliver, or_held
@@ -35,8 +35,8 @@ logger = logging.getLogger("tiercache.reader")
 
 _LEAST_S = 1.0
 """A shorter wait for an answer does not count against a tier."""
-_LET_GO_S = 0.002
-"""The time that a tier has to let go of a look-up at its deadline."""
+_CANCEL_S = 0.002
+"""The time that a tier has to end a look-up at its deadline."""
 _Answer = TypeVar("_Answer")
 
 _Outcome = int | Lease | None
@@ -50,8 +50,8 @@ class ReaderSettings:
     probe_deadline_s: float = 3.0
     """The longest wait of a look-up for a shared tier."""
     recompute_s: float | None = None
-    """The time that the engine takes to compute one chunk: what takes longer to load is left to the engine. None where it is
-    not known. It changes as the engine is measured."""
+    """The time that the engine takes to compute one chunk; None if it is not known. Loads that take longer are not begun. It
+    changes as the engine is measured."""
 
 
 @dataclass
@@ -124,11 +124,11 @@ class InFlight:
         except TimeoutError:
             if not arrival.done() or arrival.cancelled():
                 raise
-            return arrival.result()  # it came at this very moment
+            return arrival.result()  # it came at the deadline
         except BaseException:
             if not arrival.done():
                 if not arrival.get_loop().is_closed():
-                    arrival.cancel()  # this was closed and not cancelled: it could still come
+                    arrival.cancel()  # this coroutine was closed, not cancelled: a lease could still come
             elif not arrival.cancelled() and (landed := arrival.result()) is not None:
                 landed.release()
             raise
@@ -138,20 +138,20 @@ class InFlight:
 
         A demand read has counted its access already: it is not counted a second time.
         """
-        noted = self.purpose is Purpose.READ
+        counted = self.purpose is Purpose.READ
         for arrival, purpose in self.waiters:
             if not arrival.done():
                 lease = None
                 if landed is not None:
-                    lease = landed.another(purpose, noted=noted)
-                    noted = noted and purpose is not Purpose.READ
+                    lease = landed.another(purpose, counted=counted)
+                    counted = counted and purpose is not Purpose.READ
                 arrival.set_result(lease)
 
 
 @dataclass
 class _Read:
-    """A read that one tier has begun. The slot, and the place at the tier, are taken until it has really ended, also when
-    every caller has given up; what it brings then is kept."""
+    """A read that one tier has begun. It keeps its slot and its place at the tier until it has really ended, also if it was
+    abandoned; its chunk is published then all the same."""
 
     key: ChunkKey
     slot: Slot | None
@@ -162,24 +162,24 @@ class _Read:
     operation: Operation
     task: asyncio.Task[_Outcome]
     joined: int = 0
-    """Callers that wait for it since it was abandoned."""
+    """Callers that joined it after it was abandoned."""
     landed: Lease | None = None
-    """Keeps what it brought until they have leases of their own."""
+    """A lease on its chunk until they have their own."""
 
 
 class TierReader:
-    """Reads from one tier: whether it is well and quick enough, how many reads it takes on, and what they bring.
+    """Reads from one tier, within its breaker, its latency estimate and its concurrency limit.
 
-    Its places go to demand reads first. While a demand read has a place, no more than one prefetch at a time begins: all
-    reads share the tier's bandwidth, so each prefetch makes the demand read longer. Where a tier keeps prefetches apart,
-    those that run give way, and reads have places of their own.
+    Its places go to demand reads first. While a demand read has a place, at most one prefetch at a time begins: all reads
+    share the tier's bandwidth, so each prefetch makes the demand read longer. If a tier keeps prefetches apart, those in
+    flight give way, and demand reads have places of their own.
     """
 
     def __init__(
         self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics, *, maps: bool = False
     ) -> None:
-        """`cpu` is the tier that it reads into; its budget bounds the slots that reads may fill at a time, or hang in. With
-        `maps`, chunks are mapped instead."""
+        """`cpu` is the tier that it reads into; its budget bounds the slots of reads in flight, abandoned ones included.
+        With `maps`, chunks are mapped instead."""
         self.tier = tier
         self.mapped = tier if maps and isinstance(tier, MappedTier) else None
         self.name = tier.name
@@ -194,27 +194,26 @@ class TierReader:
         self._apart = tier.traits.prefetches_apart and not cpu.on_device and self.mapped is None
         self.taken = {READ: 0, PREFETCH: 0}
         """Places that are taken, by purpose."""
-        self.turns = Turns(self._take_place, lambda _, purpose: self._leave(purpose))
+        self.wait_queue = WaitQueue(self._take_place, lambda _, purpose: self._leave(purpose))
         """Waiters for a place."""
         self.reads = TierReadStatistics()
         self._begun: dict[asyncio.Task[_Outcome], float] = {}
-        """Reads in flight and the times at which they began, the oldest first; without prefetches that give way, since
-        their duration says nothing about the tier."""
-        self._late: dict[ChunkKey, _Read] = {}
-        """Reads that outlived all callers, by key."""
-        self._stuck: set[asyncio.Task[_Outcome]] = set()
+        """Reads in flight and the times at which they began, the oldest first; without prefetches that give way, since their
+        duration says nothing about the tier."""
+        self._abandoned_by_key: dict[ChunkKey, _Read] = {}
+        self._abandoned: set[asyncio.Task[_Outcome]] = set()
         self._closed = False
 
     @property
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
-        return list(self._stuck)
+        return list(self._abandoned)
 
     def close(self) -> None:
-        """Keep nothing of what still comes."""
+        """Publish nothing any more."""
         self._closed = True
 
-    # Whether to go there
+    # Routing
 
     def may_have(self, key: ChunkKey) -> bool:
         """Return True if the tier may have the chunk, and it is not being removed there."""
@@ -226,8 +225,8 @@ class TierReader:
         return self._worthwhile(chunks, now_s) and self.breaker.would_allow(now_s)
 
     def serves(self, chunks: int, *, question: bool = False) -> bool:
-        """As `would_serve`, of a read or a look-up that begins now. If it is the probe of an open breaker, the breaker must
-        hear of its end."""
+        """Return what `would_serve` does, for a read or a look-up that begins now. If that is the probe of an open breaker,
+        its end must be reported to the breaker."""
         now_s = asyncio.get_running_loop().time()
         return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
 
@@ -237,43 +236,43 @@ class TierReader:
 
     def lasting_s(self, chunks: int) -> float | None:
         """Return the seconds that a demand read of so many chunks should take, behind those in flight; None: not known."""
-        return self.estimate.lasting_s(chunks, self.taken[READ] + len(self.turns.waiting[READ]))
+        return self.estimate.lasting_s(chunks, self.taken[READ] + len(self.wait_queue.waiting[READ]))
 
     def _until_s(self, deadline_s: float, began_s: float) -> float:
         """Return the time at which to go on with the next tier."""
         return min(deadline_s, began_s + self.patience_s)
 
     def _timed_out(self, began_s: float, enough_s: float = _LEAST_S, *, question: bool = False) -> None:
-        """Count that there was no answer since `began_s`. A wait that is shorter than a second (or `enough_s`, where that is
-        less) does not count against the tier: a caller that gives up soon says nothing about it."""
+        """Report to the breaker that there was no answer since `began_s`. A wait shorter than a second (or `enough_s`, if
+        that is less) does not count against the tier."""
         now_s = asyncio.get_running_loop().time()
         least_s = min(enough_s, _LEAST_S, self.patience_s)
         if now_s - began_s >= 0.99 * least_s:  # a timer may be early by its resolution
             self.breaker.failed(now_s, began_s=began_s, question=question)
         else:
-            self._called_off(began_s)
+            self._proved_nothing(began_s)
 
-    def _called_off(self, began_s: float) -> None:
-        """Tell the breaker that what began then proved nothing: the next operation may be the probe."""
+    def _proved_nothing(self, began_s: float) -> None:
+        """Report to the breaker that the operation that began then proved nothing: the next one may be the probe."""
         self.breaker.abandoned(asyncio.get_running_loop().time(), began_s)
 
-    # Asking
+    # Look-ups
 
     def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[int | None]:
-        """Ask as `Tier.probe`, by the deadline; None when there was no answer. The breaker hears of it.
+        """Begin `Tier.probe` with a deadline and report the outcome to the breaker; None if there was no answer.
 
-        A cancelled question, also one that has not begun, leaves the probe to the next one.
+        A cancelled look-up, also one that has not begun, leaves the breaker's probe to the next operation.
         """
         return self._asking(partial(self.tier.probe, keys), deadline_s)
 
     def ask_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[list[bool] | None]:
-        """As `ask`, of each key by itself (`Tier.probe_each`)."""
+        """Begin `Tier.probe_each`, as `ask` does `Tier.probe`."""
         return self._asking(partial(self.tier.probe_each, keys), deadline_s)
 
     def _asking(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> asyncio.Task[_Answer | None]:
         began_s = asyncio.get_running_loop().time()
         task = asyncio.create_task(self._ask(question, deadline_s), name="tiercache-ask")
-        task.add_done_callback(lambda ended: self._called_off(began_s) if ended.cancelled() else None)
+        task.add_done_callback(lambda ended: self._proved_nothing(began_s) if ended.cancelled() else None)
         return task
 
     async def _ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> _Answer | None:
@@ -285,12 +284,12 @@ class TierReader:
             async with asyncio.timeout_at(self._until_s(deadline_s, began_s)):
                 found = await question()
         except TimeoutError:
-            # Every look-up ends at this deadline: where it is short, nothing longer would ever count.
+            # Look-ups end at this deadline, so that a longer wait could never count.
             self._timed_out(began_s, self.settings.probe_deadline_s, question=True)
             return None
         except Exception as error:
             self.breaker.failed(loop.time(), began_s=began_s, question=True)
-            logger.warning("%s: could not be asked what it has: %s", self.name, error)
+            logger.warning("%s: a look-up failed: %s", self.name, error)
             return None
         finally:
             self.tier.traffic.asked(asking)
@@ -300,13 +299,13 @@ class TierReader:
     # Reading
 
     async def read(self, request: InFlight) -> Lease | None:
-        """Bring the chunk if the tier has it, by the deadlines of the tier and of the waiters. After those, and when this is
-        cancelled, the read goes on alone."""
+        """Return a lease on the chunk if the tier has it, by the deadlines of the tier and of the waiters. After those, and
+        when this is cancelled, the read goes on as an abandoned one."""
         if request.forgotten or not self.may_have(request.key):
             return None
-        late = self._late.get(request.key)
-        if late is not None and not late.operation.forgot(request.key):
-            landed = await self._join_late(late, request)
+        abandoned = self._abandoned_by_key.get(request.key)
+        if abandoned is not None and not abandoned.operation.forgot(request.key):
+            landed = await self._join(abandoned, request)
         else:
             landed = await self._read(request)
         if landed is not None:
@@ -322,24 +321,24 @@ class TierReader:
             read = await self._begin(request)
         finally:
             if read is None:
-                self._called_off(began_s)
+                self._proved_nothing(began_s)
         return None if read is None else await self._land(read, request)
 
     async def _begin(self, request: InFlight) -> _Read | None:
-        """Begin to read once there is a place at the tier and a slot to read into; None when there is none in time."""
+        """Begin to read when there is a place at the tier and a slot to read into; None if there is none in time."""
         key, purpose, tier = request.key, request.purpose, self.tier
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
             if purpose is PREFETCH and needs_slot:
-                # Before the place: while it waits for room it must not hold up demand reads.
+                # The slot comes before the place: while it waits for a slot it must not block demand reads.
                 slot = await self._slot(request)
                 if slot is None:
                     return None
             placed = await self._place(request)
             if placed and slot is None and needs_slot:
                 slot = self.cpu.try_reserve(purpose, self.name, key)
-                if slot is None and self.cpu.turns.stands_aside(purpose, key):
-                    # A tenant at its quota waits for itself, and others do not wait for the place that it would have.
+                if slot is None and self.cpu.wait_queue.blocks_only_itself(purpose, key):
+                    # A tenant at its quota waits for a slot without a place, so that it does not block others.
                     self._leave(purpose)
                     placed = False
                     slot = await self._slot(request)
@@ -348,7 +347,7 @@ class TierReader:
                     slot = await self._slot(request)
             if not placed or (slot is None and needs_slot) or request.forgotten or not self.may_have(key):
                 return None
-            task = asyncio.create_task(self._bring(key, slot, purpose))
+            task = asyncio.create_task(self._transfer(key, slot, purpose))
             if purpose is READ or not self._apart:
                 self._begun[task] = asyncio.get_running_loop().time()
             begun = _Read(key, slot, purpose, request.parent, request.time, self.cpu.tombstones.begin(), task)
@@ -363,7 +362,7 @@ class TierReader:
         request.begun = True
         return begun
 
-    def _bring(self, key: ChunkKey, slot: Slot | None, purpose: Purpose) -> Coroutine[Any, Any, _Outcome]:
+    def _transfer(self, key: ChunkKey, slot: Slot | None, purpose: Purpose) -> Coroutine[Any, Any, _Outcome]:
         tier = self.tier
         if slot is None:
             assert self.mapped is not None
@@ -376,26 +375,26 @@ class TierReader:
     async def _slot(self, request: InFlight) -> Slot | None:
         slot = self.cpu.try_reserve(request.purpose, self.name, request.key)
         if slot is None:
-            slot = await self.cpu.turns.wait(request.purpose, lambda: request.deadline_s, self.name, request.key)
+            slot = await self.cpu.wait_queue.wait(request.purpose, lambda: request.deadline_s, self.name, request.key)
         return slot
 
     async def _place(self, request: InFlight) -> bool:
         began_s = asyncio.get_running_loop().time()
-        came = await self.turns.wait(request.purpose, lambda: self._until_s(request.deadline_s, began_s))
+        came = await self.wait_queue.wait(request.purpose, lambda: self._until_s(request.deadline_s, began_s))
         if came is None and request.purpose is READ and self._is_full:
-            # All places taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch proves
-            # nothing: others go before it. Nor does a place whose owner waits for memory.
+            # All places were taken for a whole deadline: the tier hangs, though this read never reached it. A prefetch
+            # proves nothing, since demand reads go before it; nor does a place whose owner waits for memory.
             self._timed_out(began_s)
         return came is not None
 
     @property
     def _is_full(self) -> bool:
-        """True if it is busy with as many reads as it takes on."""
+        """True if as many reads are in flight as the tier takes on."""
         return len(self._begun) >= self.places or self.reads.reading >= self.cpu.budget.reads_at_once
 
     def _take_place(self, purpose: Purpose, *_: object) -> bool | None:
-        """Return True if there was a place for that purpose, which is taken now."""
-        demand = self.taken[READ] or self.turns.waiting[READ]
+        """Take a place for that purpose; None if there is none."""
+        demand = self.taken[READ] or self.wait_queue.waiting[READ]
         places, taken = self.places, sum(self.taken.values())
         if purpose is READ and self._apart:
             if taken >= self.cpu.budget.reads_at_once:
@@ -409,7 +408,7 @@ class TierReader:
     def _leave(self, purpose: Purpose) -> None:
         """Give a place back."""
         self.taken[purpose] -= 1
-        self.turns.serve()
+        self.wait_queue.serve()
 
     async def _land(self, read: _Read, request: InFlight) -> Lease | None:
         loop = asyncio.get_running_loop()
@@ -417,66 +416,66 @@ class TierReader:
         try:
             in_time = await done_by(read.task, lambda: self._until_s(request.deadline_s, began_s))
         except BaseException:
-            self._leave_behind(read)  # also where it has ended by now
-            self._called_off(began_s)
+            self._abandon(read)  # also if it has ended by now
+            self._proved_nothing(began_s)
             raise
         if not in_time:
-            self._leave_behind(read)
+            self._abandon(read)
             self._timed_out(began_s)
             self.counters.failed += 1
             self.reads.failed += 1
             self.reads.seconds.add(loop.time() - began_s)
             return None
-        came, error = self._outcome(read)
+        outcome, error = self._outcome(read)
         if error is None:
             took_s = loop.time() - began_s
             self.breaker.succeeded(loop.time(), took_s)
-            if came is not None:
+            if outcome is not None:
                 self.reads.seconds.add(took_s)
         elif isinstance(error, CorruptChunk):
-            self._called_off(began_s)  # an answer, which says nothing about the tier's health
+            self._proved_nothing(began_s)  # an answer, which says nothing about the tier's health
         else:
             self.breaker.failed(loop.time(), began_s=began_s)
-        return self._end(read, came)
+        return self._end(read, outcome)
 
-    async def _join_late(self, late: _Read, request: InFlight) -> Lease | None:
+    async def _join(self, abandoned: _Read, request: InFlight) -> Lease | None:
         """Wait for an abandoned read of the same key: a second one would take one more slot and place."""
         if not self.would_serve(self.estimate.concurrency):
             return None
         began_s = asyncio.get_running_loop().time()
-        late.joined += 1
+        abandoned.joined += 1
         try:
-            if not await done_by(late.task, lambda: self._until_s(request.deadline_s, began_s)):
+            if not await done_by(abandoned.task, lambda: self._until_s(request.deadline_s, began_s)):
                 self._timed_out(began_s)
                 return None
-            self._late_ended(late)
-            return None if request.forgotten else (self.mapped or self.cpu).hold(request.key)
+            self._end_abandoned(abandoned)
+            return None if request.forgotten else (self.mapped or self.cpu).pin(request.key)
         finally:
-            late.joined -= 1
-            if not late.joined and late.landed is not None:
-                late.landed.release()
+            abandoned.joined -= 1
+            if not abandoned.joined and abandoned.landed is not None:
+                abandoned.landed.release()
 
-    def _leave_behind(self, read: _Read) -> None:
-        self._stuck.add(read.task)
-        self._late[read.key] = read
-        read.task.add_done_callback(lambda _: self._late_ended(read))
+    def _abandon(self, read: _Read) -> None:
+        self._abandoned.add(read.task)
+        self._abandoned_by_key[read.key] = read
+        read.task.add_done_callback(lambda _: self._end_abandoned(read))
 
-    def _late_ended(self, read: _Read) -> None:
-        """Called by its callback, or by a waiter of its task, which may run before the callback does."""
-        if read.task not in self._stuck:
+    def _end_abandoned(self, read: _Read) -> None:
+        """Called by the task's callback, or by a waiter of the task, which may run before the callback does."""
+        if read.task not in self._abandoned:
             return
-        self._stuck.remove(read.task)
-        if self._late.get(read.key) is read:
-            del self._late[read.key]
-        came, _ = self._outcome(read)
-        read.landed = self._end(read, came)
+        self._abandoned.remove(read.task)
+        if self._abandoned_by_key.get(read.key) is read:
+            del self._abandoned_by_key[read.key]
+        outcome, _ = self._outcome(read)
+        read.landed = self._end(read, outcome)
         if read.landed is not None:
             self.counters.kept += 1
             if not read.joined:
                 read.landed.release()
 
     def _outcome(self, read: _Read) -> tuple[_Outcome, BaseException | None]:
-        """Return what it brought; or why it failed, which is counted."""
+        """Return the outcome of an ended read, or the error, which is counted."""
         cancelled = read.task.cancelled()
         error = asyncio.CancelledError("cancelled") if cancelled else read.task.exception()
         if error is None:
@@ -489,24 +488,24 @@ class TierReader:
             logger.warning("%s: a read failed: %s", self.name, error)
         return None, error
 
-    def _end(self, read: _Read, came: _Outcome) -> Lease | None:
-        """Give back what a read took, and publish what it brought unless it was forgotten."""
+    def _end(self, read: _Read, outcome: _Outcome) -> Lease | None:
+        """Give back what a read took, and publish its chunk unless that was forgotten."""
         self._leave(read.purpose)
         self.reads.reading -= 1
         now_s = asyncio.get_running_loop().time()
         began_s = self._begun.pop(read.task, None)
-        lease = came if isinstance(came, Lease) else None
-        if came is not None and began_s is not None:
-            self.estimate.add(now_s - began_s, now_s)  # also of a read that outlived its callers
+        lease = outcome if isinstance(outcome, Lease) else None
+        if outcome is not None and began_s is not None:
+            self.estimate.add(now_s - began_s, now_s)  # abandoned reads included
         unwanted = self._closed or read.operation.forgot(read.key)
         self.cpu.tombstones.end(read.operation)
         if lease is not None and unwanted:
             lease.release()
             lease = None
-        if read.slot is not None and isinstance(came, int) and not unwanted:
+        if read.slot is not None and isinstance(outcome, int) and not unwanted:
             if not self.cpu.on_device:
-                zero_padding(self.cpu.pool.view(read.slot), came)  # tiers leave there what the slot held before
-            lease = self.cpu.publish(read.key, read.slot, came, read.purpose, read.parent, read.time)
+                zero_padding(self.cpu.pool.view(read.slot), outcome)  # tiers leave the slot's earlier bytes there
+            lease = self.cpu.publish(read.key, read.slot, outcome, read.purpose, read.parent, read.time)
         elif read.slot is not None:
             self.cpu.abandon(read.slot, read.purpose)
         self.tier.traffic.end(read.key)
@@ -517,29 +516,29 @@ EVERY_S = 60.0
 
 
 class Undelivered:
-    """Counts chunks that a caller's memory did not take. Logs the first one at once, and the others once a minute with their
-    number, since a caller that is wrong once is wrong again."""
+    """Counts chunks that could not be delivered to the caller's memory. Logs the first one at once, and the others once a
+    minute with their number."""
 
     def __init__(self, counters: ReaderStatistics) -> None:
         self._counters = counters
-        self._unsaid = 0
-        self._said_s: float | None = None
+        self._unlogged = 0
+        self._logged_s: float | None = None
 
     def note(self, error: Exception, where: str = "") -> None:
         """Count one chunk, or a part of a batch that failed as a whole. `where` is a phrase for the log line."""
         self._counters.sink_failures += 1
-        self._unsaid += 1
+        self._unlogged += 1
         now_s = asyncio.get_running_loop().time()
-        if self._said_s is not None and now_s < self._said_s + EVERY_S:
+        if self._logged_s is not None and now_s < self._logged_s + EVERY_S:
             return
-        more = f" ({self._unsaid} times since this was said last)" if self._unsaid > 1 else ""
+        more = f" ({self._unlogged} times since the last warning)" if self._unlogged > 1 else ""
         logger.warning("a chunk could not be delivered%s: %r%s", where, error, more)
-        self._said_s, self._unsaid = now_s, 0
+        self._logged_s, self._unlogged = now_s, 0
 
 
 @dataclass(frozen=True)
 class Hit:
-    """How far a contiguous prefix reaches, and where it lies. `tokens` is 0 where only keys were given."""
+    """A contiguous prefix that was found, and the tiers that have it. `tokens` is 0 if only keys were given."""
 
     chunks: int
     tokens: int
@@ -559,7 +558,7 @@ class Reader:
         maps: bool = False,
     ) -> None:
         """`cpu` is the tier that chunks are read into: the hot cache, or the staging tier of a device. With `maps`, chunks
-        of tiers that can be mapped stay where they are."""
+        of mapped tiers are read in place."""
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, MappedTier)]
@@ -608,37 +607,37 @@ class Reader:
             read.end(None)
         self.in_flight.clear()
 
-    # What is in memory
+    # Chunks in memory
 
-    def lease_now(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        """Return a lease on the chunk if it is hot, or mapped. Counts a hit and the access, unless that is `noted` already;
-        a miss is not counted."""
-        lease = self.cpu.lease(key, noted=noted)
+    def lease_now(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
+        """Return a lease on the chunk if it is hot or mapped, else None. Counts a hit, and the access unless that is
+        `counted` already; does not count a miss."""
+        lease = self.cpu.lease(key, counted=counted)
         if lease is not None:
             self.counters.hits[self.cpu.name] += 1
             return lease
         for tier in self.mapped:
-            if (lease := tier.lease(key, noted=noted)) is not None:
+            if (lease := tier.lease(key, counted=counted)) is not None:
                 self.counters.hits[tier.name] += 1
                 return lease
         return None
 
     def _lease_unserved(self, key: ChunkKey) -> Lease | None:
-        """As `lease_now`, of a chunk whose bytes no caller gets, and whose access is counted: no hit."""
-        lease = self.cpu.lease(key, noted=True)
+        """Return a lease as `lease_now`, for a chunk that is only kept hot: no hit, and its access is counted already."""
+        lease = self.cpu.lease(key, counted=True)
         for tier in self.mapped:
-            lease = lease or tier.lease(key, noted=True)
+            lease = lease or tier.lease(key, counted=True)
         return lease
 
-    def hold(self, key: ChunkKey) -> Lease | None:
+    def pin(self, key: ChunkKey) -> Lease | None:
         """Pin a chunk that is hot, or mapped, for a future reader; not an access. None when it is neither."""
-        lease = self.cpu.hold(key)
+        lease = self.cpu.pin(key)
         for tier in self.mapped:
-            lease = lease or tier.hold(key)
+            lease = lease or tier.pin(key)
         return lease
 
     def has_at_hand(self, key: ChunkKey) -> bool:
-        """Return True if the chunk is hot, or mapped."""
+        """Return True if the chunk is hot or mapped."""
         return self.cpu.contains(key) or any(key in tier.mappings for tier in self.mapped)
 
     def prefix_at_hand(self, keys: Sequence[ChunkKey]) -> int:
@@ -653,16 +652,16 @@ class Reader:
     async def fetch(
         self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None, time: int | None = None
     ) -> Lease | None:
-        """Return a lease on the chunk from whichever tier has it; None on a miss or at the deadline. `parent` is the chunk
-        before it in its prefix, if that is known, and `time` the time of this access.
+        """Return a lease on the chunk from the first tier that has it; None on a miss or at the deadline. `parent` is the
+        chunk before it in its prefix, if that is known, and `time` the time of this access.
 
-        Cancellation leaves the read to its other waiters, and what it brings to the hot cache.
+        Cancellation leaves the read to its other waiters; its chunk is published all the same.
         """
         return self.lease_now(key) or await self.fetch_cold(key, deadline_s, parent=parent, time=time)
 
     async def promote(self, key: ChunkKey, deadline_s: float, parent: ChunkKey | None = None) -> Lease | None:
-        """As `fetch`, for a future reader: demand reads go first, and the lease is a pin and no access."""
-        return self.hold(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent)
+        """Return a pin on the chunk from the first tier that has it; not an access. Demand reads go first."""
+        return self.pin(key) or await self.fetch_cold(key, deadline_s, PREFETCH, parent)
 
     async def fetch_cold(
         self,
@@ -672,8 +671,8 @@ class Reader:
         parent: ChunkKey | None = None,
         time: int | None = None,
     ) -> Lease | None:
-        """As `fetch`, of a chunk that is not hot."""
-        if self._closed:  # a batch that was copying then comes for its next chunk
+        """Return a lease as `fetch`, for a chunk that is not hot."""
+        if self._closed:  # a batch that was copying at that time fetches its next chunk
             self.counters.misses += 1
             return None
         read = self.in_flight.get(key)
@@ -707,7 +706,7 @@ class Reader:
         return lease
 
     def _overtake(self, prefetch: InFlight, read: InFlight) -> None:
-        """Let `read` take the place of a prefetch that holds nothing yet, and its waiters."""
+        """Let `read` replace a prefetch that no tier has begun, and take over its waiters."""
         self.counters.overtaken += 1
         read.deadline_s = max(read.deadline_s, prefetch.deadline_s)
         read.waiters, prefetch.waiters = prefetch.waiters, []
@@ -733,15 +732,15 @@ class Reader:
                 landed.release()
 
     async def _from_tiers(self, read: InFlight) -> Lease | None:
-        """Ask one tier after the other. Then ask those to which the chunk has come since they were asked, as a waiter may
+        """Read from one tier after the other. Then try the tiers again that have got the chunk since, since a waiter may
         have joined after that."""
-        lacked = []
+        lacking = []
         for tier in self.tiers:
             if not tier.tier.offers(read.key):
-                lacked.append(tier)
+                lacking.append(tier)
             if (landed := await tier.read(read)) is not None:
                 return landed
-        for tier in lacked:
+        for tier in lacking:
             if tier.tier.offers(read.key) and (landed := await tier.read(read)) is not None:
                 return landed
         return None
@@ -757,25 +756,27 @@ class Reader:
     ) -> int:
         """Hand each chunk to its sink on a worker thread; return how many of the contiguous prefix were delivered.
 
-        Hot chunks go in one hand-over for each copying thread; the others are read meanwhile. Sinks behind a gap may have
-        run. No sink runs after this has returned or raised, but for one that hangs: TierUnavailable says so 30 s after the
-        deadline. A sink that raises ends the prefix, and so does one that no thread was free for by the deadline. Chunks
-        that are `held` are there whatever happened to them meanwhile, and worth waiting for.
+        Hot chunks are copied in one call for each copying thread; the others are read meanwhile. Sinks behind a gap may have
+        run. A sink that raises ends the prefix, and so does one that no thread was free for by the deadline. `held` chunks
+        are delivered even if they were removed meanwhile, and the deadline is not shortened for them.
+
+        No sink runs after this has returned, raised or was cancelled, except one that hangs. Raises TierUnavailable for it
+        30 s after the deadline.
         """
         if held is None and (wait_s := self.worth_waiting_s(keys)) is not None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
         landing = HostMemory(sinks, self.cpu.copiers, self.undelivered.note, deadline_s)
-        lease_hot = or_held(partial(self.lease_now, noted=True), held)
+        lease_hot = or_held(partial(self.lease_now, counted=True), held)
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self.fetch, self.lanes)
 
     async def warm(self, keys: Sequence[ChunkKey], deadline_s: float) -> int:
-        """Promote chunks into the hot cache, or map them; return how many of the prefix are there (or were, on arrival)."""
+        """Promote chunks into the hot cache, or map them; return how many of the contiguous prefix were."""
         return await deliver(self.cpu, keys, HotCache(), deadline_s, self._lease_unserved, self.fetch, self.lanes)
 
     def worth_waiting_s(self, keys: Sequence[ChunkKey]) -> float | None:
-        """Return how long to wait for the chunks that are not hot before the engine had better compute what is not there.
+        """Return how long to wait for the chunks that are not hot until computing the rest is quicker.
 
-        None: nobody knows what computing takes, or no tier is known to have any of them.
+        None if the time of computing is not known, or no tier is known to have any of them.
         """
         recompute_s = self.settings.recompute_s
         if recompute_s is None:
@@ -795,7 +796,7 @@ class Reader:
     # Look-ups
 
     def where(self, keys: Sequence[ChunkKey]) -> tuple[int, dict[str, int]]:
-        """Return what memory knows of the contiguous prefix of `keys`: its length, and its chunks by tier."""
+        """Return the length of the contiguous prefix of `keys` that is known without I/O, and its chunks by tier."""
         by_tier = dict.fromkeys(self.counters.hits, 0)
         position = self.cpu.prefix(keys)
         by_tier[self.cpu.name] = position
@@ -810,9 +811,9 @@ class Reader:
         return position, by_tier
 
     async def lookup(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> tuple[int, dict[str, int]]:
-        """As `where`, asking shared tiers about what memory does not know, all at once and until the deadline.
+        """Return what `where` does, after asking shared tiers about the rest, all at the same time and until the deadline.
 
-        A tier that does not answer costs its own hits only. Tiers from which the engine would compute sooner are not asked.
+        A tier that does not answer costs its own hits only. Tiers that are slower than computing are not asked.
         """
         position, by_tier = self.where(keys)
         if position == len(keys):
@@ -829,22 +830,22 @@ class Reader:
                         asked[tier.ask(keys[position:], deadline_s)] = tier, position
                 if not asked:
                     break
-                left_s = deadline_s + _LET_GO_S - asyncio.get_running_loop().time()
+                left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()
                 done, _ = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
                 before = position
                 position, by_tier = self.where(keys)
                 answers = [(*asked.pop(task), task.result()) for task in done]
-                # Where others have filled the gap at which a tier stopped, it may know more.
+                # A tier that stopped at a gap which another tier has filled may know more.
                 ends = [(tier, start + found) for tier, start, found in answers if found is not None]
                 due = [tier for tier, end in ends if before < position and end < position]
         finally:
-            self._let_go(asked)
+            self._cancel_lookups(asked)
         return position, by_tier
 
     async def lookup_each(self, keys: Sequence[ChunkKey], deadline_s: float | None = None) -> list[bool]:
-        """Return which of `keys` there are, each by itself. Asks each shared tier once about what memory does not know."""
+        """Return for each of `keys` whether a tier has it. Asks each shared tier once about keys that are not known."""
         loop = asyncio.get_running_loop()
         deadline_s = deadline_s or loop.time() + self.settings.probe_deadline_s
         unknown = self._unknown(keys)
@@ -853,24 +854,24 @@ class Reader:
         asked = {tier.ask_each(unknown, deadline_s) for tier in serving}
         try:
             while asked and unknown:
-                left_s = deadline_s + _LET_GO_S - loop.time()
+                left_s = deadline_s + _CANCEL_S - loop.time()
                 done, asked = await asyncio.wait(asked, timeout=max(0.0, left_s), return_when=asyncio.FIRST_COMPLETED)
                 unknown = self._unknown(unknown)
                 if not done:
                     break
         finally:
-            self._let_go(asked)
+            self._cancel_lookups(asked)
         lacking = set(unknown)
         return [key not in lacking for key in keys]
 
     def _unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Return the keys that memory does not know to be in a tier that is well."""
+        """Return the keys that are not known to be in a healthy tier."""
         well = [tier.tier for tier in self.tiers if tier.would_serve(len(keys))]
         places = [known for tier in (self.cpu, *well) for known in tier.offered()]
         return [key for key in keys if not any(key in known for known in places)]
 
-    def _let_go(self, asked: Iterable[asyncio.Task[Any]]) -> None:
-        """Cancel look-ups without waiting: a tier that does not let go of a question would hold its caller."""
+    def _cancel_lookups(self, asked: Iterable[asyncio.Task[Any]]) -> None:
+        """Cancel look-ups without waiting for them, since a tier may not end them."""
         for task in cancel_all(asked):
             self._questions.add(task)
             task.add_done_callback(self._questions.discard)

@@ -88,10 +88,10 @@ class Tier(ABC):
     name: str
     traits: Traits = Traits()
     reads: bool = True
-    """Whether the cascade reads from it. The configuration decides, not the tier."""
+    """False if the configuration excludes the tier from reads."""
     writes: bool = True
-    """Whether chunks are written to it. Set before `open`. A tier that is only read changes nothing where chunks are stored:
-    it evicts and removes nothing there, corrupt chunks included."""
+    """False if the configuration excludes the tier from writes. Set before `open`. Such a tier changes nothing in its
+    storage: it evicts and removes nothing, corrupt chunks included."""
     patience_s: float | None = None
     """The time after which a get goes on with the next tier; None: as long as its deadline allows."""
     open_s: float = 30.0
@@ -99,7 +99,7 @@ class Tier(ABC):
 
     @property
     def serves_device(self) -> bool:
-        """Whether the tier reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
+        """True if the tier reads and writes device memory as well: see `DeviceTier`. Known once the tier is open."""
         return False
 
     @cached_property
@@ -208,7 +208,7 @@ class DeviceTier(Tier):
     @property
     @abstractmethod
     def serves_device(self) -> bool:
-        """Whether there is a device that the two methods below work with."""
+        """True if there is a device that the two methods below work with."""
 
     @abstractmethod
     async def read_device(self, key: ChunkKey, into: Tensor) -> int | None:
@@ -226,14 +226,14 @@ class MappedTier(Tier):
     mappings: Mappings
     """The chunks that are mapped now. They own the leases."""
     maps_ahead: bool = False
-    """Whether to map chunks that other processes store, in the background and within bounds. The reader sets it."""
+    """True if chunks that other processes store are mapped in the background, within bounds. The reader sets it."""
 
     @abstractmethod
-    def lease(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
-        """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `noted` already."""
+    def lease(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
+        """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `counted` already."""
 
     @abstractmethod
-    def hold(self, key: ChunkKey) -> Lease | None:
+    def pin(self, key: ChunkKey) -> Lease | None:
         """Pin a mapped chunk for a future reader, or return None. Not an access."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
-from tiercache.memory.turns import Turns
+from tiercache.memory.wait_queue import WaitQueue
 from tiercache.memory.workers import Workers, once_ended, wait_shielded
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
@@ -105,15 +105,15 @@ class CpuTier(Tier):
             self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
         self.tombstones = Tombstones()
         """Chunks that were forgotten while puts and reads are in flight."""
-        self.turns = Turns(self._take_slot, self.abandon, by_tier=True)
+        self.wait_queue = WaitQueue(self._take_slot, self.abandon, by_tier=True)
         """The waiters for a slot."""
         if quota_bytes:
-            self.turns.stands_aside = self._waits_for_itself
+            self.wait_queue.blocks_only_itself = self._blocks_only_itself
         self._readers: dict[Slot, str] = {}
         """The tier that reads into a slot which is not a chunk yet."""
         self._statistics = TierStatistics()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.on_use: Callable[[ChunkKey], None] | None = None
+        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
         """Called when a pinned chunk is read."""
         self.on_evict: Callable[[Sequence[ChunkKey]], None] | None = None
         """Called when chunks were evicted, and not when they were removed."""
@@ -125,7 +125,7 @@ class CpuTier(Tier):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        self.turns.close()
+        self.wait_queue.close()
 
     # Memory
 
@@ -152,14 +152,14 @@ class CpuTier(Tier):
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change
 
-    def lease(self, key: ChunkKey, *, writes: bool = False, noted: bool = False) -> Lease | None:
-        """Return a lease on a resident chunk, or None. A reader's lease counts as an access unless that is `noted` already;
-        a writer's does not."""
+    def lease(self, key: ChunkKey, *, writes: bool = False, counted: bool = False) -> Lease | None:
+        """Return a lease on a resident chunk, or None. A reader's lease is an access unless that is `counted` already; a
+        writer's is none."""
         if (entry := self._entries.get(key)) is None:
             return None
-        return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, noted=noted)
+        return self.begin_lease(entry, WRITE) if writes else self.serve(entry, READ, counted=counted)
 
-    def hold(self, key: ChunkKey) -> Lease | None:
+    def pin(self, key: ChunkKey) -> Lease | None:
         """Pin a resident chunk for a future reader, or return None. Not an access."""
         entry = self._entries.get(key)
         return None if entry is None else self.begin_lease(entry, PREFETCH)
@@ -209,8 +209,8 @@ class CpuTier(Tier):
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
-        waiting = self.turns.waiting[purpose]
-        if waiting and (self._quotas is None or any(not self._waits_for_itself(purpose, turn.key) for turn in waiting)):
+        waiting = self.wait_queue.waiting[purpose]
+        if waiting and (self._quotas is None or any(not self._blocks_only_itself(purpose, turn.key) for turn in waiting)):
             return None
         return self._take_slot(purpose, tier, key)
 
@@ -224,7 +224,7 @@ class CpuTier(Tier):
                     break
                 reserved[key] = slot
             return reserved
-        if self.turns.waiting[WRITE]:
+        if self.wait_queue.waiting[WRITE]:
             return {}
         count = min(len(keys), self.budget.writes_allowed(self.obtainable))
         slots: list[Slot] = []
@@ -244,8 +244,8 @@ class CpuTier(Tier):
             if timeout_s <= 0:
                 await asyncio.sleep(0)  # a caller that is refused again and again must not keep the loop
             until_s = asyncio.get_running_loop().time() + timeout_s
-            slot = await self.turns.wait(purpose, lambda: until_s, None, key)
-            if slot is None and self.turns.closed:
+            slot = await self.wait_queue.wait(purpose, lambda: until_s, None, key)
+            if slot is None and self.wait_queue.closed:
                 raise CacheClosed("the cache was closed while this waited for room")
         return slot
 
@@ -273,7 +273,7 @@ class CpuTier(Tier):
             self.budget.give_back(purpose, tier)
             self._free(slot)
             lease = self.begin_lease(entry, purpose)
-            self.turns.serve()
+            self.wait_queue.serve()
             return lease
         entry = Entry(key, slot, payload_bytes)
         entry.leases = ONE[purpose]
@@ -287,7 +287,7 @@ class CpuTier(Tier):
         self._changed(key)
         if tier is not None:
             self.budget.arrived(tier)
-            self.turns.serve()  # it counts for reads now, and no longer for a tier that may have had its share
+            self.wait_queue.serve()  # it counts for reads now, and no longer for a tier that may have had its share
         return Lease(self, entry, purpose)
 
     def publish_all(
@@ -305,7 +305,7 @@ class CpuTier(Tier):
             self._statistics.written_bytes += payload_bytes
             self._changed(key)
         self.budget.held[WRITE] -= len(fills)
-        self.turns.serve()
+        self.wait_queue.serve()
 
     def abandon(self, slot: Slot, purpose: Purpose) -> None:
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
@@ -313,7 +313,7 @@ class CpuTier(Tier):
             self._quotas.pin(self._quotas.owner(slot), -1)
         self.budget.give_back(purpose, self._readers.pop(slot, None))
         self._free(slot)
-        self.turns.serve()
+        self.wait_queue.serve()
 
     def forget(self, key: ChunkKey) -> bool:
         """Make `key` invisible at once, and discard what operations in flight bring of it. Its slot is free when its leases
@@ -328,7 +328,7 @@ class CpuTier(Tier):
         self._changed(key)
         if not entry.leases:
             self._free(entry.slot)
-            self.turns.serve()
+            self.wait_queue.serve()
         elif pins_in(entry.leases) and self.on_forget is not None:
             self.on_forget(key)
         return True
@@ -385,17 +385,17 @@ class CpuTier(Tier):
 
     # Leases
 
-    def serve(self, entry: Entry, purpose: Purpose, *, noted: bool) -> Lease:
+    def serve(self, entry: Entry, purpose: Purpose, *, counted: bool) -> Lease:
         pinned = entry.leases and pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
         if purpose is READ:
             statistics = self._statistics
             statistics.reads += 1
             statistics.read_bytes += entry.payload_bytes
-            if not noted and entry.hot:
+            if not counted and entry.hot:
                 self._order.access((entry.key,))
-            if pinned and self.on_use is not None:
-                self.on_use(entry.key)  # this ends the pin: the lease keeps the slot from waiters
+            if pinned and self.on_pinned_access is not None:
+                self.on_pinned_access(entry.key)  # this ends the pin: the lease keeps the slot from waiters
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
@@ -426,8 +426,8 @@ class CpuTier(Tier):
                 self._changed(entry.key)
             entry.leases = 0
             self._free(entry.slot)
-        if self.turns.waiters:
-            self.turns.serve()
+        if self.wait_queue.waiters:
+            self.wait_queue.serve()
 
     def _count(self, entry: Entry, change: int) -> None:
         """Change the leases of a chunk that others lease as well."""
@@ -438,7 +438,7 @@ class CpuTier(Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.turns.serve()  # a slot that counts for another purpose may leave one to a waiter
+            self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -501,7 +501,7 @@ class CpuTier(Tier):
         tenant = b"" if key is None else tenant_of(key)
         return tenant if self._quotas.at_quota(tenant) else None
 
-    def _waits_for_itself(self, purpose: Purpose, key: ChunkKey | None) -> bool:
+    def _blocks_only_itself(self, purpose: Purpose, key: ChunkKey | None) -> bool:
         """Return True if a waiter is blocked only by its own quota, so that others do not wait for it."""
         if self._quotas is None:
             return False

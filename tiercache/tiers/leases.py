@@ -35,7 +35,7 @@ class Leased(Protocol):
     leases: int
     """The sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
     hot: bool
-    """Whether a look-up still finds the chunk."""
+    """True while a look-up finds the chunk."""
 
 
 class Entry(Resident):
@@ -54,16 +54,16 @@ class LeaseOwner(Protocol):
     """The owner of the memory that leases are on: the CPU tier, or a tier's mappings. Each gets the entries that it made."""
 
     on_device: bool
-    """Whether it is device memory."""
+    """True for device memory."""
 
     def view(self, entry: Any, length_bytes: int) -> Any:
         """Return the first bytes of a chunk and its padding, as its readers get them."""
 
     def begin_lease(self, entry: Any, purpose: Purpose) -> Lease: ...
 
-    def serve(self, entry: Any, purpose: Purpose, *, noted: bool) -> Lease:
-        """Return a lease for a caller that came for the chunk. A read is an access unless that is `noted` already; a pin is
-        none."""
+    def serve(self, entry: Any, purpose: Purpose, *, counted: bool) -> Lease:
+        """Return a lease for a caller that asked for the chunk. A read is an access unless that is `counted` already; a pin
+        is none."""
 
     def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
 
@@ -92,7 +92,7 @@ class Lease:
 
     @property
     def findable(self) -> bool:
-        """Whether a look-up still finds the chunk: it was not removed since."""
+        """True while a look-up finds the chunk: it was not removed."""
         return self._held().hot
 
     @property
@@ -123,9 +123,9 @@ class Lease:
         """Return one more lease on the same memory, for a reader, also when the chunk was removed meanwhile."""
         return self._owner.begin_lease(self._held(), READ)
 
-    def another(self, purpose: Purpose, *, noted: bool) -> Lease:
+    def another(self, purpose: Purpose, *, counted: bool) -> Lease:
         """Return one more lease for a caller that came for the chunk; see `LeaseOwner.serve`."""
-        return self._owner.serve(self._held(), purpose, noted=noted)
+        return self._owner.serve(self._held(), purpose, counted=counted)
 
     def release(self) -> None:
         """End the lease. Idempotent."""

@@ -65,7 +65,7 @@ class Mappings:
         """Of these, memory of files that were deleted: taken until the last lease ends, and in no count."""
         self.ahead_bytes = 0
         """Of these, what nobody has used yet."""
-        self.on_use: Callable[[ChunkKey], None] | None = None
+        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
         """As those of the CPU tier."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         self.on_gone: Callable[[ChunkKey], None] | None = None
@@ -110,7 +110,7 @@ class Mappings:
             return None
         self._entries.move_to_end(key)
         self._asked_for(entry)
-        return self.serve(entry, purpose, noted=False)
+        return self.serve(entry, purpose, counted=False)
 
     def add(
         self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool, is_ahead: bool = False
@@ -145,11 +145,11 @@ class Mappings:
             raise CacheClosed("the cache is closed, and its memory given back")
         return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
-    def serve(self, entry: Mapped, purpose: Purpose, *, noted: bool) -> Lease:
+    def serve(self, entry: Mapped, purpose: Purpose, *, counted: bool) -> Lease:
         held = pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
-        if purpose is READ and held and self.on_use is not None:
-            self.on_use(entry.key)  # which ends the hold
+        if purpose is READ and held and self.on_pinned_access is not None:
+            self.on_pinned_access(entry.key)  # which ends the hold
         return lease
 
     def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:

@@ -167,16 +167,16 @@ class SharedMemoryTier(FileTier, MappedTier):
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._listener = on_change
 
-    def lease(self, key: ChunkKey, *, noted: bool = False) -> Lease | None:
+    def lease(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
         lease = self.mappings.find(key, READ)
         if lease is not None:
             self._statistics.reads += 1
             self._statistics.read_bytes += lease.payload_bytes
-            if not noted:
+            if not counted:
                 self.shelves.all[0].index.touch(key)
         return lease
 
-    def hold(self, key: ChunkKey) -> Lease | None:
+    def pin(self, key: ChunkKey) -> Lease | None:
         return self.mappings.find(key, PREFETCH)
 
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:

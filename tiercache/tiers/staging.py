@@ -1,6 +1,6 @@
 """Chunks on their way between device memory and device tiers: the CPU tier's code over slots of device memory.
 
-A chunk is here while somebody has a lease on it, and can be read meanwhile: what a queue has still to write is not a miss.
+A chunk is resident while it is leased and can be read meanwhile, so a chunk in a write queue is not a miss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StagingTier(CpuTier):
         return f"device ({pool.count * pool.slot_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Into host memory, for whoever wants a chunk there before its tier has it."""
+        """Copy a chunk to host memory. Returns its length; None if it is not resident."""
         lease = self.lease(key)
         if lease is None:
             self._statistics.read_misses += 1
@@ -38,5 +38,5 @@ class StagingTier(CpuTier):
             return lease.payload_bytes
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        """Nothing is put here from the host."""
+        """Decline: chunks come from device memory only."""
         return False

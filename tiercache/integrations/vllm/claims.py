@@ -154,7 +154,7 @@ class Claims:
         if lease is None and (len(self.leases) >= self._most or not self._cache.cpu.spares(key)):
             return False
         if lease is None or not lease.findable:
-            found = self._reader.hold(key)
+            found = self._reader.pin(key)
             if found is None:
                 return False
             if lease is not None:

@@ -25,7 +25,7 @@ def check_fittings(cache: TierCache) -> None:
             "slots of the device": device.pool.count - device.pool.free,
             "slots held for writes to device tiers": staging.budget.held[Purpose.WRITE],
             "slots held for reads from device tiers": staging.budget.held[Purpose.READ],
-            "who waits for the device's slots": sum(map(len, staging.turns.waiting)),
+            "who waits for the device's slots": sum(map(len, staging.wait_queue.waiting)),
             "reads into the device": len(on_device.reader.in_flight),
             "ends of the device": device.pending,
             "unknown ends of copies": device.unfinished,

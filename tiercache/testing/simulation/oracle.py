@@ -134,7 +134,7 @@ def check_idle(cache: TierCache, leased: Iterable[object]) -> None:
     tables = {
         "operations": cache.cpu.tombstones._in_flight,
         "tombstones": cache.cpu.tombstones,
-        "who waits for slots": [turn for turns in cache.cpu.turns.waiting for turn in turns],
+        "who waits for slots": [turn for turns in cache.cpu.wait_queue.waiting for turn in turns],
         "flights": cache.parts.reader.in_flight,
     }
     for writer in cache.parts.fan_out.writers:

@@ -24,10 +24,10 @@ class Watch:
         """Nobody waits for a slot that the budget allows him: he has it in the same step in which it came free, and so
         nobody who comes later is before him."""
         cpu = self._cpu
-        if not cpu.turns.waiters:
+        if not cpu.wait_queue.waiters:
             return
         for purpose in Purpose:
-            for turn in cpu.turns.waiting[purpose]:
+            for turn in cpu.wait_queue.waiting[purpose]:
                 if cpu.budget.allows(purpose, cpu.obtainable, turn.tier):
                     self._fail(
                         Violation(

@@ -1,4 +1,4 @@
-"""Waiters for something scarce, a slot or a place at a tier: first come, first served, and demand before prefetches."""
+"""Queue for a scarce resource, a slot or a place at a tier: demand before prefetch, first come, first served."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Turn(Generic[T]):
-    """A waiter."""
-
+class Waiter(Generic[T]):
     outcome: asyncio.Future[T | None]
     tier: str | None
     key: ChunkKey | None
 
 
-class Turns(Generic[T]):
+class WaitQueue(Generic[T]):
     def __init__(
         self,
         take: Callable[[Purpose, str | None, ChunkKey | None], T | None],
@@ -31,22 +29,24 @@ class Turns(Generic[T]):
         *,
         by_tier: bool = False,
     ) -> None:
-        """`take` returns one if one may go now, and None otherwise; `give_back` gets one whose waiter is gone. With
-        `by_tier` a read whose tier has its share does not delay reads of other tiers."""
+        """`take` returns an item if one may be taken now, else None; `give_back` gets an item whose waiter has given up.
+
+        With `by_tier`, a read whose tier has had its share does not block the reads of other tiers behind it.
+        """
         self._take = take
         self._give_back = give_back
         self._by_tier = by_tier
-        self.stands_aside: Callable[[Purpose, ChunkKey | None], bool] = _never
-        """Returns True if a waiter for this chunk is blocked only by its tenant's quota, so that it delays no other."""
-        self.waiting: list[deque[Turn[T]]] = [deque() for _ in Purpose]
+        self.blocks_only_itself: Callable[[Purpose, ChunkKey | None], bool] = _never
+        """Returns True if a waiter for this chunk is blocked only by its own quota, so that others may overtake it."""
+        self.waiting: list[deque[Waiter[T]]] = [deque() for _ in Purpose]
         self.waiters = 0
         self.closed = False
 
     async def wait(
         self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
     ) -> T | None:
-        """Return one by the loop time `until_s()`, which may move meanwhile; None at that time, and when this is closed.
-        Cancelled, it holds nothing."""
+        """Return an item; None at the loop time `until_s()`, which may change meanwhile, and when the queue is closed.
+        Holds nothing if cancelled."""
         if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier, key)) is not None:
             return taken
         requested = self.request(purpose, tier, key)
@@ -61,50 +61,50 @@ class Turns(Generic[T]):
     def request(
         self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None
     ) -> asyncio.Future[T | None]:
-        """Return a future of one; None when this is closed. A caller that gives up calls `withdraw`; otherwise it owns the
-        result. `tier` is the tier to read from, `key` the chunk that it is for."""
-        turn: Turn[T] = Turn(asyncio.get_running_loop().create_future(), tier, key)
+        """Return a future of an item; None when the queue is closed. The item belongs to the caller, unless it calls
+        `withdraw`. `tier` is the tier that reads into it, `key` the chunk that it is for."""
+        waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), tier, key)
         if self.closed:
-            turn.outcome.set_result(None)
+            waiter.outcome.set_result(None)
         else:
-            self.waiting[purpose].append(turn)
+            self.waiting[purpose].append(waiter)
             self.waiters += 1
             self.serve()
-        return turn.outcome
+        return waiter.outcome
 
     def withdraw(self, purpose: Purpose, requested: asyncio.Future[T | None]) -> None:
-        """Give up a request. What came meanwhile goes to the next waiter."""
+        """Give a request up; an item that has come goes to the next waiter."""
         if requested.done():
             taken = requested.result()
             if taken is not None:
                 self._give_back(taken, purpose)
             return
         waiting = self.waiting[purpose]
-        waiting.remove(next(turn for turn in waiting if turn.outcome is requested))
+        waiting.remove(next(waiter for waiter in waiting if waiter.outcome is requested))
         self.waiters -= 1
-        self.serve()  # it may have been in the way of others
+        self.serve()  # it may have blocked those behind it
 
     def serve(self) -> None:
-        """Give waiters what may go now."""
+        """Give waiters the items that may be taken by now."""
         if not self.waiters:
             return
         for purpose in (READ, WRITE, PREFETCH):
             waiting = self.waiting[purpose]
             while waiting:
-                for turn in waiting:
-                    taken = self._take(purpose, turn.tier, turn.key)
+                for waiter in waiting:
+                    taken = self._take(purpose, waiter.tier, waiter.key)
                     if taken is not None:
                         break
-                    if not (purpose is READ and self._by_tier) and not self.stands_aside(purpose, turn.key):
+                    if not (purpose is READ and self._by_tier) and not self.blocks_only_itself(purpose, waiter.key):
                         break
                 if taken is None:
                     break
-                waiting.remove(turn)
+                waiting.remove(waiter)
                 self.waiters -= 1
-                turn.outcome.set_result(taken)
+                waiter.outcome.set_result(taken)
 
     def close(self) -> None:
-        """Give every waiter, and every later one, None."""
+        """End all waits; later ones end at once."""
         self.closed = True
         for waiting in self.waiting:
             while waiting:
@@ -117,8 +117,10 @@ def _never(purpose: Purpose, key: ChunkKey | None) -> bool:
 
 
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:
-    """Wait for `work` until the loop time `until_s()`, which may move meanwhile. Return True if it is done. `work` is never
-    cancelled, also when this is."""
+    """Wait for `work` until the loop time `until_s()`, which may change meanwhile; return True if it is done.
+
+    Leaves `work` alone, also when this is cancelled.
+    """
     loop = asyncio.get_running_loop()
     while not work.done() and (left_s := until_s() - loop.time()) > 0:
         await asyncio.wait([work], timeout=left_s)

@@ -1,7 +1,6 @@
 """One mapping for all payloads: anonymous with transparent huge pages, hugetlb, or POSIX shared memory.
 
-Taken once and touched page by page at start, so that no put or read pays for a page fault: O_DIRECT into untouched 4 KiB
-pages reads 0.9 GB/s where huge pages read 2.3-2.6.
+Taken once and touched page by page at start, so that no put or read pays for a page fault.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
 _LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.01
-"""Another start that looks for files of dead processes has the lock for a moment only."""
+"""Another start that looks for files of dead processes holds the lock for a moment only."""
 _PREFAULT_STEP_BYTES = 64 << 20
 _PROGRESS_FROM_BYTES = 8 << 30
 
@@ -50,10 +49,14 @@ class ArenaSettings:
 
 
 class Arena:
-    """A page-aligned, pre-faulted run of memory. `kind` says what it became: "thp", "hugetlb" or "shm"."""
+    """A page-aligned, pre-faulted run of memory. `kind` is "thp", "hugetlb" or "shm".
+
+    Its mapping lives as long as any view of `memory`, also after `close`: a thread that hangs with a slot keeps it.
+    """
 
     def __init__(self, settings: ArenaSettings, unwanted: Callable[[], bool] = lambda: False) -> None:
-        """`unwanted` is asked while pages are touched: once it says so the rest is not, and nobody may use the arena."""
+        """Blocks until every page is touched. Once `unwanted` returns True the other pages are not touched, and the arena
+        may not be used. Raises ConfigError."""
         self.size_bytes = -(-settings.size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.shm_path: Path | None = None
         self._shm_file = -1
@@ -82,13 +85,13 @@ class Arena:
         return int(self.memory.ctypes.data)
 
     def is_ours_alone(self) -> bool:
-        """Whether no other process of this host has shared memory of ours open or mapped, so that none can write to it.
+        """Return True if no other process of this host has the shared memory open or mapped, so that none can write to it.
 
-        The kernel says it: only then does it grant a lease for writing, which is given back at once.
+        The kernel grants a lease for writing only then; it is given back at once.
         """
         if self._shm_file < 0:
             return True
-        # Who opens the file in between has us told. By default that signal would end the process; nobody minds this one.
+        # An open in between sends a signal. The default signal would end the process; SIGURG is ignored.
         fcntl.fcntl(self._shm_file, fcntl.F_SETSIG, signal.SIGURG)
         try:
             fcntl.fcntl(self._shm_file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -98,7 +101,7 @@ class Arena:
         return True
 
     def close(self) -> None:
-        """Give the memory back. Views that somebody still holds keep the mapping alive until they go."""
+        """Give the name and this reference to the memory back. Views keep the mapping alive until they go. Idempotent."""
         if self._not_closed is not None:
             self._not_closed.detach()
         self.memory = np.empty(0, dtype=np.uint8)
@@ -116,7 +119,7 @@ class Arena:
             self._shm_file = -1
 
     def _refused(self, error: Exception) -> str:
-        """What to say when the system does not give the memory."""
+        """Return the message for memory that the system refuses."""
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         reason = error.strerror if isinstance(error, OSError) else str(error)
         return (
@@ -149,11 +152,11 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """Map the file `/dev/shm/tiercache.<name>`, which is locked as long as this process lives.
+        """Map the file `/dev/shm/tiercache.<name>`, which is locked while the arena is open.
 
-        A file that a crashed process left has no lock: under this name it is emptied, not reused (its bytes mean nothing
-        here), under other names it is removed. Raises ConfigError for a name that a living process uses, and for anything
-        but a regular file of this user that no other user may write: another writer could change verified chunks.
+        A file that a crashed process left has no lock: under this name it is emptied, since its bytes mean nothing here, and
+        under other names it is removed. Raises ConfigError for a name that a living process uses, and for anything but a
+        regular file of this user that no other user may write: another writer could change verified chunks.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
@@ -180,7 +183,7 @@ class Arena:
         self._not_closed = weakref.finalize(self, _give_back, path, descriptor, os.getpid())
 
     def _prefer_node(self, node: int) -> None:
-        """mbind(MPOL_PREFERRED): pages come from `node` while it has any."""
+        """Take pages from `node` while it has any: mbind(MPOL_PREFERRED)."""
         libc = ctypes.CDLL(None, use_errno=True)
         mask = ctypes.c_ulong(1 << node)
         system_call_mbind = 237
@@ -234,7 +237,7 @@ class Arena:
             try:
                 helper.start()
             except RuntimeError:
-                break  # no thread is left on this machine: it takes longer
+                break  # fewer threads take longer
             helpers.append(helper)
         run()
         for helper in helpers:
@@ -247,10 +250,11 @@ class Arena:
 
 
 def _give_back(path: Path, descriptor: int, process: int) -> None:
-    """Of an arena that nobody closed, at the exit of the process or when nobody has it any more. Not by a forked child."""
+    """Remove the file of an arena that was not closed, when it is collected or the process exits. A forked child does
+    not."""
     with contextlib.suppress(OSError):  # the descriptor belongs to the process that forked this one
         if os.getpid() == process and _unlink_own(path, descriptor):
-            logger.warning("shm_name: the cache was not closed, or something hangs in it; removed %s", path)
+            logger.warning("shm_name: the cache was not closed; removed %s", path)
         os.close(descriptor)
 
 
@@ -264,7 +268,7 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    """Open and lock the file `path`, made anew where there is none. Raises ConfigError as `Arena._map_shared` does."""
+    """Open and lock the file `path`, and make it where there is none. Raises ConfigError as `Arena._map_shared` does."""
     for _ in range(_LOCK_TRIES):
         try:
             if os.path.lexists(path):  # without O_CREAT, which the kernel may refuse for a file of another user
@@ -282,7 +286,7 @@ def _open_locked(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                 return descriptor
         except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S)  # a start that sweeps has the lock for a moment
+            time.sleep(_LOCK_PAUSE_S)  # a start that sweeps holds the lock for a moment
         except FileNotFoundError:
             pass  # another start has removed it since
         except BaseException:
@@ -297,7 +301,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError unless it is a regular file of this user that no other user may write."""
+    """Raise ConfigError unless it is a regular file of this user that no other user may write."""
     if _is_own(found):
         return
     kind = f"a file of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"
@@ -314,7 +318,8 @@ def _check_own(path: Path, found: os.stat_result) -> None:
 
 
 def _sweep_dead_arenas() -> None:
-    """Remove arenas of this user whose process died: their lock is free. Empty files stay, since they may be being made."""
+    """Remove arenas of this user whose process died: their lock is free. Empty files stay: another start may be making
+    one."""
     for path in SHM_DIRECTORY.glob(f"{_SHM_PREFIX}*"):
         try:
             if not _is_own(os.lstat(path)):
@@ -328,15 +333,16 @@ def _sweep_dead_arenas() -> None:
             if size_bytes and _unlink_own(path, descriptor):
                 logger.info("arena: removed %s (%.2f GB), left behind by a dead process", path, size_bytes / 2**30)
         except OSError:
-            pass  # its owner lives
+            pass  # a living process holds the lock
         finally:
             os.close(descriptor)
 
 
 def _populate_call() -> Callable[[np.ndarray], bool]:
-    """madvise(MADV_POPULATE_WRITE), Linux 5.14: faults a range in one call that releases the GIL. False where there is none.
+    """Return a call that faults a range in, without the GIL: madvise(MADV_POPULATE_WRITE), Linux 5.14. It returns False
+    where the kernel lacks that.
 
-    Raises OSError where there is no memory: who touched those pages himself would be killed.
+    It raises OSError where there is no memory; to touch such a page would kill the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -353,7 +359,7 @@ def _populate_call() -> Callable[[np.ndarray], bool]:
 
 
 def numa_node_for(mode: str | None) -> int | None:
-    """The node that `numa_mode` means: none, "auto" (the one that we run on) or a number."""
+    """Return the node that `numa_mode` means: none, "auto" (the node of the first usable CPU) or a number."""
     if mode is None or mode in ("", "none"):
         return None
     if mode == "auto":

@@ -13,12 +13,12 @@ from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena
 
 FEWEST_SLOTS = 4
-"""A read, a write, and a floor for each: with fewer the one would wait for the other for ever."""
+"""One for a read and one for a write, and a floor for each: with fewer, reads and writes would wait for each other."""
 
 Slot = int
 
 Fill = tuple[Slot, int, Callable[[np.ndarray], None]]
-"""A slot, how many bytes come into it, and what writes them."""
+"""A slot, the number of bytes that are written into it, and the call that writes them."""
 
 
 class Pool(Protocol):
@@ -35,16 +35,16 @@ class Pool(Protocol):
     def give_back(self, slot: Slot) -> None: ...
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
-        """The slot's payload room, or its first bytes."""
+        """Return the slot's payload room, or its first bytes."""
 
     def readable(self, slot: Slot, length_bytes: int) -> Any:
-        """Its first bytes, read-only where the kind of memory knows that."""
+        """Return its first bytes, read-only where the kind of memory supports that."""
 
     def close(self) -> None: ...
 
 
 class SlotPool:
-    """Free slots of one size: the last one given back is the next one handed out, since it is warm in the caches."""
+    """Free slots of one size. The last one given back is handed out next, since it is warm in the CPU's caches."""
 
     def __init__(self, arena: Arena, chunk_bytes: int) -> None:
         self.slot_bytes = aligned(chunk_bytes)
@@ -70,7 +70,8 @@ class SlotPool:
         self._free.append(slot)
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
-        """uint8[length_bytes] of the slot, the whole slot by default. Aligned to 4096 bytes. CacheClosed after `close`."""
+        """Return uint8[length_bytes] of the slot, by default the whole slot, aligned to 4096 bytes. Raises CacheClosed after
+        `close`."""
         try:
             return self._memory[slot] if length_bytes is None else self._memory[slot, :length_bytes]
         except IndexError:
@@ -85,14 +86,14 @@ class SlotPool:
             raise
 
     def close(self) -> None:
-        """Let go of the arena's memory. No slot may be used after."""
+        """Drop the reference to the arena's memory. No slot may be used after; views that exist stay valid."""
         self._free.clear()
         self._use(np.empty((0, self.slot_bytes), dtype=np.uint8))
 
     def _use(self, memory: np.ndarray) -> None:
         self._memory = memory
         self._read_only = memory.view()
-        self._read_only.flags.writeable = False  # and so are its parts: to say that of each takes as long as to make it
+        self._read_only.flags.writeable = False  # its slices inherit this, which is faster than a flag on each
 
     def _check_open(self) -> None:
         if not self._memory.size:
@@ -100,7 +101,7 @@ class SlotPool:
 
 
 def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray], object]) -> None:
-    """Have `source` write a payload, and zero the padding behind it, so that no tier ever stores another chunk's bytes."""
+    """Let `source` write a payload, and zero the padding behind it, so that no tier stores another chunk's bytes."""
     if length_bytes == slot.nbytes:
         source(slot)
         return
@@ -109,6 +110,6 @@ def fill_slot(slot: np.ndarray, length_bytes: int, source: Callable[[np.ndarray]
 
 
 def zero_padding(slot: np.ndarray, length_bytes: int) -> None:
-    """Behind a payload that is in the slot already, up to the next page."""
+    """Zero the bytes between a payload and the next page."""
     if (end := aligned(length_bytes)) != length_bytes:
         slot[length_bytes:end] = 0

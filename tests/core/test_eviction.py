@@ -216,7 +216,7 @@ def test_accesses_do_not_grow_the_queue() -> None:
             put(order, range(number, number + 4))
         for number in range(10_000):
             order.access(keys_of([number % 100]))
-            assert order.queued <= 11 * len(order), policy
+            assert order.queued <= 2 * len(order), policy
 
 
 def test_a_forest_that_was_accessed_as_a_whole_is_evicted_in_that_order() -> None:
@@ -355,7 +355,7 @@ class AgainstModel(RuleBasedStateMachine):
         for one, parent in self.parents.items():
             found = entries[one].parent
             assert (None if found is None else found.key) == parent
-        assert self.order.queued <= 11 * len(entries)
+        assert self.order.queued <= 2 * len(entries)
 
 
 def machine(name: str, tenants: bool = False) -> type[AgainstModel]:

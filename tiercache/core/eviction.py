@@ -107,7 +107,8 @@ class LeafLru(Generic[R]):
     one a time lower by one, so the tail of a prefix is colder than its head.
 
     Every operation takes O(1), or O(log n) where a leaf enters or leaves the queue. Stale items are removed a bucket at a
-    time: one that holds more than twice as many items as leaves, and 8 more, is made anew.
+    time: one that holds more than twice as many items as leaves is rebuilt. So the queue has at most twice as many items as
+    there are residents.
     """
 
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
@@ -342,7 +343,7 @@ class LeafLru(Generic[R]):
             if len(queue.order) > 2 * len(queue.buckets) + 64:
                 queue.order[:] = queue.buckets
                 heapify(queue.order)
-        elif len(bucket.heap) > 2 * bucket.valid + 8:
+        elif len(bucket.heap) > 2 * bucket.valid:
             get = self.entries.get
             current = {item for item in bucket.heap if (entry := get(item[1])) is not None and entry.queued_rank == item[0]}
             bucket.heap[:] = current

@@ -44,7 +44,7 @@ class Prediction:
     source: str
     """One of `SOURCES`; accounts are kept by it."""
     subject: str
-    """What the prediction is about, such as a session."""
+    """The subject of the prediction, such as a session."""
     keys: Sequence[ChunkKey]
     begin_s: float
     """The earliest time at which the prefix may be needed."""
@@ -55,7 +55,7 @@ class Prediction:
     priority: int = 0
     """Smaller goes first, whatever the deadline."""
     promote_until_s: float = inf
-    """From then on nothing is promoted for it, and what was promoted is kept until it expires."""
+    """The time from which nothing is promoted for it. Promoted chunks are kept until it expires."""
 
 
 def hint(
@@ -182,17 +182,17 @@ class SessionPredictor:
         self.limit = limit
         self.limit_keys = limit_keys
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        """By session, the least recently active one first."""
+        """Sessions by name, the least recently active one first."""
         self._keys = 0
         self._gaps = Gaps(4096)
         self._waiting: OrderedDict[str, float] = OrderedDict()
-        """By session that may come back: when its last turn ended."""
+        """End of the last turn of each session that may come back."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def began(self, session: str, now_s: float) -> bool:
-        """Note that a turn begins. Return True if the session has come back at least once."""
+        """Record that a turn begins. Return True if the session has come back at least once."""
         state = self._state(session, ())
         if state.ended_s is not None:
             if state.lost:
@@ -207,7 +207,7 @@ class SessionPredictor:
     def ended(
         self, session: str, keys: Sequence[ChunkKey], now_s: float, window_s: float, least_chance: float
     ) -> Prediction | None:
-        """Note that a turn has ended and return what is predicted: the next one begins with `keys`.
+        """Record that a turn has ended and return the prediction that the next one begins with `keys`.
 
         None while too little is known, or if no time is probable enough; see `next_turn`.
         """
@@ -275,20 +275,20 @@ class SessionPredictor:
 
 @dataclass
 class Account:
-    """Bytes of one source. `promoted = used + late + evicted + wasted + what is still waiting to be used`."""
+    """Bytes of one source. `promoted = used + late + evicted + wasted + bytes in flight or not used yet`."""
 
     promoted_bytes: int = 0
-    """Whose promotion began."""
+    """Bytes whose promotion began."""
     used_bytes: int = 0
-    """In the hot cache when they were asked for."""
+    """Bytes that were hot when they were read."""
     late_bytes: int = 0
-    """Still on their way when they were asked for."""
+    """Bytes that were in flight when they were read."""
     evicted_bytes: int = 0
-    """Evicted before they were used."""
+    """Bytes that were evicted before they were used."""
     wasted_bytes: int = 0
-    """Not used before the prediction expired, or before the chunk was removed."""
+    """Bytes that were not used before the prediction expired, or before the chunk was removed."""
     cancelled_bytes: int = 0
-    """Predicted and not promoted: the prediction was withdrawn or has expired, or the chunk could not be had."""
+    """Bytes that were predicted and not promoted: the prediction was withdrawn or expired, or the read failed."""
 
     @property
     def lost_bytes(self) -> int:
@@ -319,7 +319,7 @@ class Accounts:
         self._of(source).promoted_bytes += self._chunk_bytes
 
     def arrived(self, key: ChunkKey) -> bool:
-        """Note that a promotion has ended in the hot cache. Return False if the chunk was asked for meanwhile."""
+        """Record that a promotion has ended in the hot cache. Return False if the chunk was used meanwhile."""
         source = self.in_flight.pop(key, None)
         if source is None:
             return False
@@ -372,7 +372,7 @@ class PrefetchSettings:
     bytes_per_s: float = 0.0
     """Rate limit of promotions; 0: none."""
     transfer_bytes_per_s: float = 1e9
-    """What the tiers give. A promotion begins as much earlier as the transfer takes."""
+    """Bandwidth of the tiers. A promotion begins earlier by the time of its transfer."""
     margin_s: float = 3.0
     """A promotion begins this much earlier in addition."""
     least_probability: float = 0.8
@@ -451,11 +451,11 @@ class PrefetchPlan:
         """Bytes of the share that the driver keeps besides promoted chunks: hot chunks that are expected, and pins."""
         self.accounts = Accounts(chunk_bytes)
         self._requests: dict[tuple[str, str], _Request] = {}
-        """By source and subject, the oldest one first."""
+        """Requests by source and subject, the oldest one first."""
         self._numbers = count()
         self._keys = 0
         self._owners: dict[ChunkKey, tuple[_Request, int]] = {}
-        """By key: the most urgent request that expects it, and the position there."""
+        """The most urgent request that expects a key, and the position in it, by key."""
         self._ready = _Heap()
         """Open requests with keys behind the cursor, by priority and deadline."""
         self._timers = _Heap()
@@ -522,7 +522,7 @@ class PrefetchPlan:
             if position == len(request.keys):
                 self._ready.remove(request)
                 continue
-            if not self._has_room():  # what is hot already was kept, and took it
+            if not self._has_room():  # hot chunks that `resident` has pinned took it
                 break
             request.cursor = position + 1
             key = request.keys[position]

@@ -47,7 +47,7 @@ class Tombstones:
     def __init__(self) -> None:
         self.epoch = 0
         self._forgotten: dict[ChunkKey, int] = {}
-        """In the order of their epochs."""
+        """Epoch of the latest `forget` by key, in the order of the epochs."""
         self._in_flight: dict[int, int] = {}
         """Operations by the epoch at which they began, in that order."""
         self._dropped_epoch = 0

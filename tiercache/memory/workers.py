@@ -23,7 +23,7 @@ T = TypeVar("T")
 _Work = TypeVar("_Work", bound="asyncio.Future[Any]")
 
 GIVE_UP_S = 30.0
-"""How long a caller waits, after it was cancelled or its deadline has passed, for a call that touches its memory."""
+"""The longest wait for a call that touches the caller's memory after a cancellation or the deadline."""
 
 _AGAIN_S = 0.01
 """A call whose deadline has passed, and that a free thread is about to begin, is looked at again after this time."""

@@ -306,7 +306,7 @@ class _Landing:
             for position, _ in part:
                 delivered[position] = 1
         except (ValueError, LayoutError, TimeoutError) as error:
-            self.undelivered.note(error, f" to {device.driver.name}")
+            self.undelivered.add(error, f" to {device.driver.name}")
         finally:
             when_done(done, list(slots.values()), lambda slot: self.staging.abandon(slot, Purpose.READ))
             when_done(done, part, lambda item: item[1].release())

@@ -56,7 +56,7 @@ class PrefetchProgress:
     """Length of the contiguous prefix that some tier has; the others are `missing`."""
     in_flight: int
     promoted: int
-    """In the hot cache: read from a tier, or there already."""
+    """Chunks in the hot cache: read from a tier, or there already."""
     missing: int
     """Found in no tier, behind such a gap, or failed to be read."""
     cancelled: int

@@ -524,7 +524,7 @@ class Undelivered:
         self._unlogged = 0
         self._logged_s: float | None = None
 
-    def note(self, error: Exception, where: str = "") -> None:
+    def add(self, error: Exception, where: str = "") -> None:
         """Count one chunk, or a part of a batch that failed as a whole. `where` is a phrase for the log line."""
         self._counters.sink_failures += 1
         self._unlogged += 1
@@ -765,7 +765,7 @@ class Reader:
         """
         if held is None and (wait_s := self.worth_waiting_s(keys)) is not None:
             deadline_s = min(deadline_s, asyncio.get_running_loop().time() + wait_s)
-        landing = HostMemory(sinks, self.cpu.copiers, self.undelivered.note, deadline_s)
+        landing = HostMemory(sinks, self.cpu.copiers, self.undelivered.add, deadline_s)
         lease_hot = or_held(partial(self.lease_now, counted=True), held)
         return await deliver(self.cpu, keys, landing, deadline_s, lease_hot, self.fetch, self.lanes)
 

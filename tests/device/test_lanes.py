@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tiercache.device.device import Device, Lane
@@ -100,3 +101,19 @@ async def test_work_that_raises_is_waited_for_to_its_end(driver: TwinDriver) -> 
     with pytest.raises(ValueError, match="in the middle"):
         await device.ended(done)
     device.close()
+
+
+async def test_device_that_is_closed_while_it_copies_keeps_memory_pinned_until_the_copy_ends(driver: TwinDriver) -> None:
+    device, hold, unpinned = Device(driver, 4096), threading.Event(), asyncio.Event()
+    loop, memory = asyncio.get_running_loop(), np.zeros(4096, np.uint8)
+    device.pin(memory, 4096)
+    driver.unpin = lambda memory: loop.call_soon(unpinned.set)  # type: ignore[method-assign,assignment]
+    copy = device.run(device.storing, device.storing.stream.enqueue, hold.wait)
+    device.close()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not unpinned.is_set()
+    hold.set()
+    async with asyncio.timeout(60.0):
+        await copy
+        await unpinned.wait()

@@ -1,7 +1,7 @@
 """Chunks of a tier that are mapped into this process, and the leases on them.
 
-Each was verified when it was mapped, and is trusted since, as a hot chunk is. It is found here as long as its file has its
-name; memory of a file that has lost it goes when the last lease has ended.
+A chunk is verified when it is mapped and trusted from then on, like a hot chunk. It is found as long as its file has its
+name; the memory of a deleted file is unmapped when the last lease has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from tiercache.errors import CacheClosed
 from tiercache.tiers.files.mapped_file import MappedFile
 from tiercache.tiers.leases import ONE, Lease, pins_in
 
-_NOTHING = np.empty(0, dtype=np.uint8)
-
 
 class Mapped:
     """A mapped chunk, see `Leased`."""
@@ -37,16 +35,16 @@ class Mapped:
         """None once it is unmapped."""
         self.length_bytes = file.memory.nbytes
         self.unlinked = False
-        """Its file was deleted, or replaced, by whomever."""
+        """True once its file was deleted or replaced, by any process."""
         self.is_ahead = False
-        """It was mapped before anybody asked for it, and nobody has yet."""
+        """True while it is mapped for a future reader and was not used yet."""
 
 
 class Mappings:
-    """At most `most_bytes` and `most_chunks` are kept that nobody holds; the one that was used longest ago goes.
+    """Keeps at most `most_bytes` and `most_chunks` of chunks without a lease; the least recently used one is unmapped first.
 
-    All methods belong to the event loop. `unmap` gets memory that nobody needs any more: to let go of it takes as long as to
-    copy a part of it, so it is done in a thread.
+    All methods belong to the event loop. `unmap` gets memory that is not needed any more, to unmap it in a thread: that
+    takes as long as copying a part of it.
     """
 
     on_device = False
@@ -55,19 +53,20 @@ class Mappings:
         self.most_bytes = most_bytes
         self.most_chunks = most_chunks
         self.most_ahead_bytes = most_bytes
-        """Of chunks that nobody has used yet: the one that was mapped first goes."""
+        """Limit of `ahead_bytes`; the chunk that was mapped first is unmapped first."""
         self.tombstones = Tombstones()
         """Chunks that were forgotten while others are being mapped."""
         self.deletions = Tombstones()
         """Chunks whose files were deleted while others are being mapped."""
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
-        """Of these, memory of files that were deleted: taken until the last lease ends, and in no count."""
+        """Mapped bytes of deleted files, which are in no capacity counter and are freed with their last leases."""
         self.ahead_bytes = 0
-        """Of these, what nobody has used yet."""
+        """Mapped bytes of chunks that were not used yet."""
         self.on_pinned_access: Callable[[ChunkKey], None] | None = None
-        """As those of the CPU tier."""
+        """Called when a pinned chunk is read."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
+        """Called when a pinned chunk was removed."""
         self.on_gone: Callable[[ChunkKey], None] | None = None
         """Called when a chunk is not found here any more."""
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
@@ -81,7 +80,7 @@ class Mappings:
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """Nothing is found any more. What is held stays mapped until its leases end."""
+        """Drop all chunks. Leased ones stay mapped until their leases end."""
         self._closed = True
         self.clear()
         self._hand_over()
@@ -93,38 +92,38 @@ class Mappings:
         return key in self._entries
 
     def files(self) -> list[tuple[ChunkKey, MappedFile]]:
-        """What is mapped. From any thread."""
+        """Return the mapped chunks. May be called from any thread."""
         return [(key, file) for key, entry in self._entries.copy().items() if (file := entry.file) is not None]
 
     def file(self, key: ChunkKey) -> MappedFile | None:
-        """From any thread."""
+        """Return the mapping of a chunk, or None. May be called from any thread."""
         entry = self._entries.get(key)
         return entry.file if entry is not None else None
 
     # Leases
 
     def find(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        """A lease on a chunk that is mapped."""
+        """Return a lease on a mapped chunk, or None; an access."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         self._entries.move_to_end(key)
-        self._asked_for(entry)
+        self._used(entry)
         return self.serve(entry, purpose, counted=False)
 
     def add(
         self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool, is_ahead: bool = False
     ) -> Lease:
-        """A chunk that was mapped just now, with its first lease. Not `findable`: its file was deleted meanwhile.
-        `is_ahead`: nobody has asked for it."""
+        """Add a chunk that was just mapped and return its first lease. It is not `findable` if its file was deleted
+        meanwhile, and `is_ahead` if it was mapped for a future reader."""
         entry = self._entries.get(key) if findable else None
         if entry is not None and entry.unlinked:
             self._drop(entry)
             entry = None
         if entry is not None:
-            self._let_go(file)  # somebody else has mapped it too
+            self._unmap_soon(file)  # another read has mapped it too
             if not is_ahead:
-                self._asked_for(entry)
+                self._used(entry)
         else:
             entry = Mapped(key, file)
             self.mapped_bytes += entry.length_bytes
@@ -146,10 +145,10 @@ class Mappings:
         return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
     def serve(self, entry: Mapped, purpose: Purpose, *, counted: bool) -> Lease:
-        held = pins_in(entry.leases)
+        pinned = pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
-        if purpose is READ and held and self.on_pinned_access is not None:
-            self.on_pinned_access(entry.key)  # which ends the hold
+        if purpose is READ and pinned and self.on_pinned_access is not None:
+            self.on_pinned_access(entry.key)  # ends the pin
         return lease
 
     def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:
@@ -165,11 +164,11 @@ class Mappings:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
 
-    # What becomes of the files
+    # Deleted files
 
     def gone(self, key: ChunkKey) -> None:
-        """Its file was deleted, or replaced. A chunk that somebody holds is found until he lets go of it: its memory is
-        taken so long in any case."""
+        """Record that the file of a chunk was deleted or replaced. A leased chunk is found until its leases end, since its
+        memory is taken until then in any case."""
         self.deletions.forget([key])
         entry = self._entries.get(key)
         if entry is not None:
@@ -178,7 +177,7 @@ class Mappings:
                 self._drop(entry)
 
     def forget(self, key: ChunkKey) -> None:
-        """As `gone`, and nobody finds it from now on."""
+        """Record a deletion as `gone`, and make the chunk invisible at once."""
         self.tombstones.forget([key])
         entry = self._entries.get(key)
         if entry is not None:
@@ -188,12 +187,12 @@ class Mappings:
                 self.on_forget(key)
 
     def clear(self) -> None:
-        """Let everything go; what is held when its leases end."""
+        """Drop all chunks; leased ones are unmapped when their leases end."""
         for entry in list(self._entries.values()):
             self._drop(entry)
 
     def take_gone(self, keys: list[ChunkKey]) -> list[MappedFile]:
-        """As `gone`, and returns the memory of those that nobody holds, for the caller to let go of."""
+        """Record deletions as `gone`, and return the memory of chunks without a lease for the caller to unmap."""
         self._hand_over()
         for key in keys:
             self.gone(key)
@@ -205,7 +204,7 @@ class Mappings:
         self._ahead[entry.key] = entry
         self.ahead_bytes += entry.length_bytes
 
-    def _asked_for(self, entry: Mapped) -> None:
+    def _used(self, entry: Mapped) -> None:
         if entry.is_ahead:
             entry.is_ahead = False
             del self._ahead[entry.key]
@@ -217,18 +216,18 @@ class Mappings:
             self.unlinked_bytes += entry.length_bytes
 
     def _drop(self, entry: Mapped) -> None:
-        """Nobody finds it any more, and its memory goes as soon as nobody holds it."""
+        """Make a chunk invisible, and unmap it once it has no lease."""
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
             if self.on_gone is not None:
                 self.on_gone(entry.key)
-        self._asked_for(entry)
+        self._used(entry)
         entry.hot = False
         if not entry.leases and entry.file is not None:
             self.mapped_bytes -= entry.length_bytes
             self.unlinked_bytes -= entry.length_bytes if entry.unlinked else 0
             file, entry.file = entry.file, None
-            self._let_go(file)
+            self._unmap_soon(file)
 
     def _trim(self) -> None:
         while self.ahead_bytes > self.most_ahead_bytes:
@@ -242,7 +241,7 @@ class Mappings:
             else:
                 self._entries.move_to_end(key)
 
-    def _let_go(self, file: MappedFile) -> None:
+    def _unmap_soon(self, file: MappedFile) -> None:
         if not self._unmapping and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon(self._hand_over)
         self._unmapping.append(file)

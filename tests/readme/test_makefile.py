@@ -65,7 +65,7 @@ def test_docs(shell: Shell) -> None:
     assert "WARNING" not in said.stdout + said.stderr
     site = REPOSITORY / "build" / "site"
     api = (site / "api.html").read_text()
-    assert "put_many" in api and "Store a chunk; returns once it is hot" in api
+    assert "put_many" in api and "Store a chunk, and return True once it is hot" in api
     pages = "".join(page.read_text() for page in site.rglob("*.html"))
     assert re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?https?://", pages) == [], "it loads nothing from elsewhere"
 

@@ -201,7 +201,7 @@ async def test_random_uses_leave_right_accounts() -> None:
                 case 2:
                     await cache.forget(keys[:1])
                 case 3:
-                    lease = (cpu.hold if chance.random() < 0.5 else cpu.lease)(keys[0])
+                    lease = (cpu.pin if chance.random() < 0.5 else cpu.lease)(keys[0])
                     kept += [lease] if lease is not None else []
                 case _:
                     while len(kept) > chance.randint(0, 6):

@@ -62,6 +62,11 @@ async def put_that_waits(cache: TierCache, held: list[Lease]) -> asyncio.Task[bo
     return waiting
 
 
+async def closing_began() -> None:
+    while not any(task.get_name() == "tiercache-close" for task in asyncio.all_tasks()):
+        await asyncio.sleep(0)
+
+
 async def gone(path: Path) -> bool:
     for _ in range(100):
         if not path.exists():
@@ -119,7 +124,7 @@ async def test_cancelled_close_gives_everything_back_and_says_that_it_was_cancel
     cache = await started(tmp_path, arena_file)
     waiting = await put_that_waits(cache, held)
     closing = asyncio.create_task(cache.close(60.0))
-    await asyncio.sleep(0.1)
+    await closing_began()
     began_s = time.monotonic()
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,7 +145,7 @@ async def test_caches_of_a_loop_that_is_shut_down_while_they_close_keep_nothing(
             cache = await started(tmp_path, arena_file)
             await put_that_waits(cache, held)
             closing = asyncio.create_task(cache.close(60.0))
-            await asyncio.sleep(0.1)
+            await closing_began()
             assert not closing.done()
 
         asyncio.run(main())

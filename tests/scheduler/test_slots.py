@@ -213,6 +213,25 @@ async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> N
     assert bench.is_whole()
 
 
+async def test_leasing_pinned_chunks_does_not_evict_the_rest_of_their_batch(bench: Bench) -> None:
+    keys = [chunk(number)[0] for number in range(SLOTS)]
+    for number in range(SLOTS):
+        bench.make_hot(number).release()
+    bench.cpu.link(keys)
+    pins = [bench.cpu.pin(key) for key in keys[: SLOTS - bench.cpu.budget.read_floor]]
+    waiting = bench.cpu.wait_queue.request(Purpose.WRITE)
+    assert not waiting.done()  # what is not pinned is left to reads, and the leases below count for those
+    leases = [bench.cpu.lease(key, counted=True) for key in keys]
+    assert None not in leases
+    for lease in (*leases, *pins):
+        assert lease is not None
+        lease.release()
+    slot = await waiting
+    assert slot is not None
+    free_all(bench, [slot])
+    assert bench.is_whole()
+
+
 async def test_read_that_lands_gives_a_slot_to_a_put_that_waited_for_the_floor_of_reads(bench: Bench) -> None:
     """What a tier reads into beyond its part of the floor does not count as a read until it is a chunk."""
     budget = bench.cpu.budget

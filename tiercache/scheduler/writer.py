@@ -90,7 +90,7 @@ class TierWriter:
         self._queue: BoundedQueue[Lease] = BoundedQueue(settings.queue_bytes, settings.queue_items)
         self._writing: set[_Write] = set()
         self._latest: dict[ChunkKey, _Write] = {}
-        """Of those, the latest of each key: an earlier one writes what was forgotten since."""
+        """The latest write of each key in `_writing`. An earlier one writes bytes that were forgotten since."""
         self._abandoned: set[_Write] = set()
         self._removals = Removals(tier, settings.deadline_s)
         self._room = asyncio.Event()
@@ -496,8 +496,8 @@ class FanOut:
         if any(left.values()):
             found = ", ".join(f"{name}: {count} of {len(keys)}" for name, count in left.items() if count)
             raise TierUnavailable(
-                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); nobody gets them from there any more, and "
-                "they are removed when the tier answers"
+                f"forget: not removed within {timeout_s:.1f} s ({found} chunks); they are not read from there any more, "
+                "and are removed when the tier answers"
             )
 
     async def flush(self, timeout_s: float) -> FlushReport:

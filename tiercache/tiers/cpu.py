@@ -399,6 +399,7 @@ class CpuTier(Tier):
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
+        # No waiter gets a slot here: it would evict chunks that the caller is about to lease as well.
         if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):
             self._quotas.pin(tenant_of(entry.key), 1)
         if not entry.leases:
@@ -413,7 +414,8 @@ class CpuTier(Tier):
         if purpose is PREFETCH and self._quotas is not None and pins_in(entry.leases) == 1:
             self._quotas.pin(tenant_of(entry.key), -1)
         if entry.leases != ONE[purpose]:
-            self._count(entry, -ONE[purpose])
+            if self._count(entry, -ONE[purpose]):
+                self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
             return
         self.budget.give_back(purpose)
         if entry.hot and self.keep:
@@ -429,8 +431,8 @@ class CpuTier(Tier):
         if self.wait_queue.waiters:
             self.wait_queue.serve()
 
-    def _count(self, entry: Entry, change: int) -> None:
-        """Change the leases of a chunk that others lease as well."""
+    def _count(self, entry: Entry, change: int) -> bool:
+        """Change the leases of a chunk that others lease as well. Return True if its slot counts for another purpose now."""
         before = purpose_of(entry.leases)
         entry.leases += change
         after = purpose_of(entry.leases)
@@ -438,7 +440,7 @@ class CpuTier(Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-            self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
+        return before is not after
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():

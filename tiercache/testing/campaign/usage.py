@@ -1,4 +1,4 @@
-"""What a process holds, and whether it has come to hold more."""
+"""Resource usage of a process, and whether it grows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tiercache.tiers.files.mounts import mounts
 SOAK_S = 600.0
 """A campaign that lasts so long is a soak."""
 SETTLED_S = 600.0
-"""Whatever is allocated once has been by then, or by the first quarter of a soak that is shorter."""
+"""One-time allocations have ended by then, or by the first quarter of a shorter soak."""
 GROWTH = 0.02
-"""Of the resident memory, from when it has settled to the last tenth of a soak."""
+"""Allowed growth of resident memory, as a part of it, from the settled state to the last tenth of a soak."""
 PARTS = 6
 WARM_UP_BYTES = 24 << 20
-"""What a process may take in a shorter one: modules, threads and tables that are filled for the first time."""
+"""Allowed growth in a shorter campaign: modules, threads and tables that are filled for the first time."""
 DESCRIPTORS, THREADS = 8, 32
-"""How many more may come: threads are started when first needed."""
+"""Allowed growth of their counts: threads are started when first needed."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def make_place(directory: Path, access: Access) -> Path:
 
 
 def _is_claimed(place: Path) -> bool:
-    """Return True if a directory has our manifest, or our count: whoever deletes the one rarely deletes the other."""
+    """Return True if a directory has our manifest or our count; a clean-up by hand rarely deletes both."""
     return os.path.lexists(place / MANIFEST) or counted_in(place / ".tiercache" / "ledger") is not None
 
 
@@ -83,8 +83,8 @@ def _why_not(root: Path, access: Access) -> str:
 def _of_others(place: Path) -> list[str]:
     """Return the names in a directory that are not ours; none where the directory is claimed.
 
-    Whoever empties a directory takes the manifest. Instances that still run put chunks there before it is made again, and
-    all must come to the same answer.
+    When a directory is emptied, its manifest is gone as well. Instances that still run put chunks there before it is made
+    again, and all must come to the same answer.
     """
     if _is_claimed(place):
         return []

@@ -14,6 +14,7 @@ from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import Slot
+from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk
 
@@ -213,19 +214,22 @@ async def test_chunk_that_is_read_is_not_evicted_for_a_waiter(bench: Bench) -> N
     assert bench.is_whole()
 
 
-async def test_leasing_pinned_chunks_does_not_evict_the_rest_of_their_batch(bench: Bench) -> None:
+async def test_batch_of_pinned_chunks_is_read_whole_while_a_put_waits(bench: Bench) -> None:
     keys = [chunk(number)[0] for number in range(SLOTS)]
     for number in range(SLOTS):
         bench.make_hot(number).release()
     bench.cpu.link(keys)
     pins = [bench.cpu.pin(key) for key in keys[: SLOTS - bench.cpu.budget.read_floor]]
     waiting = bench.cpu.wait_queue.request(Purpose.WRITE)
-    assert not waiting.done()  # what is not pinned is left to reads, and the leases below count for those
-    leases = [bench.cpu.lease(key, counted=True) for key in keys]
-    assert None not in leases
-    for lease in (*leases, *pins):
-        assert lease is not None
-        lease.release()
+    assert not waiting.done()  # what is not pinned is left to reads, and the leases of this read count for those
+    delivered: list[bytes] = []
+    reader = Reader(bench.cpu, [], ReaderSettings(deadline_s=5.0))
+    sinks = [lambda view: delivered.append(bytes(view))] * SLOTS
+    assert await reader.deliver(keys, sinks, asyncio.get_running_loop().time() + 5.0) == SLOTS
+    assert sorted(delivered) == sorted(chunk(number)[1].tobytes() for number in range(SLOTS))
+    for pin in pins:
+        assert pin is not None
+        pin.release()
     slot = await waiting
     assert slot is not None
     free_all(bench, [slot])

@@ -41,6 +41,7 @@ class WaitQueue(Generic[T]):
         self.waiting: list[deque[Waiter[T]]] = [deque() for _ in Purpose]
         self.waiters = 0
         self.closed = False
+        self._pauses = 0
 
     async def wait(
         self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
@@ -84,9 +85,17 @@ class WaitQueue(Generic[T]):
         self.waiters -= 1
         self.serve()  # it may have blocked those behind it
 
+    def pause(self) -> None:
+        """Serve no waiter until `resume`, which must follow without an await."""
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._pauses -= 1
+        self.serve()
+
     def serve(self) -> None:
         """Give waiters the items that may be taken by now."""
-        if not self.waiters:
+        if not self.waiters or self._pauses:
             return
         for purpose in (READ, WRITE, PREFETCH):
             waiting = self.waiting[purpose]

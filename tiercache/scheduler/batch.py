@@ -56,7 +56,7 @@ async def deliver(
     hot: dict[int, Lease] = {}
     parts: dict[int, list[tuple[int, Lease]]] = {}
     try:
-        gap = await _lease_all_hot(lease_hot, keys, hot, deadline_s)
+        gap = await _lease_all_hot(cpu, lease_hot, keys, hot, deadline_s)
         chunks, whole = list(hot.items()), landing.part_of(len(hot))
         size, at_once = min(_PART, whole), max(_PARTS_AT_ONCE, -(-len(hot) // whole))
         parts = {start: chunks[start : start + size] for start in range(0, len(chunks), size)}
@@ -111,19 +111,26 @@ def or_held(lease_hot: LeaseHot, held: Mapping[ChunkKey, Lease] | None) -> Lease
 
 
 async def _lease_all_hot(
-    lease_hot: LeaseHot, keys: Sequence[ChunkKey], hot: dict[int, Lease], deadline_s: float
+    cpu: CpuTier, lease_hot: LeaseHot, keys: Sequence[ChunkKey], hot: dict[int, Lease], deadline_s: float
 ) -> int:
-    """Fill `hot`, by position; return how many keys there was time for."""
+    """Fill `hot`, by position; return how many keys there was time for.
+
+    No waiter gets a slot while a part is leased: it could evict a chunk that comes later in the part.
+    """
     loop = asyncio.get_running_loop()
     for start in range(0, len(keys), _PART):
         if start:
             await asyncio.sleep(0)
             if loop.time() >= deadline_s:
                 return start
-        for position in range(start, min(start + _PART, len(keys))):
-            lease = lease_hot(keys[position])
-            if lease is not None:
-                hot[position] = lease
+        cpu.wait_queue.pause()
+        try:
+            for position in range(start, min(start + _PART, len(keys))):
+                lease = lease_hot(keys[position])
+                if lease is not None:
+                    hot[position] = lease
+        finally:
+            cpu.wait_queue.resume()
     return len(keys)
 
 

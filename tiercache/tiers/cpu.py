@@ -399,7 +399,6 @@ class CpuTier(Tier):
         return lease
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
-        # No waiter gets a slot here: it would evict chunks that the caller is about to lease as well.
         if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):
             self._quotas.pin(tenant_of(entry.key), 1)
         if not entry.leases:
@@ -414,8 +413,7 @@ class CpuTier(Tier):
         if purpose is PREFETCH and self._quotas is not None and pins_in(entry.leases) == 1:
             self._quotas.pin(tenant_of(entry.key), -1)
         if entry.leases != ONE[purpose]:
-            if self._count(entry, -ONE[purpose]):
-                self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
+            self._count(entry, -ONE[purpose])
             return
         self.budget.give_back(purpose)
         if entry.hot and self.keep:
@@ -431,8 +429,8 @@ class CpuTier(Tier):
         if self.wait_queue.waiters:
             self.wait_queue.serve()
 
-    def _count(self, entry: Entry, change: int) -> bool:
-        """Change the leases of a chunk that others lease as well. Return True if its slot counts for another purpose now."""
+    def _count(self, entry: Entry, change: int) -> None:
+        """Change the leases of a chunk that others lease as well."""
         before = purpose_of(entry.leases)
         entry.leases += change
         after = purpose_of(entry.leases)
@@ -440,7 +438,7 @@ class CpuTier(Tier):
             assert before is not None and after is not None
             self.budget.give_back(before)
             self.budget.take(after)
-        return before is not after
+            self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
 
     def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
         if self._loop is not None and not self._loop.is_closed():

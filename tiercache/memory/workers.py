@@ -46,6 +46,8 @@ class Workers:
         self._waiting: OrderedDict[asyncio.Future[Any], tuple[Callable[..., Any], tuple[Any, ...]]] = OrderedDict()
         """Calls that have not begun, oldest first. A thread that takes one out runs it; withdrawing takes it out as well."""
         self._running: set[asyncio.Future[Any]] = set()
+        self._waiters: dict[asyncio.Future[Any], asyncio.Future[None]] = {}
+        """Futures that end when a call does, for `_wait`: cancelling one leaves the call's own future alone."""
         self._tickets: SimpleQueue[None] = SimpleQueue()
         """At least one for each waiting call, and one for each thread that has to end. Threads sleep on it."""
         self._started = 0
@@ -91,12 +93,11 @@ class Workers:
         """
         loop = work.get_loop()
         try:
-            if not work.done():
-                await asyncio.wait([work], timeout=deadline_s - loop.time())
+            await self._wait(work, deadline_s)
             while self._is_next(work):
-                await asyncio.wait([work], timeout=_AGAIN_S)
+                await self._wait(work, loop.time() + _AGAIN_S)
             if not work.done() and not self.withdraw(work):
-                await asyncio.wait([work], timeout=deadline_s + GIVE_UP_S - loop.time())
+                await self._wait(work, deadline_s + GIVE_UP_S)
         except asyncio.CancelledError:
             self.withdraw(work)
             await wait_uncancelled([work], GIVE_UP_S)
@@ -107,6 +108,19 @@ class Workers:
                 f"a copy has not ended {GIVE_UP_S:.0f} s after its deadline; its memory is still in use"
             )
         return work.result()
+
+    async def _wait(self, work: asyncio.Future[Any], until_s: float) -> None:
+        """Wait for a call, until the loop time `until_s` at most. `asyncio.wait` would take one more round of the loop."""
+        if work.done():
+            return
+        loop = work.get_loop()
+        ended = self._waiters[work] = loop.create_future()
+        timer = loop.call_at(until_s, _end, ended)
+        try:
+            await ended
+        finally:
+            timer.cancel()
+            del self._waiters[work]
 
     def withdraw(self, work: asyncio.Future[Any]) -> bool:
         """Take back a submitted call, whose future raises NotBegun then. Return False if a thread has begun it."""
@@ -185,6 +199,8 @@ class Workers:
         while self._done:
             future, result, error = self._done.popleft()
             self._unfinished -= 1
+            if (waiter := self._waiters.get(future)) is not None:
+                _end(waiter)
             if future.cancelled():
                 continue
             if isinstance(error, StopIteration):
@@ -195,6 +211,11 @@ class Workers:
                 future.set_exception(error)
             else:
                 future.set_result(result)
+
+
+def _end(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 async def wait_shielded(work: asyncio.Future[T], give_up_s: float = GIVE_UP_S) -> T:

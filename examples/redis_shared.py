@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import redis
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +27,11 @@ from tiercache.demo.model import prepare_model
 from tiercache.demo.question import Answer, ask, long_message
 from tiercache.demo.server import serving
 from tiercache.signals import ended_by_signals
+
+try:
+    import redis
+except ImportError:
+    sys.exit("this example needs redis-py: pip install 'tiercache[redis]'")
 
 CONFIG = """\
 chunk_size: 256

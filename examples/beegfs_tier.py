@@ -1,4 +1,4 @@
-"""Another file system is a choice of three parts: here, chunks on a BeeGFS mount that many hosts share.
+"""Another file system is a choice of two parts: here, chunks on a BeeGFS mount that many hosts share.
 
 Put this file where Python finds it, and name it in the configuration:
 
@@ -13,7 +13,6 @@ Put this file where Python finds it, and name it in the configuration:
 from pathlib import Path
 
 from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.threads import TwiceMover
 from tiercache.tiers.files.tier import FileTier
@@ -38,6 +37,5 @@ def make_tier(settings: RemoteSettings) -> FileTier:
         settings.fingerprint,
         TwiceMover,  # who moves bytes: threads; what is bad is read again before it is put aside
         FollowedIndex,  # what is known: what all others store, too
-        ElectedRoom,  # how room is made: one instance evicts for all
         metadata_threads=8,  # calls that are as many round trips
     )

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.sharing import Freshness, SharedIndex, eviction_goal_bytes
+from tiercache.core.sharing import Freshness, SharedIndex
 
 
 def key(directory: int, number: int = 0) -> bytes:
@@ -106,9 +106,3 @@ def test_a_listing_that_failed_is_due_again() -> None:
     freshness = Freshness(settle_s=0.0)
     freshness.stale(times(d3=100), now_s=1.0)
     assert 3 in freshness.stale(times(d3=100), now_s=2.0)
-
-
-def test_eviction_reaches_the_low_mark_and_whatever_is_waited_for() -> None:
-    assert eviction_goal_bytes(960, 1000, 0.9, []) == 60
-    assert eviction_goal_bytes(800, 1000, 0.9, []) == 0
-    assert eviction_goal_bytes(960, 1000, 0.9, [930, 850]) == 110

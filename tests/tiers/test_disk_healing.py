@@ -466,12 +466,12 @@ async def test_an_emptied_directory_is_filled_again_after_a_lowered_cap(tmp_path
         assert chunk_bytes(tmp_path) <= tier.settings.cap_bytes
 
 
-async def test_eviction_by_the_evictor_owes_nothing_once_it_is_done(tmp_path: Path) -> None:
+async def test_eviction_from_a_shared_directory_owes_nothing_once_it_is_done(tmp_path: Path) -> None:
     async with fs_opened(tmp_path, max_size=64 * FILE_BYTES / 2**30) as tier:
         await fs_store(tier, range(1, 200))
         for path in tmp_path.iterdir():
             if path.name != ".tiercache":
-                shutil.rmtree(path, ignore_errors=True)  # the evictor is at work there
+                shutil.rmtree(path, ignore_errors=True)
         await tier.refreshed()
         await fs_store(tier, range(201, 280))
         await tier.refreshed()

@@ -1,10 +1,7 @@
-"""The Weka tier: what instances on one directory know of each other, and who of them makes room."""
+"""The Weka tier: what instances on one directory know of each other, and how they make room."""
 
 import asyncio
-import errno
-import os
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +9,12 @@ import pytest
 
 from tests.tiers import test_contract
 from tests.tiers.test_disk import FILE_BYTES, is_hit, small_device
-from tests.tiers.weka import JumpingPolicy, evictor_of, key_of, opened, physical_bytes, refresher_of, store, until
+from tests.tiers.weka import JumpingPolicy, key_of, opened, physical_bytes, refresher_of, store, until
 from tiercache.core.keys import ChunkKey, tenant_tag
-from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import ledger, listing
-from tiercache.tiers.files.election import Election
-from tiercache.tiers.files.evictor import EvictorSettings
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.listing import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
@@ -31,16 +25,6 @@ __all__ = ["small_device"]
 @pytest.fixture
 def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
     return JumpingPolicy()
-
-
-@pytest.fixture
-def election(tmp_path: Path) -> Iterator[Election]:
-    """Another instance, elected to evict."""
-    (tmp_path / ".tiercache").mkdir()
-    other = Election(tmp_path / ".tiercache" / "evictor")
-    assert other.campaign()
-    yield other
-    other.resign()
 
 
 @pytest.fixture
@@ -179,17 +163,27 @@ async def test_a_chunk_leaves_nothing_but_its_file(tmp_path: Path) -> None:
         assert len(names) - len(rest) == 10 + 1
 
 
-async def test_eviction_begins_at_the_high_mark_and_ends_at_the_low_one(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=100, allowance_bytes=0) as tier:
-        await store(tier, range(1, 95))
+async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
+) -> None:
+    async with opened(tmp_path, cap_chunks=10) as tier, opened(tmp_path, cap_chunks=10) as other:
+        with tier.shelves.all[0].volume.ledger._lock:
+            refresher_of(tier).hint()
+            await until(lambda: "could not be listed" in caplog.text)
+        await store(other, range(5, 7))
         await tier.refreshed()
+        assert tier.contains(key_of(6))
+
+
+async def test_eviction_deletes_what_was_used_least_and_no_more_than_is_needed(tmp_path: Path) -> None:
+    async with opened(tmp_path, cap_chunks=100, allowance_bytes=0) as tier:
+        await store(tier, range(1, 101))
         assert tier.statistics().evicted == 0
-        await store(tier, range(95, 97))
-        while tier.statistics().evicted < 7:
-            await tier.refreshed()
-        assert tier.statistics().resident == 89, "90 and their directory would be a little more"
+        assert await is_hit(tier, 1)
+        await store(tier, range(101, 111))
+        assert tier.statistics().evicted == 10
+        assert tier.contains(key_of(1)) and not tier.contains(key_of(11)) and tier.contains(key_of(12))
         assert tier.statistics().occupied_bytes == physical_bytes(tmp_path) + 4096
-        assert not tier.contains(key_of(7)) and tier.contains(key_of(8)), "the oldest went"
 
 
 async def test_a_full_directory_takes_new_chunks(tmp_path: Path) -> None:
@@ -200,95 +194,16 @@ async def test_a_full_directory_takes_new_chunks(tmp_path: Path) -> None:
         assert await is_hit(tier, 119)
 
 
-async def test_two_instances_share_the_work_of_eviction_and_keep_one_cap(tmp_path: Path) -> None:
+async def test_two_instances_evict_from_one_directory_and_keep_its_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
         for start in range(1, 161, 8):
             await asyncio.gather(store(one, range(start, start + 4)), store(other, range(start + 4, start + 8)))
             assert physical_bytes(tmp_path) <= one.settings.cap_bytes
-        for _ in range(20):  # an eviction that is under way has deleted files that it has not counted yet
-            await asyncio.gather(one.refreshed(), other.refreshed())
-            there = len(list(tmp_path.glob("00/*")))
-            if (evicted := one.statistics().evicted + other.statistics().evicted) == 160 - there:
-                break
-        assert evicted == 160 - there, "each chunk was deleted once"
-
-
-async def test_who_is_not_elected_waits_for_room_and_deletes_nothing(tmp_path: Path, election: Election) -> None:
-    async with opened(tmp_path, cap_chunks=10, eviction=EvictorSettings(takeover_s=1e6)) as tier:
-        with pytest.raises(TierFull, match=r"for 5\.0 s no instance made room"):
-            await store(tier, range(1, 20))
-        assert tier.statistics().evicted == 0
-        assert physical_bytes(tmp_path) > 0.8 * tier.settings.cap_bytes
-        election.resign()
-        await store(tier, range(20, 30))
-
-
-async def test_writer_goes_on_when_the_elected_instance_made_room(tmp_path: Path, election: Election) -> None:
-    async with opened(tmp_path, cap_chunks=10, eviction=EvictorSettings(takeover_s=1e6)) as tier:
-        with pytest.raises(TierFull):
-            await store(tier, range(1, 20))
-        write = asyncio.create_task(store(tier, range(30, 31)))
-        tried = evictor_of(tier).elections
-        while evictor_of(tier).elections == tried:
-            await asyncio.sleep(0)
-        ledger = Ledger(tmp_path / ".tiercache" / "ledger", tier.settings.cap_bytes)
-        Path(tier.path(key_of(1))).unlink()
-        ledger.release(FILE_BYTES)
-        await write
-        assert tier.statistics().evicted == 0
-        ledger.close()
-
-
-async def test_a_count_that_cannot_be_had_for_a_while_ends_neither_eviction_nor_the_refresh(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
-) -> None:
-    async with opened(tmp_path, cap_chunks=10) as tier:
-        await store(tier, range(5, 7))
-        await tier.refreshed()
-        with tier.shelves.all[0].volume.ledger._lock:
-            assert not await evictor_of(tier).room(0, 0.0)  # calls it
-            refresher_of(tier).hint()
-            await until(lambda: "eviction failed" in caplog.text and "could not be listed" in caplog.text)
-        assert await evictor_of(tier).room(FILE_BYTES + 8192, 20.0)
-        assert len(tier.shelves._tasks) == 2, "both go on; a refresh that took long is repeated later"
-
-
-@pytest.mark.parametrize("comes", ["before", "after"])
-async def test_who_wants_room_when_an_eviction_fails_gets_it_as_soon_as_that_can_be(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None, comes: str
-) -> None:
-    async with opened(tmp_path, cap_chunks=10) as tier:
-        await store(tier, range(5, 7))
-        with tier.shelves.all[0].volume.ledger._lock:
-            waits = asyncio.create_task(evictor_of(tier).room(FILE_BYTES + 8192 if comes == "before" else 0, 60.0))
-            await until(lambda: "eviction failed" in caplog.text)
-            if comes == "after":
-                waits.cancel()
-                waits = asyncio.create_task(evictor_of(tier).room(FILE_BYTES + 8192, 60.0))
-        assert await waits
-
-
-async def test_an_elected_instance_that_hangs_is_replaced(tmp_path: Path, election: Election) -> None:
-    loop = asyncio.get_running_loop()
-    async with opened(tmp_path, cap_chunks=10, room_wait_s=30.0) as tier:
-        await store(tier, range(1, 8))
-        began_s = loop.time()
-        await store(tier, range(8, 12))
-        assert loop.time() - began_s >= 10.0
-        assert tier.statistics().evicted > 0
-        assert not election.beat(), "it finds out that it is not elected any more"
-
-
-async def test_an_elected_instance_that_moves_is_not_replaced(tmp_path: Path, election: Election) -> None:
-    settings = EvictorSettings(takeover_s=2.0)
-    async with opened(tmp_path, cap_chunks=10, room_wait_s=3.0, eviction=settings) as tier:
-        await store(tier, range(1, 8))
-        work = asyncio.create_task(store(tier, range(8, 12)))
-        while not work.done():
-            assert election.beat()
-            await asyncio.sleep(0.5)
-        with pytest.raises(TierFull):
-            await work
+        await asyncio.gather(one.refreshed(), other.refreshed())
+        there = {path.name for path in tmp_path.glob("00/*")}
+        assert len(there) >= 36
+        for tier in (one, other):
+            assert {key.hex() for key in tier.shelves.all[0].index.keys} == there
 
 
 @pytest.mark.needs("mount")
@@ -349,27 +264,6 @@ async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:
         assert await tier.write(*chunk(1), CHUNK_BYTES) is False
 
 
-def test_an_instance_whose_first_beat_fails_does_not_stand_in_its_own_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found by the simulation: the lock stayed with an election that nobody had any more, and writes with it, for 10 s."""
-    path = tmp_path / "evictor"
-    with monkeypatch.context() as broken:
-        broken.setattr("tiercache.tiers.files.election.os.pwrite", failing(errno.EIO))
-        with pytest.raises(OSError, match="Input/output"):
-            Election(path).campaign()
-    other = Election(path)
-    assert other.campaign()
-    other.resign()
-
-
-def failing(code: int) -> Callable[..., int]:
-    def fail(*_: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
 def tenants_chunk(number: int, salt: str) -> ChunkKey:
     return key_of(number) + tenant_tag(salt)
 
@@ -383,9 +277,7 @@ def of_tenant(directory: Path, salt: str) -> int:
     return sum(path.name.endswith(tenant_tag(salt).hex()) for path in directory.glob("00/*"))
 
 
-async def test_a_tenant_at_his_quota_makes_room_for_himself_where_another_is_elected(
-    tmp_path: Path, election: Election
-) -> None:
+async def test_a_tenant_at_its_quota_makes_room_for_itself(tmp_path: Path) -> None:
     async with opened(tmp_path, 64, tenant_bytes=8 * FILE_BYTES) as tier:
         await store_for(tier, "quiet", range(8))
         await store_for(tier, "noisy", range(100, 140))
@@ -393,7 +285,7 @@ async def test_a_tenant_at_his_quota_makes_room_for_himself_where_another_is_ele
         assert tier.statistics().evicted == 32 == tier.statistics().tenants[tenant_tag("noisy").hex()].evicted
 
 
-async def test_what_several_instances_wrote_above_a_quota_the_elected_one_deletes(tmp_path: Path) -> None:
+async def test_what_several_instances_wrote_above_a_quota_is_deleted_once_it_is_known(tmp_path: Path) -> None:
     quota = {"tenant_bytes": 8 * FILE_BYTES}
     async with opened(tmp_path, 64, **quota) as one, opened(tmp_path, 64, **quota) as other:
         await store_for(one, "quiet", range(8))

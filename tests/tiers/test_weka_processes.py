@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.tiers.test_disk import is_hit
-from tests.tiers.weka import evictor_of, key_of, opened, physical_bytes, store, until
+from tests.tiers.weka import key_of, opened, physical_bytes, store, until
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.weka import WekaTier
 
@@ -21,11 +21,9 @@ import asyncio, sys
 from pathlib import Path
 from tests.tiers.weka import key_of, opened, store
 from tiercache.errors import TierFull
-from tiercache.tiers.files.election import Election
 
 async def main(place, cap_chunks):
     async with opened(place, cap_chunks=cap_chunks, refresh_s=0.02) as tier:
-        election = Election(place / ".tiercache" / "evictor")
         print("ready", flush=True)
         for line in sys.stdin:
             command, first, end = line.split()
@@ -35,8 +33,6 @@ async def main(place, cap_chunks):
             elif command == "remove":
                 for number in numbers:
                     assert await tier.remove(key_of(number))
-            elif command == "elect":
-                assert election.campaign() and election.beat()
             elif command == "write":
                 for number in numbers:
                     try:
@@ -105,22 +101,6 @@ async def test_chunks_come_and_go_with_what_the_other_process_does(tmp_path: Pat
         await tier.refreshed()
         assert [tier.contains(key_of(number)) for number in range(1, 6)] == [True, False, False, True, True]
         assert not await is_hit(tier, 2)
-
-
-async def test_elected_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
-    async with (
-        opened(tmp_path, cap_chunks=20, refresh_s=0.02, room_wait_s=20.0) as tier,
-        other(tmp_path, 20) as process,
-    ):
-        await process.do("elect")
-        write = asyncio.create_task(store(tier, range(1, 40)))
-        await until(lambda: evictor_of(tier).elections >= 2)
-        assert not write.done()
-        assert tier.statistics().evicted == 0
-        await process.kill()
-        await write
-        assert tier.statistics().evicted > 0
-        assert physical_bytes(tmp_path) <= tier.settings.cap_bytes
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -12,10 +12,8 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.evictor import Evictor
 from tiercache.tiers.files.knowledge import FollowedIndex
 from tiercache.tiers.files.listing import Refresher
-from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 
@@ -55,12 +53,6 @@ def physical_bytes(directory: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             total += path.lstat().st_blocks * 512
     return total
-
-
-def evictor_of(tier: WekaTier) -> Evictor:
-    room = tier.shelves.room
-    assert isinstance(room, ElectedRoom)
-    return next(iter(room.evictors.values()))
 
 
 def refresher_of(tier: WekaTier) -> Refresher:

@@ -64,11 +64,6 @@ class Freshness:
         self._settled[directory] = began_s >= self._seen_s[directory] + self.settle_s
 
 
-def eviction_goal_bytes(counted_bytes: int, cap_bytes: int, low: float, wanted: Sequence[int]) -> int:
-    """Return the bytes to evict so that `counted_bytes` falls to `low` (a share of the cap) and to each level `wanted`."""
-    return max(0, counted_bytes - min([int(cap_bytes * low), *wanted]))
-
-
 def pause_s(calls_s: Sequence[float]) -> float:
     """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time. The median
     counts, so that a mount that hung once is not left alone for ten times as long."""

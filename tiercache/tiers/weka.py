@@ -1,19 +1,17 @@
 """The Weka tier: one directory on a mount that many instances share, as WekaFS and other parallel file systems offer it.
 
 The disk tier's files and rules, for a mount where a round trip is dear and others add and remove chunks all the time:
-look-ups are answered from memory, which a background task keeps fresh; the count is charged in large steps; one instance at
-a time evicts; a chunk costs one write and one rename, and nothing else is written for it, ever.
+look-ups are answered from memory, which a background task keeps fresh; the count is charged in large steps; a chunk costs
+one write and one rename, and nothing else is written for it, ever.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tiercache.device.device import Device
 from tiercache.tiers.files.device_files import DeviceFiles
-from tiercache.tiers.files.evictor import EvictorSettings
 from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.threads import DeviceMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings
@@ -30,9 +28,6 @@ class WekaSettings(GdsSettings):
     """Who follows the directories lists those that changed: each chunk would change one of them twice."""
     refresh_s: float = 1.0
     """How often the index learns what other instances did, where the mount is quick enough."""
-    eviction: EvictorSettings = field(default_factory=EvictorSettings)
-    room_wait_s: float = 5.0
-    """How long a write waits for the elected instance to make room."""
 
 
 class WekaTier(FileTier):
@@ -50,6 +45,5 @@ class WekaTier(FileTier):
             fingerprint,
             lambda shelves: DeviceMover(shelves, device, settings.way, files),
             lambda shelves: FollowedIndex(shelves, settings.refresh_s),
-            lambda shelves: ElectedRoom(shelves, settings.eviction, settings.room_wait_s),
             metadata_threads=METADATA_THREADS,
         )

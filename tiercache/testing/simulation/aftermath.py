@@ -11,22 +11,22 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
-from tiercache.tiers.files.room import ElectedRoom
+from tiercache.tiers.files.knowledge import FollowedIndex
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 
 _SCANNED_S = 5.0
-_TRIMMED_S, _TRIMMED_BY_ONE_S = 1.0, 10.0
-"""Until a cap that was lowered is kept, after the first scan: who evicts for all is elected and looks at the count."""
+_TRIMMED_S = 1.0
+"""The time after the first scan by which a cap that was lowered is kept."""
 _ATTEMPTS, _ATTEMPTS_BESIDE_OPEN_FILES = 2, 8
 """Puts of a chunk: the first may be one touch only. What is evicted from a full device makes no room while somebody else has
 it open, who closes it before the next."""
 _SWEPT_S = 6.0
 """How long an instance may keep a file of 3FS or of cuFile open that another one has removed."""
-_LOWEST_FILL, _LOWEST_FILL_BY_ONE = 31 / 32, 0.85
-"""A full directory may count a 32nd of the cap more than there is; who evicts for all goes down to nine tenths, and others
-hold a part of the count that they do not use."""
+_LOWEST_FILL, _LOWEST_SHARED_FILL = 31 / 32, 0.85
+"""A full directory may count a 32nd of the cap more than there is, and a shared one what its instances have reserved and do
+not use."""
 
 
 def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
@@ -36,9 +36,9 @@ def file_tiers(cache: TierCache) -> Iterator[tuple[str, FileTier]]:
             yield tier.name, tier
 
 
-def is_kept_by_one(tier: FileTier) -> bool:
-    """One instance evicts for all, and the index follows what lies there."""
-    return isinstance(tier.shelves.room, ElectedRoom)
+def is_followed(tier: FileTier) -> bool:
+    """Return True if the index follows what lies in the directories."""
+    return isinstance(tier.shelves.knowledge, FollowedIndex)
 
 
 def shelves(cache: TierCache) -> list[Shelf]:
@@ -76,7 +76,7 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier.shelves.all)
         known = set(shelf.index.keys)
-        if (faultless and alone) or is_kept_by_one(tier):
+        if (faultless and alone) or is_followed(tier):
             there = found.chunks.keys() - tier.shelves.refused.keys()
             if known - tier.shelves.refused.keys() != there:
                 raise Violation(
@@ -172,7 +172,7 @@ async def check_fills(node: Node, places: Sequence[Place], keys: Sequence[int]) 
     await store(node, keys, places)
     for shelf, tier in [(shelf, found) for _, found in file_tiers(node.cache) for shelf in found.shelves.all]:
         place = place_of(shelf, places)
-        lowest = _LOWEST_FILL_BY_ONE if is_kept_by_one(tier) else _LOWEST_FILL
+        lowest = _LOWEST_SHARED_FILL if is_followed(tier) else _LOWEST_FILL
         lowest_bytes = place.cap_bytes * lowest - 3 * FILE_BYTES
         found = place.look()
         if found.occupied_bytes < lowest_bytes and place.disk.free_blocks * 4096 >= 3 * FILE_BYTES:
@@ -189,8 +189,7 @@ async def check_reopened(
     `spoilt`: files that cannot be read, as `Weather.spoilt`."""
     loop = asyncio.get_running_loop()
     await scans_end(node)
-    tiers = [tier for _, tier in file_tiers(node.cache)]
-    await asyncio.sleep(_TRIMMED_BY_ONE_S if any(map(is_kept_by_one, tiers)) else _TRIMMED_S)
+    await asyncio.sleep(_TRIMMED_S)
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0
         place.check_count()

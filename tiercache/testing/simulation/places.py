@@ -113,7 +113,7 @@ class Place:
                         found.beginners.append((f".tiercache/tmp/{below}", file))
                     elif not _is_pending(below, file, locks, found):
                         found.others.append(f".tiercache/tmp/{below}")
-            elif name != "evictor":
+            else:
                 found.others.append(f".tiercache/{name}")
 
     def _root(self) -> Directory | None:

@@ -18,7 +18,7 @@ _CALM_S = 40e-6
 _SLOW_S = 0.03
 _WRITES = frozenset({"pwrite", "pwritev", "write"})
 _READS = frozenset({"pread", "preadv", "read"})
-_SMALL = ("/ledger", ".lock", "/evictor")
+_SMALL = ("/ledger", ".lock")
 """What is read and written in one call within one sector: all of it or nothing, as every file system does it."""
 _SMALL_CALLS = _WRITES | _READS
 _MAY_FAIL = (

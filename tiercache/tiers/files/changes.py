@@ -15,6 +15,8 @@ class Victims(list[tuple[ChunkKey, int]]):
         super().__init__(chunks)
         self.freed_bytes = 0
         """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+        self.left: list[tuple[ChunkKey, int]] = []
+        """Victims that this process may not delete."""
         self.are_deleted = False
         """Or will not be any more. A write goes on after that, and may take long."""
         self._when_deleted: list[Callable[[], None]] = []

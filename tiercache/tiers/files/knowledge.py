@@ -83,7 +83,7 @@ class FollowedIndex(OwnIndex):
         shelves = self._shelves
 
         def refreshed() -> None:
-            shelves.room.evict_if_due(shelf)
+            shelves.trim_soon(shelf)
             shelves.replace_soon(shelf)
 
         refresher = Refresher(shelf, self._watchers, self._refresh_s, shelves.refused, shelves.deleted, refreshed)

@@ -7,13 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import TierFull
-from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.count_file import Count
 from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import check_manifest, reads_directly
-from tiercache.tiers.files.parts import Room
-from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
 from tiercache.tiers.files.volume import Volume
 
@@ -30,18 +26,6 @@ class NoLedger(Ledger):
 
     def refresh(self) -> bool:
         return True
-
-
-class NoRoom(Room):
-    """A reader makes no room."""
-
-    evicted = 0
-
-    async def make(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
-        raise TierFull(f"{shelf.volume.root} is only read")
-
-    async def trim(self, shelf: Shelf) -> None:
-        """Nothing to do."""
 
 
 class OnlyRead(Volume):

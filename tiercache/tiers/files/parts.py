@@ -1,4 +1,4 @@
-"""The three things in which file tiers differ. Each is chosen once, when a tier is made, and belongs to the event loop."""
+"""The two things in which file tiers differ. Each is chosen once, when a tier is made, and belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -141,32 +141,3 @@ class Knowledge(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let threads end. What was begun is called off by then."""
-
-
-class Room(ABC):
-    """How room is made below a cap."""
-
-    @property
-    @abstractmethod
-    def evicted(self) -> int:
-        """Chunks that this instance evicted."""
-
-    def begin(self, shelf: Shelf) -> None:  # noqa: B027 - only an elected one works in the background
-        """Keep a shelf below its cap from now on."""
-
-    @abstractmethod
-    async def make(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
-        """What the writer of `needed_bytes` has to delete first, when `deficit_bytes` (if above zero) are lacking.
-
-        Raises TierFull.
-        """
-
-    @abstractmethod
-    async def trim(self, shelf: Shelf) -> None:
-        """The count was corrected, or the cap or a quota was lowered: go below."""
-
-    def evict_if_due(self, shelf: Shelf) -> None:  # noqa: B027
-        """Begin to evict if it is time."""
-
-    def close(self) -> None:  # noqa: B027
-        """As `Knowledge.close`."""

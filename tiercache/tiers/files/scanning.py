@@ -47,6 +47,7 @@ class Shelf:
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.catching_up: asyncio.Task[None] | None = None
+        self.trimming: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
         """Read or written since the scan began: what it found out about them may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}
@@ -84,6 +85,10 @@ class Shelf:
         """Whether more is counted than there is known to be."""
         ledger = self.volume.ledger
         return is_doubtful(ledger.used_bytes, self.index.used_bytes, self.explained_bytes, self.volume.cap_bytes)
+
+    def trimmed(self, task: asyncio.Task[None]) -> None:
+        """Callback of `trimming`."""
+        self.trimming = None
 
     def note(self, key: ChunkKey) -> None:
         if self.scanning is not None:

@@ -15,14 +15,15 @@ from typing import Any
 import xxhash
 
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError, TierUnavailable
+from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
+from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.manifest import WrongFormat
 from tiercache.tiers.files.metadata import MetadataWorkers
-from tiercache.tiers.files.only_read import NoRoom, OnlyRead
-from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.files.only_read import OnlyRead
+from tiercache.tiers.files.parts import Knowledge, Mover
 from tiercache.tiers.files.place import found_place, make_place
 from tiercache.tiers.files.scanning import Shelf, scan
 from tiercache.tiers.files.settings import FileSettings
@@ -42,6 +43,18 @@ _CATCH_UP_S, _LONGEST_CATCH_UP_S = 1.0, 4.0
 """Until what failed is tried again; doubled each time. It costs a call or two, and may be room that others lack."""
 _SWEEP_S = 5.0
 """How long a file may stay open, and allocated, that another instance deleted."""
+_TRIM_STEP = 256
+"""Chunks that are evicted in one hand-over where a cap was lowered."""
+_OVER_THE_CAP = 8
+"""A cap that is exceeded by more chunks than these was lowered. Writes then make room for themselves, and the rest is
+evicted in the background."""
+_FIRST_FOUND_S = 2.0
+"""The time that a write to a full directory waits for the first scan to find victims."""
+
+
+def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
+    """Return how many of the bytes above a cap, or above a tenant's quota, one write evicts."""
+    return 2 * needed_bytes if lacking_bytes > _OVER_THE_CAP * needed_bytes else max(0, lacking_bytes)
 
 
 class Shelves:
@@ -56,7 +69,6 @@ class Shelves:
         metadata_threads: int,
         mover: Callable[[Shelves], Mover],
         knowledge: Callable[[Shelves], Knowledge],
-        room: Callable[[Shelves], Room],
     ) -> None:
         """`option` is the configuration key that names the directories, for messages. The parts are made here; none looks at
         another one then."""
@@ -81,7 +93,8 @@ class Shelves:
         self._on_change: Callable[[ChunkKey], None] | None = None
         self.mover = mover(self)
         self.knowledge = knowledge(self)
-        self.room = room(self)
+        self.evicted = 0
+        """Chunks that this instance evicted for the cap, or because tenants were above their quotas."""
 
     async def open(self, *, only_reads: bool = False) -> None:
         """`only_reads`: change nothing there. Raises ConfigError with everything closed again: it may be tried once more."""
@@ -92,11 +105,7 @@ class Shelves:
             self.all.clear()
             self._close_volumes()
             raise
-        if only_reads:
-            self.room.close()
-            self.room = NoRoom()
         for shelf in self.all:
-            self.room.begin(shelf)
             self.begin_scan(shelf, first=True)
             self.knowledge.begin(shelf)
         if self._on_change is not None:
@@ -128,7 +137,6 @@ class Shelves:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.knowledge.close()
-        self.room.close()
         self._close_volumes()
         await self.metadata.cleaned_up()
 
@@ -253,7 +261,65 @@ class Shelves:
         if is_missing:
             await self._replace(shelf, volume)
         else:
-            await self.room.trim(shelf)
+            await self._trim(shelf)
+
+    # Making room
+
+    async def make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
+        """Return the chunks that a writer of `needed_bytes` has to delete first, the least recently used ones that this
+        instance knows, when `deficit_bytes` (if above zero) are lacking. Raises TierFull."""
+        volume, index = shelf.volume, shelf.index
+        if not shelf.scanned:
+            # What is known is not all that lies there yet, which says nothing against the count.
+            await shelf.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
+        elif deficit_bytes > 0 and shelf.is_doubtful:
+            if 2 * index.used_bytes > volume.cap_bytes:
+                self.scan_soon(shelf)
+            elif await self.scanned_soon(shelf):
+                deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+        deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
+        if deficit_bytes > index.used_bytes and shelf.volume is volume:
+            known_bytes = volume.ledger.used_bytes
+            await self.metadata.submit(volume.ledger.refresh)
+            deficit_bytes -= known_bytes - volume.ledger.used_bytes
+        if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf):
+            deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+        if shelf.volume is not volume:
+            return Victims()  # it was replaced meanwhile, and what is there now says what it lacks
+        if deficit_bytes > index.used_bytes:
+            raise TierFull(
+                f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
+                f"{index.used_bytes} of them are known chunks"
+            )
+        return self._evict(shelf, deficit_bytes)
+
+    def trim_soon(self, shelf: Shelf) -> None:
+        """Evict in the background what tenants have above their quotas. Other instances may have written it."""
+        if not self.closed and not self._only_reads and shelf.trimming is None and shelf.index.excess_bytes > 0:
+            shelf.trimming = self.begin(self._trim(shelf), f"trim-{shelf.volume.root}")
+            shelf.trimming.add_done_callback(shelf.trimmed)
+
+    async def _trim(self, shelf: Shelf) -> None:
+        """Evict what is above the cap, or above a quota, in steps, so that writes get their turn."""
+        volume = shelf.volume
+        while shelf.volume is volume and not self._only_reads:
+            excess_bytes = max(volume.ledger.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
+            victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
+            if not victims:
+                return
+            with shelf.leaving(victims):
+                done = await self.metadata.background.submit(volume.delete_all, victims)
+            self.catch_up_soon(shelf)
+            if done.error is not None:
+                logger.warning("%s: chunks could not be evicted: %s", volume.root, done.error)
+                for key, occupied_bytes in done.left:
+                    shelf.index.add(key, occupied_bytes)
+                return
+
+    def _evict(self, shelf: Shelf, needed_bytes: int, most: int | None = None) -> Victims:
+        victims = Victims(shelf.index.evict(needed_bytes, most))
+        self.evicted += len(victims)
+        return victims
 
     # Making up for what failed
 

@@ -1,8 +1,8 @@
 """The file tier: one file per chunk in one or several directories, under a physical cap.
 
 This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `volume.py` is the half
-that blocks. What differs between file systems are three parts (`parts.py`): who moves bytes, what is known of a directory,
-and how room is made. A tier for one file system is a choice of these.
+that blocks. What differs between file systems are two parts (`parts.py`): how bytes move, and what is known of a directory.
+A tier for one file system is a choice of these.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.knowledge import OwnIndex
 from tiercache.tiers.files.manifest import reads_back
-from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.files.parts import Knowledge, Mover
 from tiercache.tiers.files.publishing import NameTaken
-from tiercache.tiers.files.room import OwnRoom, give_up_bytes
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.shelves import Shelves, give_up_bytes
 from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
@@ -56,14 +55,13 @@ class FileTier(DeviceTier):
         fingerprint: bytes,
         mover: Callable[[Shelves], Mover],
         knowledge: Callable[[Shelves], Knowledge] = OwnIndex,
-        room: Callable[[Shelves], Room] = OwnRoom,
         *,
         metadata_threads: int = 1,
     ) -> None:
         """`option` is the configuration key that names the directories, for messages."""
         self.name = name
         self.option = option
-        self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge, room)
+        self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge)
         self.traits = self._traits()
         self.admission = make_admission(settings.admission, REMEMBERED_KEYS)
         self.governor = Governor(settings.bytes_per_day)
@@ -120,7 +118,7 @@ class FileTier(DeviceTier):
     def statistics(self) -> TierStatistics:
         shelves = self.shelves
         counters = TierStatistics(**vars(self._statistics))
-        counters.evicted = shelves.room.evicted + self._evicted_for_quotas
+        counters.evicted = shelves.evicted + self._evicted_for_quotas
         counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(shelf.index) for shelf in shelves.all)
         counters.occupied_bytes = sum(
@@ -298,18 +296,22 @@ class FileTier(DeviceTier):
         attempt = 0
         while attempt < _ATTEMPTS:
             own_bytes = give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes)
-            victims = await self.shelves.room.make(shelf, needed_bytes, deficit_bytes - own_bytes)
+            victims = await self.shelves.make_room(shelf, needed_bytes, deficit_bytes - own_bytes)
             # Chosen only now: what was chosen before a wait would be lost if that failed.
             own = shelf.index.evict_own(key, give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes))
             self._evicted_for_quotas += len(own)
             victims += own
             volume = shelf.volume
             try:
-                with shelf.leaving(victims):
-                    return await wait_shielded(write(volume, victims))
+                try:
+                    with shelf.leaving(victims):
+                        return await wait_shielded(write(volume, victims))
+                finally:
+                    for left, occupied_bytes in victims.left if shelf.volume is volume else ():
+                        shelf.index.add(left, occupied_bytes)  # as the newest: all others go before it is tried again
             except TierFull:
-                # Victims that somebody else had deleted were no attempt, and are out of the index now.
-                attempt += not victims.were_gone
+                # Victims that another instance had deleted were no attempt, and are out of the index now.
+                attempt += not victims.were_gone or bool(victims.left)
                 deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
                 await self.shelves.reopen(shelf, volume)

@@ -258,7 +258,11 @@ class Volume:
         freed_bytes = 0
         try:
             for victim, occupied in announced:
-                freed_bytes += occupied if self._delete_file(victim) else 0
+                try:
+                    freed_bytes += occupied if self._delete_file(victim) else 0
+                except PermissionError as error:
+                    victims.left.append((victim, occupied))
+                    logger.warning("%s: a chunk could not be evicted: %s", self.root, error)
         except BaseException:
             self.ledger.release(freed_bytes, announced_bytes)
             raise

@@ -1,12 +1,11 @@
 """The fs tier: directories on any mount that several hosts share, such as NFS, Lustre or CephFS.
 
 It is composed as the Weka tier is, without a device: for mounts where a round trip is dear and many instances come and go.
-Compared with the disk tier, that matters on NFS in four places:
+Compared with the disk tier, that matters on NFS in three places:
 
 - look-ups are answered from memory, kept fresh by listing the directories that changed; the disk tier asks the server once a
   key. (What another host stored is seen once this one's attribute cache lets it: mount with `actimeo=1` to see it soon.)
 - the count of bytes is charged in steps; one lock on the server for each chunk would be what all instances wait for.
-- one elected instance evicts; others do not delete chunks under its hands, nor scan the directory for victims of their own.
 - a chunk is written under a name of its own, closed, and only then given its name, by `link` where the server has no rename
   that spares what is there: with close-to-open consistency whoever opens that name sees all of it.
 
@@ -31,7 +30,6 @@ from tiercache.tiers.files.access import ACCESS, Access
 from tiercache.tiers.files.allocation import NO_ROOM
 from tiercache.tiers.files.knowledge import FollowedIndex
 from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
-from tiercache.tiers.files.room import ElectedRoom
 from tiercache.tiers.files.threads import TwiceMover
 from tiercache.tiers.files.tier import BeginRead, BeginWrite, FileTier
 from tiercache.tiers.remote.base import RemoteSettings
@@ -115,7 +113,6 @@ class FsTier(FileTier):
             remote.fingerprint,
             TwiceMover,
             lambda shelves: FollowedIndex(shelves, settings.refresh_s),
-            lambda shelves: ElectedRoom(shelves, settings.eviction, settings.room_wait_s),
             metadata_threads=METADATA_THREADS,
         )
         self._timeout_s = remote.timeout_s

@@ -24,10 +24,8 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator, Pace, install, why_no_fuse
 from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
-from tiercache.tiers.hf3fs.engine import PART_BYTES
-from tiercache.tiers.hf3fs.library import load_library
-from tiercache.tiers.hf3fs.memory import RegisteredMemory, registered_arena
-from tiercache.tiers.hf3fs.ring import RingSettings, in_parts
+from tiercache.tiers.hf3fs.engine import PART_BYTES, load_library
+from tiercache.tiers.hf3fs.ring import RegisteredMemory, RingSettings, in_parts, registered_arena
 
 SIZES = (2 * MIB, 8 * MIB, 32 * MIB)
 DEPTHS = (4, 16)

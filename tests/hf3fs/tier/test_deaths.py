@@ -19,7 +19,8 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
 from tiercache.tiers.files import metadata
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine, mover, tier
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
+from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
 from tiercache.tiers.hf3fs.ring import RingSettings
 
@@ -62,7 +63,7 @@ async def responsive() -> AsyncIterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((engine, "_END_S"), (mover, "_END_S"), (metadata, "_CLOSE_S")):
+    for module, name in ((engine, "_END_S"), (tier_module, "_END_S"), (metadata, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 
@@ -170,7 +171,7 @@ async def test_daemon_that_dies_while_worn_out_rings_drain(
 async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
     mortal: Hf3fsEmulator, short_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "_OPEN_S", 1.0)
+    monkeypatch.setattr(tier_module, "_OPEN_S", 1.0)
     settings = Hf3fsSettings(
         (mortal.mount / "chunks",), 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=HASTY
     )
@@ -186,7 +187,7 @@ async def test_daemon_that_stops_while_a_tier_opens_is_one_sentence(
         with pytest.raises(ConfigError, match="did not answer for 1 s"):
             await asyncio.wait_for(tier3.open(), PATIENCE_S)
     mortal.resume()
-    monkeypatch.setattr(tier, "_OPEN_S", PATIENCE_S)  # of a busy machine
+    monkeypatch.setattr(tier_module, "_OPEN_S", PATIENCE_S)  # of a busy machine
     again = Hf3fsTier(settings, FINGERPRINT)
     await again.open()
     await again.close()

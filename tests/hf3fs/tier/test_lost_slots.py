@@ -14,7 +14,7 @@ from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
-from tiercache.tiers.hf3fs import Hf3fsTier, engine, equipment
+from tiercache.tiers.hf3fs import Hf3fsTier, engine
 from tiercache.tiers.hf3fs.engine import StillInUse
 
 pytestmark = pytest.mark.parametrize("memory", ["arena"], indirect=True)
@@ -79,7 +79,7 @@ async def test_a_slot_that_the_daemon_still_has_is_not_given_back(
     opened: Opened, mortal: Hf3fsEmulator, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers are late, not lost: what it writes at last lands in memory that nobody else has got meanwhile."""
-    monkeypatch.setattr(equipment, "_LET_GO_S", 0.2)
+    monkeypatch.setattr(engine, "_LET_GO_S", 0.2)
     monkeypatch.setattr(engine, "_FIRST_TAKE_BACK_PAUSE_S", 0.2)
     async with opened(mortal.mount / "chunks", rings=replace(HASTY, entries=64)) as tier:
         await put(tier, memory, 99, *range(1, LOST + 1))

@@ -21,8 +21,7 @@ from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.hf3fs.engine import PART_BYTES, RingEngine
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
-from tiercache.tiers.hf3fs.memory import Buffers, Piece, registered_arena
-from tiercache.tiers.hf3fs.ring import Ring, RingSettings, Transfer
+from tiercache.tiers.hf3fs.ring import Buffers, Piece, Ring, RingSettings, Transfer, registered_arena
 
 PAGE = 4096
 

@@ -26,7 +26,8 @@ from tiercache.tiers.base import Tier
 from tiercache.tiers.files import shelves
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, mover
+from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
+from tiercache.tiers.hf3fs.engine import load_library
 
 LAYOUT = Layout("model", chunk_tokens=256, bytes_per_token=256)
 
@@ -230,7 +231,7 @@ async def test_short_ring_write_is_an_error_and_no_chunk(
 async def test_rings_and_memory_are_made_on_the_node_that_was_asked_for(
     opened: Opened, place: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = mover.load_library()
+    library = load_library()
     nodes: dict[str, list[int]] = {"make_ioring": [], "make_iovec": []}
 
     def watch(name: str) -> Callable[..., object]:

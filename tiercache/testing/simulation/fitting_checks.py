@@ -13,7 +13,7 @@ from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.threads import DeviceMover
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs.mover import RingMover
+from tiercache.tiers.hf3fs.tier import RingMover
 
 
 def check_fittings(cache: TierCache) -> None:

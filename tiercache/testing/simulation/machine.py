@@ -33,7 +33,7 @@ from tiercache.testing.simulation.weather import Weather
 from tiercache.tiers.files.mounts import Mount
 from tiercache.tiers.files.survey import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings
-from tiercache.tiers.hf3fs.memory import transfer_bytes
+from tiercache.tiers.hf3fs.ring import transfer_bytes
 
 if TYPE_CHECKING:
     from tiercache.testing.simulation.files import Disk, FileCalls
@@ -113,13 +113,13 @@ class Machine:
                 "fcntl",
                 Stand(sys.modules["tiercache.memory.arena"].fcntl, fcntl=self.memory.fcntl),
             ),
-            ("tiercache.tiers.hf3fs.memory", "SHM_DIRECTORY", self.memory.path),
-            ("tiercache.tiers.hf3fs.memory", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
+            ("tiercache.tiers.hf3fs.ring", "SHM_DIRECTORY", self.memory.path),
+            ("tiercache.tiers.hf3fs.ring", "tempfile", Stand(tempfile, mkstemp=self.memory.mkstemp)),
         ]
         if self.daemon is not None:
             calls = self.daemon.calls
             replacements += [
-                ("tiercache.tiers.hf3fs.mover", "load_library", functools.partial(library_of, self.daemon)),
+                ("tiercache.tiers.hf3fs.tier", "load_library", functools.partial(library_of, self.daemon)),
                 ("tiercache.tiers.hf3fs.files", "fcntl", Stand(sys.modules["fcntl"], ioctl=calls.ioctl)),
                 ("tiercache.tiers.hf3fs.files", "os", Stand(os, dup=calls.dup, dup2=calls.dup2)),
                 ("tiercache.tiers.hf3fs.engine", "os", Stand(os, dup=calls.dup)),

@@ -1,17 +1,383 @@
-"""The 3FS tier: the disk tier's files and rules on a 3FS mount, with payloads moved by rings instead of FUSE."""
+"""The 3FS tier: the disk tier's files and rules on a 3FS mount, with payloads moved by rings instead of FUSE.
+
+Metadata (open, rename, unlink, stat, the capacity counter) goes through the mount, in worker threads. A chunk's header and
+payload go through a ring, all pieces of many chunks at once. Threads only verify and, where the arena is not registered
+itself, copy.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import logging
+import os
+import threading
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from tiercache.errors import ConfigError
+import numpy as np
+
+from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, file_bytes, payload_checksum
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import ConfigError, CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena
+from tiercache.memory.workers import Workers
+from tiercache.tiers.compression import unpacked
+from tiercache.tiers.files.access import ABSENT
+from tiercache.tiers.files.changes import PendingFile, Victims
+from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
+from tiercache.tiers.files.manifest import MANIFEST
+from tiercache.tiers.files.parts import Mover
 from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.threads import places_of
 from tiercache.tiers.files.tier import FileTier
-from tiercache.tiers.hf3fs.mover import RingMover
-from tiercache.tiers.hf3fs.ring import RingSettings
+from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse, load_library
+from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
+from tiercache.tiers.hf3fs.ring import (
+    Buffers,
+    Piece,
+    RegisteredMemory,
+    RingSettings,
+    Transfer,
+    copy_with_checksum,
+    registered_arena,
+    transfer_bytes,
+)
+
+logger = logging.getLogger("tiercache.hf3fs")
+
+T = TypeVar("T")
+
+_IN_FLIGHT = 32
+_FILE_THREADS = _IN_FLIGHT
+"""For opening, making and naming files: calls that wait for the metadata service, each 0.5 to 2 ms, while the rings move
+other chunks. So many are enough for writes of 2 MiB (four such calls, one after the other) at 3 GB/s."""
+_END_S = 5.0
+_HEADERS_BYTES = 2 << 20
+_PERHAPS_THE_FILE = frozenset({errno.EBADF, errno.EIO})
+"""Results of a ring: the daemon does not know the descriptor, or something is wrong that is no RPC."""
+
+
+class RingMover(Mover):
+    """Payloads of the arena by rings; what lies elsewhere, where the arena itself is registered, through the mount."""
+
+    sees_remounts = True
+    perhaps_files = Mover.perhaps_files - {errno.EREMOTEIO}  # an RPC of a ring that failed says nothing about the file
+
+    def __init__(self, shelves: Shelves, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
+        """`mount`: None takes the one that the directories lie on."""
+        threads = shelves.settings.threads
+        self._shelves = shelves
+        self.places = places_of(threads)
+        self._readers = Workers(f"{shelves.name}-read", threads)
+        """They verify what rings have read, and read through the mount what rings cannot."""
+        self._writers = Workers(f"{shelves.name}-write", threads)
+        self.arena: Arena | None = None
+        """Set before `prepare`: payloads lie in it. Where it is shared memory, rings move them with no copy."""
+        self.engine: RingEngine | None = None
+        self.files: RegisteredFiles
+        self.active: set[asyncio.Task[Any]] = set()
+        self.file_threads = Workers(f"{shelves.name}-files", _FILE_THREADS)
+        self._mount = mount
+        self._rings = rings
+        self._iov_bytes = iov_bytes
+        self._hashing = threading.BoundedSemaphore(threads)
+        """Of the threads that make files, so many hash and copy at a time: the others wait for 3FS, not for a CPU."""
+
+    async def prepare(self) -> None:
+        shelves = self._shelves
+        library = load_library()
+        try:
+            mount = await shelves.metadata.submit(self._find_mount, library)
+        except OSError as error:
+            raise ConfigError(f"{shelves.option}: {error}") from error
+        if self._rings.io_depth > 1:
+            logger.warning(
+                "hf3fs_io_depth: %d makes 3FS issue exact batches only: every partial one is filled up with repeated "
+                "requests; 0 serves each request at once",
+                self._rings.io_depth,
+            )
+        arena = registered_arena(self.arena) if self.arena is not None else None
+        self.files = RegisteredFiles(library)
+        place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(shelves.settings.chunk_bytes)
+        size_bytes = _HEADERS_BYTES if arena is not None else self._iov_bytes
+
+        def make_buffers() -> Buffers:
+            return Buffers(size_bytes, place_bytes, "headers" if arena is not None else "chunks")
+
+        engine = RingEngine(library, mount, self._rings, make_buffers, arena, revive=self._revive)
+        try:
+            await engine.open()
+        except OSError as error:
+            hint = "; this 3FS may take no negative hf3fs_io_depth" if self._rings.io_depth < 0 else ""
+            raise ConfigError(f"{shelves.option}: 3FS at {mount} refuses rings: {error}{hint}") from error
+        self.engine = engine
+        self.places = max(1, min(_IN_FLIGHT, engine.buffers.count // 2))
+
+    async def close(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await engine.close()
+            if self.active:
+                await asyncio.wait(self.active, timeout=_END_S)
+            roots = [shelf.volume.root for shelf in self._shelves.all] or self._shelves.settings.directories
+            self._shelves.metadata.later(self.files.close, str(roots[0] / MANIFEST))
+        for workers in (self.file_threads, self._readers, self._writers):
+            workers.close()
+
+    @property
+    def keeps_files_open(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"rings, {'no copy' if self.engine is not None and self.engine.arena is not None else 'one copy'}"
+
+    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        return self._begin(self._ring_read(volume, key, into))
+
+    def write(
+        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+    ) -> asyncio.Future[int]:
+        return self._begin(self._ring_write(volume, key, payload, payload_bytes, victims))
+
+    def forget(self, path: str) -> None:
+        self.files.forget(path)
+
+    def close_deleted(self) -> int:
+        return self.files.close_deleted()
+
+    def failed(self, error: OSError) -> None:
+        """The first to know, perhaps the only one: rings may be idle."""
+        if error.errno in DEAD_MOUNT:
+            self.suspect()
+
+    def suspect(self) -> None:
+        """What looks like another directory may be another mount."""
+        if self.engine is not None:
+            self.engine.suspect()
+
+    def _find_mount(self, library: Any) -> Path:
+        """The one mount that all directories lie on. Blocks."""
+        option, found = self._shelves.option, {}
+        for directory in self._shelves.settings.directories:
+            place = directory
+            while not place.exists():
+                place = place.parent
+            found[library.extract_mount_point(str(place))] = directory
+        expected = self._mount or next(iter(found))
+        for mount, directory in found.items():
+            if mount is None:
+                raise ConfigError(f"{option}: {directory} does not lie on a 3FS mount (type fuse.hf3fs)")
+            if Path(mount) != Path(os.path.realpath(expected)):
+                raise ConfigError(f"{option}: expected all on the mount {expected}, found {directory} on {mount}")
+        return Path(expected)
+
+    async def _revive(self) -> None:
+        """Another daemon serves the mount: what was open on it is of no use any more."""
+        await self._shelves.metadata.submit(self.files.forget_all)
+        await self._shelves.remount()
+
+    def _engine(self) -> RingEngine:
+        if self.engine is None:
+            raise TierUnavailable(f"{self._shelves.name} is closed")
+        return self.engine
+
+    def _out_of_reach(self, memory: np.ndarray) -> bool:
+        """Where the arena is registered there are no places for payloads that lie elsewhere: the mount moves those."""
+        arena = self._engine().arena
+        return arena is not None and _inside(arena, memory, memory.nbytes) is None
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=f"tiercache-{self._shelves.name}")
+        self.active.add(task)
+        task.add_done_callback(self.active.discard)
+        return task
+
+    # Reading
+
+    async def _ring_read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> int | None:
+        path = volume.path(key)
+        if self._out_of_reach(into):
+            return await self._readers.submit(volume.read, key, into)
+        file = self.files.kept(path)
+        if file is None:
+            try:
+                file = await self.file_threads.submit(self._open_to_read, volume, path)
+            except ABSENT:
+                if not await self._shelves.metadata.submit(volume.identity.is_here_or_deleted):
+                    raise
+                return None
+        try:
+            return await self._transfer_in(key, path, file, into)
+        except CorruptChunk as error:
+            doubt = str(error)
+        except OSError as error:
+            if error.errno not in _PERHAPS_THE_FILE:
+                raise
+            doubt = f"{path}: {error.strerror}, says the daemon"
+        # The file is to blame only when it is found bad by another way too: anew, with its true length, and without a ring.
+        logger.info("%s; reading it again through the mount", doubt)
+        return await self._readers.submit(self._read_through_mount, volume, key, path, into)
+
+    def _open_to_read(self, volume: Volume, path: str) -> RegisteredFile:
+        volume.require_place(path)
+        return self.files.open_to_read(path)
+
+    def _read_through_mount(self, volume: Volume, key: ChunkKey, path: str, into: np.ndarray) -> int | None:
+        self.files.forget(path)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.refresh(path)
+        return volume.read(key, into)
+
+    async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
+        """As much as there is room for: a read ends at the end of the file, whatever `stat` would say. Releases `file`."""
+        buffers, place, transfer = None, -1, None
+        try:
+            engine = self._engine()
+            buffers = engine.buffers
+            place = await buffers.take(self._rings.hang_s)
+            direct = _inside(engine.arena, into, into.nbytes)
+            room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
+            try:
+                moved_bytes = await transfer.ended
+            except StillInUse:
+                if direct is not None:
+                    # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
+                    await transfer.over
+                raise
+            view = buffers.view(place)
+            return await self._readers.submit(self._verify, key, path, view, direct is not None, into, moved_bytes)
+        finally:
+            self._let_go(file, buffers, place, transfer)
+
+    def _verify(
+        self, key: ChunkKey, path: str, view: np.ndarray, in_place: bool, into: np.ndarray, moved_bytes: int
+    ) -> int:
+        """`view` is a place of the rings' memory: the header, and the payload after it if that is not in place already."""
+        if not view.nbytes:
+            raise TierUnavailable(f"{self._shelves.name}: the rings were closed meanwhile")
+        raw_header = view[:PACKED_BYTES].data
+        if in_place:
+            checksum = host_checksum(into)
+        else:
+
+            def checksum(payload_bytes: int) -> int:
+                return copy_with_checksum(view[HEADER_BYTES:][:payload_bytes], into)
+
+        header = verify_chunk(path, raw_header, key, self._shelves.fingerprint, moved_bytes, moved_bytes, checksum)
+        return unpacked(header, into)
+
+    def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
+        """Of what a transfer uses, when nobody uses it any more."""
+
+        def release(_: object = None) -> None:
+            if buffers is not None and place >= 0:
+                buffers.give_back(place)
+            if self.files.drop(file):
+                self._shelves.metadata.later(self.files.close_file, file)
+
+        if transfer is None or transfer.over.done():
+            release()
+        else:
+            transfer.over.add_done_callback(release)
+
+    # Writing
+
+    async def _ring_write(
+        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+    ) -> int:
+        if self._out_of_reach(payload):
+            return await self._writers.submit(volume.write, key, payload, payload_bytes, victims)
+        engine = self._engine()
+        buffers = engine.buffers
+        place = await buffers.take(self._rings.hang_s)
+        padded = payload[: aligned(payload_bytes)]
+        direct = _inside(engine.arena, padded, padded.nbytes)
+
+        def begin() -> tuple[PendingFile, RegisteredFile]:
+            pending = volume.begin_write(key, payload_bytes, victims)
+            try:
+                view = buffers.view(place)
+                if not view.nbytes:
+                    raise TierUnavailable(f"{self._shelves.name}: the rings were closed meanwhile")
+                with self._hashing:
+                    if direct is None:
+                        target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
+                        checksum = copy_with_checksum(padded[:payload_bytes], target)
+                        target[payload_bytes:] = 0
+                    else:
+                        checksum = payload_checksum(padded[:payload_bytes])
+                packed = Header(key, self._shelves.fingerprint, payload_bytes, checksum).pack()
+                view[:PACKED_BYTES] = np.frombuffer(packed, dtype=np.uint8)
+                view[PACKED_BYTES:HEADER_BYTES] = 0
+                return pending, volume.make(pending, self.files.create)
+            except BaseException:
+                volume.abandoned.remove(pending)
+                raise
+
+        try:
+            pending, file = await self.file_threads.submit(begin)
+        except BaseException:
+            buffers.give_back(place)
+            raise
+        transfer = None
+        try:
+            transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, padded.nbytes), read=False)
+            moved_bytes, whole_bytes = await transfer.ended, file_bytes(payload_bytes)
+            if moved_bytes != whole_bytes:
+                raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", pending.path)
+        except OSError:
+            # Nobody writes to it any more, and its space may be what the next attempt needs.
+            buffers.give_back(place)
+            await self.file_threads.submit(self._discard, volume, pending, file)
+            raise
+        except BaseException:
+            # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
+            self._shelves.metadata.later(volume.abandoned.remove, pending)
+            self._let_go(file, buffers, place, transfer)
+            raise
+        buffers.give_back(place)
+        return await self.file_threads.submit(self._publish, volume, pending, file)
+
+    def _discard(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> None:
+        with contextlib.suppress(OSError):
+            volume.abandoned.remove(pending)
+        self.files.release(file)
+
+    def _publish(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> int:
+        """Releases `file`: it has its name only when nobody can write to it any more."""
+        try:
+            occupied_bytes = self.files.settle(file, durable=self._shelves.settings.durable)
+        except BaseException:
+            volume.abandoned.remove(pending)
+            raise
+        finally:
+            self.files.release(file)
+        return volume.finish_write(pending, occupied_bytes or pending.charged_bytes)
+
+
+def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
+    """Where `memory` lies in the registered arena; None where it does not."""
+    if arena is None:
+        return None
+    start = memory.ctypes.data - arena.memory.ctypes.data
+    if not 0 <= start <= arena.memory.nbytes - length_bytes:
+        return None
+    return arena, start, length_bytes
+
+
+def _pieces(buffers: Buffers, place: int, direct: Piece | None, payload_bytes: int) -> list[tuple[Piece, int]]:
+    """A chunk file as pieces of shared memory, with their offsets in the file."""
+    if direct is None:
+        return [(buffers.piece(place, 0, HEADER_BYTES + payload_bytes), 0)]
+    return [(buffers.piece(place, 0, HEADER_BYTES), 0), (direct, HEADER_BYTES)]
+
 
 _OPEN_S = 60.0
 

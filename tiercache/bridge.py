@@ -23,7 +23,7 @@ logger = logging.getLogger("tiercache")
 T = TypeVar("T")
 
 _LET_GO_S = 0.5
-"""What the thread has to end once the cache is closed."""
+"""The time that the thread has to end once the cache is closed."""
 _CLOSED = "the cache is closed"
 
 
@@ -101,8 +101,8 @@ class CacheThread:
             raise
 
     def _run_until_stopped(self, serving: asyncio.Task[None]) -> None:
-        """A coroutine of somebody's may stop the loop (SystemExit, `loop.stop`). What was put is written all the same, so
-        the loop runs on until the cache is closed."""
+        """Run the loop. A submitted coroutine may stop it (SystemExit, `loop.stop`); the loop runs on until the cache is
+        closed, since chunks that were put are written all the same."""
         try:
             self.loop.run_until_complete(serving)
         except (SystemExit, KeyboardInterrupt, RuntimeError) as error:
@@ -119,7 +119,7 @@ class CacheThread:
             return
         self._opened.set_result(cache)
         try:
-            with contextlib.suppress(asyncio.CancelledError):  # of all tasks of the loop, by whomever
+            with contextlib.suppress(asyncio.CancelledError):  # every task of the loop may be cancelled
                 await self._stop.wait()
             report = await cache.close(self._close_timeout_s)
         except BaseException as error:
@@ -130,13 +130,13 @@ class CacheThread:
             self._finished.set_result(report)
 
     def _take_no_more(self) -> None:
-        """What was submitted before this is begun before the loop ends; nothing is left to a loop that has ended."""
+        """Refuse coroutines from now on. Those submitted before are begun before the loop ends."""
         with self._submitting:
             self._takes_no_more = True
 
 
 def _make_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's when it is installed. Made by the caller, who gets to know why there is none."""
+    """Return an event loop, uvloop's when it is installed. Raises ConfigError."""
     make = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         import uvloop

@@ -42,7 +42,7 @@ def doctor(
     path: Annotated[Path | None, typer.Option(help="A directory for chunks: its mount, O_DIRECT, GDS, locks.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine offers, and what to do about what it does not."""
+    """Show what this machine offers, and what to do about the rest."""
     from tiercache.commands.doctor import doctor_command
 
     raise typer.Exit(doctor_command(path, as_json))
@@ -65,7 +65,7 @@ def config_explain(
 def stat(
     directory: Annotated[Path, typer.Argument(help="The directory of a tier on files.")], as_json: AsJson = False
 ) -> None:
-    """What the directory of a tier on files holds."""
+    """Show what the directory of a file tier holds."""
     from tiercache.commands.stat import stat_command
 
     raise typer.Exit(stat_command(directory, as_json))
@@ -127,7 +127,7 @@ def replay(
     engines: Annotated[int, typer.Option(min=0, help="Each prefills one request at a time; 0: no queue.")] = 0,
     session_interval_s: Annotated[float, typer.Option(min=0, help="Agentic sessions begin so far apart.")] = 0.0,
     repeat: Annotated[int, typer.Option(min=1, help="Play it so often, each time with blocks of its own.")] = 1,
-    noisy: Annotated[float, typer.Option(min=0, help="Also beside a tenant who scans so many blocks for each.")] = 0.0,
+    noisy: Annotated[float, typer.Option(min=0, help="Also beside a tenant that scans so many blocks for each.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at a bad line instead of skipping it.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file.")] = None,
@@ -195,7 +195,7 @@ def top(
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
 ) -> None:
-    """What caches do now, by tier: hits, bytes, times, queues, evictions, breakers."""
+    """Show live figures by tier: hits, bytes, times, queues, evictions, breakers."""
     from tiercache.control.top import top_command
 
     raise typer.Exit(top_command(socket, every_s, once))
@@ -217,7 +217,7 @@ def torture(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Whole caches on simulated clocks, threads and devices, by seed: whether what they promise holds."""
+    """Test whole caches on simulated clocks, threads and devices, by seed."""
     if real is not None:
         from tiercache.testing.campaign.__main__ import campaign_command
 

@@ -1,8 +1,8 @@
-"""What tiercache raises. A miss is never an exception; these are for callers and operators who must act."""
+"""Errors. A miss is never one; these are for callers and operators, who must act."""
 
 
 class TierCacheError(Exception):
-    """Base of everything that tiercache raises on purpose."""
+    """Base class of the errors below."""
 
 
 class ConfigError(TierCacheError):

@@ -1,4 +1,4 @@
-"""What a caller may hand to `put` and `get_into`, turned into calls that a worker thread runs."""
+"""Payloads and buffers of callers, turned into calls that a worker thread runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ Sink = Callable[[np.ndarray], None]
 
 
 class PlainCopy:
-    """A source that copies memory of this process' own, which cannot block and takes as long as its bytes do: where they are
-    few, whoever owns the loop may run it there."""
+    """A source that copies memory of this process' own, which cannot block. If it is short, it may run on the event loop."""
 
     __slots__ = ("_array",)
 
@@ -27,7 +26,7 @@ class PlainCopy:
 
 
 def source_of(payload: Any) -> tuple[int, Source]:
-    """Length in bytes of a bytes-like object, numpy array or torch tensor, and the call that copies it into a slot.
+    """Return the length in bytes of a bytes-like object, numpy array or torch tensor, and a call that copies it to a slot.
 
     Nothing is copied here: an array that is not contiguous, or a tensor on a device, is gathered by the copying thread.
     """
@@ -43,9 +42,9 @@ def source_of(payload: Any) -> tuple[int, Source]:
 
 
 def sink_of(buffer: Any) -> Sink:
-    """The call that copies a verified chunk into a writable buffer, array or tensor.
+    """Return the call that copies a verified chunk into a writable buffer, array or tensor.
 
-    It raises ValueError in the thread when lengths differ, which ends the prefix that the caller gets.
+    The call raises ValueError when lengths differ, which ends the prefix that the caller gets.
     """
     if is_tensor(buffer):
         if buffer.device.type != "cpu" or not buffer.is_contiguous():
@@ -66,12 +65,12 @@ def _exactly(chunk: np.ndarray, length_bytes: int) -> np.ndarray:
 
 
 def _without_fields(array: np.ndarray) -> np.ndarray:
-    """The same items: numpy copies those with fields field by field, and leaves out what lies between them."""
+    """Return the array with items of plain bytes: numpy copies structured items field by field, without the gaps."""
     return array if array.dtype.names is None else array.view(f"V{array.itemsize}")
 
 
 def _is_own_memory(array: np.ndarray) -> bool:
-    """Whether Python or numpy allocated it. What else is behind an array may be a file, or another process's."""
+    """Return True if Python or numpy allocated the array's memory. Other memory may be a file's, or another process's."""
     owner: Any = array
     while type(owner) is np.ndarray and owner.base is not None:
         owner = owner.base
@@ -84,7 +83,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def _bit_for_bit(tensor: Any) -> Any:
-    """The same memory with a dtype that is copied as it is: of a bool torch makes 0 or 1."""
+    """Return the tensor with a dtype whose bytes are copied as they are: torch makes 0 or 1 of a bool."""
     import torch
 
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
@@ -97,7 +96,7 @@ def _tensor_view(memory: np.ndarray, like: Any) -> Any:
 
 
 def _bytes_view(tensor: Any) -> np.ndarray:
-    """uint8 vector over a contiguous tensor on the CPU, whatever its dtype (numpy knows neither bfloat16 nor fp8)."""
+    """Return a uint8 vector over a contiguous CPU tensor of any dtype: numpy knows neither bfloat16 nor fp8."""
     import torch
 
     view: np.ndarray = tensor.detach().reshape(-1).view(torch.uint8).numpy()

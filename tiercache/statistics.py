@@ -1,4 +1,4 @@
-"""What `TierCache.statistics` returns."""
+"""The snapshot that `TierCache.statistics` returns."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tiercache.tiers.base import TierStatistics
 
 @dataclass(frozen=True)
 class DeviceStatistics:
-    """Of the pool in device memory: its slots, those free now, and what was read into it from device tiers."""
+    """The pool in device memory: its slots, those free now, and the reads into it from device tiers."""
 
     slots: int
     slots_free: int
     reader: ReaderStatistics
     reads: dict[str, TierReadStatistics]
     breakers: dict[str, str]
-    """Of reads into device memory; the other ones are of reads into host memory."""
+    """States of the breakers of reads into device memory. `Statistics.breakers` has those of reads into host memory."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A snapshot: what each tier holds and did, what the writers did and still have to do, what the readers found."""
+    """Contents and counters of each tier, counters and queues of the writers, and counters of the reads."""
 
     tiers: dict[str, TierStatistics]
     writers: dict[str, WriterStatistics]
     reader: ReaderStatistics
     reads: dict[str, TierReadStatistics]
-    """By tier, of those below the hot cache."""
+    """By the name of each tier below the hot cache."""
     breakers: dict[str, str]
-    """Of reads; a writer has its own."""
+    """States of the breakers of reads; a writer has its own."""
     slots: int
     slots_free: int
     prefetch: dict[str, Account]
-    """What prefetching did, by source: bytes that were used, late, evicted unused, wasted, cancelled."""
+    """Prefetched bytes by source: used, late, evicted unused, wasted, cancelled."""
     puts_skipped: int
     stuck: int
     """Operations that outlived their deadline and still hold a slot."""

@@ -12,7 +12,7 @@ from rich.text import Text
 INDENT = 6
 
 Line = tuple[int, str | Text]
-"""How far it is indented, and what it says."""
+"""The columns by which a line is indented, and its text."""
 
 
 def show(table: Table, console: Console, lines: Iterable[Line]) -> None:
@@ -49,7 +49,7 @@ def say(console: Console, lines: Iterable[Line]) -> None:
 
 
 def _columns(table: Table, console: Console) -> int:
-    """How wide the table is with every cell on one line; its title may take more lines."""
+    """Return the width of the table with every cell on one line; its title may take more lines."""
     unlimited = console.options.update(width=1 << 20)
     return table.__rich_measure__(console, unlimited).maximum
 

@@ -104,7 +104,7 @@ class Frame:
 
     @property
     def starts(self) -> list[int]:
-        """Offset of each part in the compressed payload."""
+        """Return the offset of each part in the compressed payload."""
         return list(accumulate(self.stored[:-1], initial=self.packed_bytes))
 
     @property

@@ -8,7 +8,7 @@ from tiercache.tiers.files.tier import FileTier
 
 
 class DiskTier(FileTier):
-    """Threads move bytes; the index is what this instance did and found; who writes makes room.
+    """The preset for local disks: threads move bytes, and the index has what this instance stored and found.
 
     Twice as many threads write as read: a write waits for the device twice, for its bytes and for the file system's commit,
     and commits that several wait for are one. A quarter of them, two at least, hand bytes to a device at a time, which is

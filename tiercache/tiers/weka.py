@@ -25,9 +25,9 @@ class WekaSettings(GdsSettings):
     direct: bool | None = True
     allowance_bytes: int | None = None
     beside: bool = False
-    """Who follows the directories lists those that changed: each chunk would change one of them twice."""
+    """Directories that changed are listed, and each chunk would change one of them twice."""
     refresh_s: float = 1.0
-    """How often the index learns what other instances did, where the mount is quick enough."""
+    """The interval at which the index learns what other instances did, if the mount is fast enough."""
 
 
 class WekaTier(FileTier):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.gds.conftest import FINGERPRINT, Slots
+from tests.tiers.test_contract import limits
 from tiercache.core.header import HEADER_BYTES, aligned, file_bytes
 from tiercache.device.device import Device
 from tiercache.errors import ConfigError, CorruptChunk, TierFull
@@ -28,6 +29,9 @@ Opened = Callable[..., Any]
 class TestWithoutADevice(TierContract):
     async def make_tier(self, place: Path) -> Tier:
         return GdsTier(GdsSettings((place / "gds",), cap_bytes=64 << 20), FINGERPRINT)
+
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        return GdsTier(GdsSettings((place / "gds",), **limits(chunks, tenant_chunks)), FINGERPRINT)
 
     async def damage(self, tier: Tier, key: bytes) -> bool:
         assert isinstance(tier, GdsTier)

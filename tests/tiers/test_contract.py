@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.testing import FaultyTier, MemoryTier, TierContract
+from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
@@ -19,6 +21,12 @@ from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 
 LAYOUT = Layout("contract", chunk_tokens=64, bytes_per_token=1024)
+
+
+def limits(chunks: int, tenant_chunks: int) -> dict[str, int]:
+    """Return the settings of a tier on files that has room for so many chunks, whose directory takes a page as well."""
+    needed_bytes = file_bytes(CHUNK_BYTES)
+    return {"cap_bytes": chunks * needed_bytes + 4096, "tenant_bytes": tenant_chunks * needed_bytes}
 
 
 class TestMemoryTier(TierContract):
@@ -51,6 +59,9 @@ class TestDiskTier(TierContract):
         directories = tuple(place / f"disk{number}" for number in range(self.spread))
         return DiskTier(FileSettings(directories, cap_bytes=64 << 20, direct=self.direct), LAYOUT.fingerprint)
 
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        return DiskTier(FileSettings((place / "capped",), **limits(chunks, tenant_chunks)), LAYOUT.fingerprint)
+
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         assert isinstance(tier, FileTier)
         with open(tier.path(key), "r+b") as file:
@@ -68,6 +79,10 @@ class TestSharedMemoryTier(TestDiskTier):
 
     async def make_tier(self, place: Path) -> Tier:
         return SharedMemoryTier(SharedMemorySettings((self.directory,), cap_bytes=16 << 20), LAYOUT.fingerprint)
+
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        settings = SharedMemorySettings((self.directory,), **limits(chunks, tenant_chunks))
+        return SharedMemoryTier(settings, LAYOUT.fingerprint)
 
 
 class TestDiskTierThroughThePageCache(TestDiskTier):

@@ -37,6 +37,10 @@ class TestWekaTier(test_contract.TestDiskTier):
     async def make_tier(self, place: Path) -> Tier:
         return WekaTier(WekaSettings((place,), cap_bytes=64 << 20), test_contract.LAYOUT.fingerprint)
 
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        settings = WekaSettings((place,), **test_contract.limits(chunks, tenant_chunks))
+        return WekaTier(settings, test_contract.LAYOUT.fingerprint)
+
 
 async def test_chunk_of_another_instance_is_known_after_a_refresh(tmp_path: Path) -> None:
     async with opened(tmp_path) as one, opened(tmp_path) as other:

@@ -1,5 +1,5 @@
-"""What every tier must do. Subclass `TierContract`, say how your tier is made, and run pytest (with pytest-asyncio, in
-whatever mode).
+"""The tests that every tier passes. Subclass `TierContract`, say how your tier is made, and run pytest with pytest-asyncio,
+in any mode.
 
 ```python
 class TestMyTier(TierContract):
@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from tiercache.core.header import aligned
-from tiercache.core.keys import KEY_BYTES, ChunkKey
+from tiercache.core.keys import KEY_BYTES, ChunkKey, tenant_tag
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.base import Tier
 
@@ -28,12 +28,12 @@ CHUNK_BYTES = 64 * 1024
 
 
 def page_aligned(length_bytes: int) -> np.ndarray:
-    """Zeroed uint8 memory, page-aligned and padded to 4096 bytes, as tiers get it."""
+    """Return zeroed uint8 memory, page-aligned and padded to 4096 bytes, as tiers get it."""
     return np.frombuffer(mmap.mmap(-1, aligned(length_bytes)), dtype=np.uint8)
 
 
 def chunk(number: int, length_bytes: int = CHUNK_BYTES) -> tuple[ChunkKey, np.ndarray]:
-    """A key and its payload (padded), different for each number."""
+    """Return a key and its payload (padded), different for each number."""
     memory = page_aligned(length_bytes)
     memory[:length_bytes] = np.random.default_rng(number).integers(0, 256, length_bytes, dtype=np.uint8)
     return number.to_bytes(KEY_BYTES, "big"), memory
@@ -46,11 +46,16 @@ class TierContract:
     pytestmark = pytest.mark.asyncio
 
     async def make_tier(self, place: Path) -> Tier:
-        """A tier that is not open yet and keeps its data (if it keeps data) at `place`."""
+        """Return a tier that is not open yet and keeps its data (if it keeps data) at `place`."""
         raise NotImplementedError("say how your tier is made")
 
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        """Return a tier that has room for `chunks` chunks, and for `tenant_chunks` of each tenant (0: no quota), as
+        `make_tier` does; None for a tier without a cap, or without quotas."""
+        return None
+
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        """Change one bit of the stored payload behind the tier's back; False when that cannot be done."""
+        """Change one bit of the stored payload without the tier's knowledge. Return False when that cannot be done."""
         return False
 
     @pytest_asyncio.fixture
@@ -156,7 +161,7 @@ class TierContract:
         await tier.close()
 
     async def test_opening_that_is_cancelled_leaves_no_task(self, tmp_path: Path) -> None:
-        """It is not closed: who never got a tier has nothing to close."""
+        """A tier that was never open need not be closed."""
         before = asyncio.all_tasks()
         for steps in range(12):
             tier = await self.make_tier(tmp_path)
@@ -204,10 +209,114 @@ class TierContract:
         key, payload = chunk(1)
         await tier.write(key, payload, self.chunk_bytes)
         if not await self.damage(tier, key):
-            pytest.skip("nobody can reach this tier's bytes")
+            pytest.skip("this tier's bytes cannot be reached")
         with pytest.raises(CorruptChunk):
             await tier.read(key, page_aligned(self.chunk_bytes))
         assert not tier.contains(key)
         assert tier.statistics().corrupt == 1
         assert await tier.write(key, payload, self.chunk_bytes), "a damaged chunk can be stored anew"
         assert await tier.read(key, page_aligned(self.chunk_bytes)) == self.chunk_bytes
+
+    async def test_removed_chunk_stays_removed_after_reopening_and_takes_other_bytes(
+        self, tier: Tier, tmp_path: Path
+    ) -> None:
+        (removed, old), (_, new), (kept, payload) = chunk(1), chunk(2), chunk(3)
+        await tier.write(removed, old, self.chunk_bytes)
+        await tier.write(kept, payload, self.chunk_bytes)
+        await tier.remove(removed)
+        if tier.traits.durable:
+            await tier.close()
+            tier = await self.make_tier(tmp_path)
+            await tier.open()
+        try:
+            assert await tier.probe_each([kept, removed]) == [True, False]
+            into = page_aligned(self.chunk_bytes)
+            assert await tier.read(removed, into) is None
+            assert await tier.write(removed, new, self.chunk_bytes)
+            assert await tier.read(removed, into) == self.chunk_bytes
+            assert np.array_equal(into, new)
+        finally:
+            await tier.close()
+
+    async def test_chunks_that_are_removed_while_others_are_read_and_written_are_gone(self, tier: Tier) -> None:
+        removed, read, written = range(1, 5), range(5, 13), range(13, 21)
+        for number in (*removed, *read):
+            key, payload = chunk(number)
+            assert await tier.write(key, payload, self.chunk_bytes)
+
+        async def is_read_whole(number: int) -> None:
+            key, payload = chunk(number)
+            into = page_aligned(self.chunk_bytes)
+            length = await tier.read(key, into)
+            assert length is None or np.array_equal(into, payload)
+
+        keys = [chunk(number)[0] for number in (*removed, *read, *written)]
+        await asyncio.gather(
+            tier.probe_each(keys),
+            *(tier.remove(chunk(number)[0]) for number in removed),
+            tier.probe_each(keys),
+            *(is_read_whole(number) for number in (*read, *removed)),
+            *(tier.write(*chunk(number), self.chunk_bytes) for number in written),
+        )
+        assert await tier.probe_each(keys) == [False] * len(removed) + [True] * (len(read) + len(written))
+        for number in removed:
+            assert await tier.read(chunk(number)[0], page_aligned(self.chunk_bytes)) is None
+
+    async def test_tier_that_is_only_read_changes_nothing(self, tier: Tier, tmp_path: Path) -> None:
+        if not tier.traits.durable:
+            pytest.skip("not a durable tier")
+        keys = [chunk(number)[0] for number in range(1, 9)]
+        for number in range(1, 9):
+            await tier.write(*chunk(number), self.chunk_bytes)
+        await tier.close()
+        reader = await self.make_tier(tmp_path)
+        reader.writes = False
+        await reader.open()
+        into = page_aligned(self.chunk_bytes)
+        assert await reader.probe(keys) == 8
+        assert await reader.read(keys[0], into) == self.chunk_bytes
+        reader.used(keys)
+        await reader.close()
+        again = await self.make_tier(tmp_path)
+        await again.open()
+        try:
+            assert await again.probe_each(keys) == [True] * 8
+        finally:
+            await again.close()
+
+    async def test_capped_tier_keeps_its_cap_and_what_is_used(self, tmp_path: Path) -> None:
+        tier = await self.make_capped(tmp_path, chunks=16)
+        if tier is None:
+            pytest.skip("this tier has no cap")
+        await tier.open()
+        try:
+            hot = [chunk(number)[0] for number in range(1, 4)]
+            for number in range(1, 65):
+                assert await tier.write(*chunk(number), self.chunk_bytes)
+                tier.used(hot)
+            statistics = tier.statistics()
+            assert 12 <= statistics.resident <= 16
+            assert statistics.evicted >= 48
+            assert await tier.probe(hot) == 3, "what was used last goes last"
+            assert tier.contains(chunk(64)[0]) and not tier.contains(chunk(20)[0])
+        finally:
+            await tier.close()
+
+    async def test_tenant_at_its_quota_gives_up_its_own_chunks(self, tmp_path: Path) -> None:
+        tier = await self.make_capped(tmp_path, chunks=32, tenant_chunks=8)
+        if tier is None:
+            pytest.skip("this tier has no quotas")
+        await tier.open()
+        try:
+            quiet, noisy = (
+                [chunk(number)[0] + tenant_tag(salt) for number in numbers]
+                for salt, numbers in (("quiet", range(1, 9)), ("noisy", range(100, 140)))
+            )
+            for number, key in enumerate((*quiet, *noisy)):
+                assert await tier.write(key, chunk(number)[1], self.chunk_bytes)
+            assert await tier.probe_each(quiet) == [True] * 8
+            there = await tier.probe_each(noisy)
+            assert 6 <= sum(there) <= 8
+            assert there[-1]
+        finally:
+            await tier.close()

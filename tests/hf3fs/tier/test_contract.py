@@ -6,6 +6,7 @@ import pytest
 
 from tests.hf3fs.tier.conftest import FINGERPRINT, RINGS
 from tests.needs import needs_fuse
+from tests.tiers.test_contract import limits
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import TierContract
 from tiercache.testing.contract import CHUNK_BYTES
@@ -28,6 +29,13 @@ class TestHf3fsTier(TierContract):
         settings = Hf3fsSettings(
             directories, 64 << 20, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS
         )
+        return Hf3fsTier(settings, FINGERPRINT)
+
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        settings = Hf3fsSettings(
+            (self.place / "capped",), threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=RINGS,
+            **limits(chunks, tenant_chunks),
+        )  # fmt: skip
         return Hf3fsTier(settings, FINGERPRINT)
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:

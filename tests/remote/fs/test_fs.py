@@ -17,7 +17,7 @@ import pytest
 
 from tests.needs import needs_fuse
 from tests.remote.fs.mount import FragileMount
-from tests.tiers.test_contract import LAYOUT
+from tests.tiers.test_contract import LAYOUT, limits
 from tests.tiers.weka import physical_bytes
 from tiercache import Config, Layout, TierCache
 from tiercache.assembly import make_tiers
@@ -92,6 +92,10 @@ def mount(tmp_path: Path) -> Iterator[FragileMount]:
 class TestFsTier(TierContract):
     async def make_tier(self, place: Path) -> Tier:
         return tier_on(place / "a", place / "b")
+
+    async def make_capped(self, place: Path, chunks: int, tenant_chunks: int = 0) -> Tier | None:
+        sizes = {key: size / 2**30 for key, size in limits(chunks, tenant_chunks).items()}
+        return tier_on(place / "c", max_size=sizes["cap_bytes"], tenant_max_size=sizes["tenant_bytes"])
 
     async def damage(self, tier: Tier, key: bytes) -> bool:
         assert isinstance(tier, FsTier)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,6 +114,8 @@ class RemoteTier(Tier):
         self._refused = RememberedKeys(_REFUSED_KEYS, _REMEMBERED_S)
         """What lies there is bad: it is no hit until somebody may have stored it anew."""
         self._uses: dict[ChunkKey, _Use] = {}
+        self._removed: list[set[ChunkKey]] = []
+        """For each look-up and read in flight, the keys that were removed since it began."""
         self.counters = TierStatistics()
         self._open = False
         self._busy = 0
@@ -215,8 +217,10 @@ class RemoteTier(Tier):
         now_s = time.monotonic()
         unknown = [key for key in keys if not self.known.has(key, now_s) and not self._refused.has(key, now_s)]
         if unknown:
-            for key, there in zip(unknown, await self._exist(unknown), strict=True):
-                if there and not self._refused.has(key, now_s):  # since this was asked, too
+            with self._removals() as removed:
+                found = await self._exist(unknown)
+            for key, there in zip(unknown, found, strict=True):
+                if there and key not in removed and not self._refused.has(key, now_s):  # since this was asked, too
                     self.known.add(key, now_s)
                 else:
                     self.known.discard(key)
@@ -231,7 +235,8 @@ class RemoteTier(Tier):
         use = self._uses.setdefault(key, _Use())
         use.reads += 1
         try:
-            length = await self._get_believed(key, into)
+            with self._removals() as removed:
+                length = await self._get_believed(key, into)
         except CorruptChunk as error:
             self.counters.corrupt += 1
             if not use.stored:
@@ -241,16 +246,18 @@ class RemoteTier(Tier):
                     await self._remove_bad(key, use)
             raise
         finally:
+            stored = use.stored
             use.reads -= 1
             self._used(key, use)
         if length is None:
             self.counters.read_misses += 1
-            if not use.stored:
+            if not stored:
                 self.known.discard(key)
             return None
         self.counters.reads += 1
         self.counters.read_bytes += length
-        self.known.add(key, time.monotonic(), length)
+        if key not in removed:
+            self.known.add(key, time.monotonic(), length)
         return length
 
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
@@ -281,7 +288,12 @@ class RemoteTier(Tier):
     async def remove(self, key: ChunkKey) -> bool:
         self._check_open()
         self.known.discard(key)
-        return await self._finish(self._delete(key))
+        try:
+            return await self._finish(self._delete(key))
+        finally:  # a look-up or a read beside it may have found the value, or may find it yet
+            self.known.discard(key)
+            for removed in self._removed:
+                removed.add(key)
 
     def statistics(self) -> TierStatistics:
         """`resident` and `occupied_bytes` are what this process knows of, not what the server holds."""
@@ -313,6 +325,16 @@ class RemoteTier(Tier):
             use.removal.set_result(None)
             use.removal = None
         self.known.discard(key)
+
+    @contextlib.contextmanager
+    def _removals(self) -> Iterator[set[ChunkKey]]:
+        """Collect the keys that are removed meanwhile."""
+        removed: set[ChunkKey] = set()
+        self._removed.append(removed)
+        try:
+            yield removed
+        finally:
+            self._removed = [each for each in self._removed if each is not removed]
 
     def _used(self, key: ChunkKey, use: _Use) -> None:
         if not use.reads:

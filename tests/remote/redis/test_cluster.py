@@ -12,11 +12,10 @@ import pytest
 
 from tests.remote.redis.servers import Cluster, Server, redis, until
 from tests.remote.redis.test_failures import eventually
-from tests.remote.redis.tiers import make_tier, opened
+from tests.remote.redis.tiers import make_tier, opened, value_name
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
-from tiercache.tiers.remote.redis import RedisTier, chunks
-from tiercache.tiers.remote.redis.layout import head_name, new_manifest, segments_of
+from tiercache.tiers.remote.redis import RedisTier
 
 pytestmark = pytest.mark.needs("redis-server")
 
@@ -25,20 +24,12 @@ LENGTH = 40_000
 
 @pytest.fixture
 async def tier(cluster: Cluster) -> AsyncIterator[RedisTier]:
-    async with opened(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", segment_bytes=4096) as tier:
+    async with opened(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}") as tier:
         yield tier
 
 
 def slot(number: int) -> int:
-    return redis.crc.key_slot(head_name("tiercache", chunk(number)[0]))
-
-
-def test_all_names_of_a_chunk_lie_in_one_slot(cluster: Cluster) -> None:
-    head = head_name("tiercache", chunk(1)[0])
-    names = [segment.name for segment in segments_of(head, new_manifest(10_000, 4096), memoryview(bytes(10_000)))]
-    with cluster.nodes[0].client() as client:
-        found = {client.execute_command("CLUSTER KEYSLOT", name) for name in [head, *names]}
-    assert found == {slot(1)} and len(names) == 3
+    return redis.crc.key_slot(value_name(chunk(number)[0]))
 
 
 async def test_each_node_is_asked_for_the_existence_of_its_own_names(tier: RedisTier, cluster: Cluster) -> None:
@@ -68,12 +59,12 @@ async def test_a_slot_that_has_moved_is_followed(tier: RedisTier, cluster: Clust
         assert await tier.remove(key)
         assert await tier.write(key, payload, LENGTH)
         with target.client() as client:
-            assert client.dbsize() == 11
+            assert client.dbsize() == 1
     finally:
         move_back(cluster, target, slot(1))
 
 
-@pytest.mark.parametrize("moved", [0, 1, 5, 11], ids=lambda moved: f"{moved} of 11 names")
+@pytest.mark.parametrize("moved", [0, 1])
 async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier, cluster: Cluster, moved: int) -> None:
     key, payload = chunk(1, LENGTH)
     await tier.write(key, payload, LENGTH)
@@ -87,33 +78,6 @@ async def test_a_chunk_whose_slot_is_moving_is_read_and_removed(tier: RedisTier,
         assert await tier.remove(key)
         assert [names(node) for node in (source, target)] == [0, 0]
         assert await tier.read(key, into) is None
-    finally:
-        move_names(source, target, slot(1))
-        move_ends(cluster, slot(1), target)
-        move_back(cluster, target, slot(1))
-
-
-async def test_who_dies_while_removing_a_chunk_whose_slot_is_moving_leaves_segments_that_expire(
-    tier: RedisTier, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, payload = chunk(1, LENGTH)
-    await tier.write(key, payload, LENGTH)
-    source, target = move_begins(cluster, slot(1))
-    move_names(source, target, slot(1), 5)
-
-    def die(*_: object) -> None:
-        raise TierUnavailable("killed before the last step")
-
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(chunks, "unlink", die)
-            with pytest.raises(TierUnavailable):
-                await tier.remove(key)
-        assert names(source) + names(target) == 10, "all but the head"
-        for node in (source, target):
-            with node.client() as client:
-                left = client.keys("*")
-                assert left and all(client.execute_command("ASKING") and client.ttl(name) > 0 for name in left)
     finally:
         move_names(source, target, slot(1))
         move_ends(cluster, slot(1), target)
@@ -138,7 +102,7 @@ async def test_a_chunk_is_written_while_its_slot_is_moving(tier: RedisTier, clus
 
 async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promoted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=3)
-    tier = make_tier(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", timeout_s=2.0, segment_bytes=4096)
+    tier = make_tier(f"redis-cluster://127.0.0.1:{cluster.nodes[0].port}", timeout_s=2.0)
     try:
         cluster.start()
         await tier.open()
@@ -149,7 +113,7 @@ async def test_the_death_of_a_master_costs_its_chunks_until_its_replica_is_promo
             with node.client() as client:
                 client.wait(1, 5000)
         cluster.nodes[0].kill()
-        gone = [key for key, _ in chunks if redis.crc.key_slot(head_name("tiercache", key)) <= 5460]
+        gone = [key for key, _ in chunks if redis.crc.key_slot(value_name(key)) <= 5460]
         there = [key for key, _ in chunks if key not in gone]
         assert gone and there
         into = page_aligned(LENGTH)

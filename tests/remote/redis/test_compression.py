@@ -1,4 +1,4 @@
-"""Compressed chunks on a server, as one value and in segments."""
+"""Compressed chunks on a server."""
 
 from __future__ import annotations
 
@@ -15,25 +15,14 @@ pytestmark = pytest.mark.needs("redis-server")
 
 
 class TestRedis(CompressionContract):
-    segment_bytes = 2 << 20
-
     @pytest.fixture(autouse=True)
     def use(self, server: Server) -> None:
         self.server = server
 
     async def make_tier(self, place: Path, compression: str) -> Tier:
         url = f"redis://127.0.0.1:{self.server.port}"
-        return make_tier(url, compression=compression, segment_bytes=self.segment_bytes, item_bytes=2)
+        return make_tier(url, compression=compression, item_bytes=2)
 
     async def damage(self, tier: Tier, key: bytes) -> None:
         with self.server.client() as client:
             client.setrange(f"tiercache:{key.hex()}", 20_000, b"damaged!")
-
-
-class TestRedisInSegments(TestRedis):
-    segment_bytes = 4096
-
-    async def damage(self, tier: Tier, key: bytes) -> None:
-        with self.server.client() as client:
-            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:7")
-            client.setrange(name, 17, b"damaged!")

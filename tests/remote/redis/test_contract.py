@@ -39,19 +39,6 @@ class TestStandalone(RedisContract):
         self.server = server
 
 
-class TestInSegments(TestStandalone):
-    """Chunks of 64 KiB in segments of 4 KiB."""
-
-    def options(self) -> dict[str, object]:
-        return {"segment_bytes": 4096}
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.server.client() as client:
-            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:7")
-            client.setrange(name, 17, b"damaged!")
-        return True
-
-
 class TestUnixSocket(TestStandalone):
     def url(self) -> str:
         return f"unix://{self.server.socket_path}"
@@ -87,17 +74,6 @@ class TestTls(RedisContract):
         return True
 
 
-class TestTlsInSegments(TestTls):
-    def options(self) -> dict[str, object]:
-        return super().options() | {"segment_bytes": 40_000}
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        with self.server.client(ssl=True, ssl_cert_reqs="none") as client:
-            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:1")
-            client.setrange(name, 17, b"damaged!")
-        return True
-
-
 class TestCluster(RedisContract):
     @pytest.fixture(autouse=True)
     def use(self, cluster: Cluster) -> None:
@@ -111,16 +87,4 @@ class TestCluster(RedisContract):
             with node.client() as client:
                 for name in client.keys(f"*{key.hex()}*"):
                     client.setrange(name, client.strlen(name) - 8, b"damaged!")
-        return True
-
-
-class TestClusterInSegments(TestCluster):
-    def options(self) -> dict[str, object]:
-        return {"segment_bytes": 4096}
-
-    async def damage(self, tier: Tier, key: ChunkKey) -> bool:
-        for node in self.cluster.nodes:
-            with node.client() as client:
-                for name in client.keys(f"{{tiercache:{key.hex()}}}:*:7"):
-                    client.setrange(name, 17, b"damaged!")
         return True

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.remote.redis.servers import Server, free_port, running
+from tests.remote.redis.servers import Server, running
 from tests.remote.redis.tiers import make_tier
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.tiers.remote.redis import RedisTier
-from tiercache.tiers.remote.redis.failures import ServerError
 
 pytestmark = pytest.mark.needs("redis-server")
 
@@ -122,7 +121,7 @@ async def test_a_restart_between_two_requests_goes_unnoticed(tmp_path: Path) -> 
 @pytest.mark.parametrize("way", ["read", "write"])
 async def test_a_server_killed_in_the_middle_of_a_transfer_is_a_clean_failure(tmp_path: Path, way: str) -> None:
     server = Server(tmp_path).start().ready()
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=64 << 10)
+    tier = make_tier(f"redis://127.0.0.1:{server.port}")
     await tier.open()
     chunks = [chunk(number, 4 << 20) for number in range(1, 5)]
     try:
@@ -235,7 +234,7 @@ async def test_a_frozen_server_is_left_at_the_deadline_and_used_again(tmp_path: 
 
 
 async def test_a_cancelled_read_ends_before_its_memory_is_given_up(server: Server) -> None:
-    tier = make_tier(f"redis://127.0.0.1:{server.port}", segment_bytes=1 << 20)
+    tier = make_tier(f"redis://127.0.0.1:{server.port}")
     await tier.open()
     await tier.write(KEY, PAYLOAD, LENGTH)
     for turns in range(1, 6):
@@ -273,7 +272,7 @@ async def test_wrong_password_and_users_name_the_key(tmp_path: Path, caplog: pyt
         assert ".username: " in await opened(make_tier(f"redis://reader:right@{place}"))
         assert ".username: " in await opened(make_tier(f"redis://cache:right@{place}", prefix="elsewhere"))
         assert ".database: " in await opened(make_tier(f"redis://:right@{place}/99"))
-        tier = make_tier(f"redis://{place}", username="cache", password="right", segment_bytes=1 << 20)
+        tier = make_tier(f"redis://{place}", username="cache", password="right")
         await tier.open()
         assert await tier.write(KEY, PAYLOAD, LENGTH)
         assert await tier.read(KEY, page_aligned(LENGTH)) == LENGTH
@@ -299,11 +298,14 @@ async def test_a_password_that_is_changed_later_makes_the_tier_unavailable(tmp_p
 
 @pytest.mark.needs("openssl")
 async def test_tls_where_there_is_none_and_none_where_there_is(
-    server: Server, tls_server: Server, certificates: Path
+    server: Server, tls_server: Server, certificates: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, tls = f"localhost:{server.port}", f"localhost:{tls_server.port}"
-    assert ".tls: " in await opened(make_tier(f"rediss://{plain}", timeout_s=1.0, connect_timeout_s=1.0))
-    assert ".tls: " in await opened(make_tier(f"redis://{tls}"))
+    for url, hint in ((f"rediss://{plain}", "use redis://"), (f"redis://{tls}", "use rediss://")):
+        tier = make_tier(url, timeout_s=1.0, connect_timeout_s=1.0)
+        await tier.open()
+        assert hint in caplog.text
+        await tier.close()
     assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}"))
     assert ".tls_ca_file: " in await opened(make_tier(f"rediss://{tls}", tls_ca_file="/nowhere.pem"))
     unchecked = make_tier(f"redis://{tls}", tls=True, tls_verify=False)
@@ -364,11 +366,3 @@ def test_addresses_are_read_from_urls() -> None:
     assert make_tier("valkey://a:1", mode="cluster").address.mode == "cluster"
     assert SECRET not in repr(watched) and SECRET not in str(watched)
     assert make_tier("unix:///run/redis.sock?db=2").address.database == 2
-    assert free_port()
-
-
-def test_what_a_server_says_inside_of_a_script_means_the_same() -> None:
-    """As Redis 6.2 says it."""
-    assert ServerError("@user_script: 10: -OOM command not allowed when used memory > 'maxmemory'.").code == "OOM"
-    assert ServerError("@user_script: 10: -READONLY You can't write against a read only replica.").code == "READONLY"
-    assert ServerError("OOM command not allowed").code == "OOM"

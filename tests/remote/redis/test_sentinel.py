@@ -10,7 +10,7 @@ import pytest
 
 from tests.remote.redis.servers import Server, until
 from tests.remote.redis.test_failures import eventually
-from tests.remote.redis.tiers import make_tier
+from tests.remote.redis.tiers import make_tier, value_name
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract
@@ -85,12 +85,11 @@ class TestWatchedMaster(TierContract):
         self.watched = watched
 
     async def make_tier(self, place: Path) -> Tier:
-        return make_tier(self.watched.url, segment_bytes=10_000)
+        return make_tier(self.watched.url)
 
     async def damage(self, tier: Tier, key: ChunkKey) -> bool:
         with self.watched.master.client() as client:
-            (name, *_) = client.keys(f"{{tiercache:{key.hex()}}}:*:2")
-            client.setrange(name, 17, b"damaged!")
+            client.setrange(value_name(key), 88 + 17, b"damaged!")
         return True
 
 
@@ -144,7 +143,7 @@ async def test_one_sentinel_with_another_password_does_not_stop_the_start(watche
 
 async def test_a_fail_over_is_survived(shared: Watched) -> None:
     """The last test of the module: the master is another one after it."""
-    tier = make_tier(shared.url, timeout_s=2.0, segment_bytes=10_000)
+    tier = make_tier(shared.url, timeout_s=2.0)
     await tier.open()
     key, payload = chunk(1, LENGTH)
     assert await tier.write(key, payload, LENGTH)

@@ -10,11 +10,14 @@ import tests.remote.redis.servers  # noqa: F401 - skips where redis-py is missin
 from tiercache.config.remote_options import options_of
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.redis import RedisTier
-from tiercache.tiers.remote.redis.failures import Scattered
 
 CHUNK_BYTES = 64 * 1024
-SEGMENT_BYTES = 64 << 10
 FINGERPRINT = bytes(range(16))
+
+
+def value_name(key: bytes) -> bytes:
+    """The name of a chunk's value on the server."""
+    return f"tiercache:{key.hex()}".encode()
 
 
 def make_tier(
@@ -46,15 +49,10 @@ def make_tier(
     )
 
 
-def its_slot_is_moving(*_: object) -> Any:
-    """In the place of `chunks.publish`."""
-    raise Scattered
-
-
 @asynccontextmanager
 async def opened(url: str, **options: Any) -> AsyncIterator[RedisTier]:
-    """A tier with small segments, open."""
-    tier = make_tier(url, **{"segment_bytes": SEGMENT_BYTES} | options)
+    """An open tier."""
+    tier = make_tier(url, **options)
     await tier.open()
     yield tier
     await tier.close()

@@ -50,7 +50,7 @@ class RedisPlace(Place):
 
     def overrides(self, slot: int) -> dict[str, Any]:
         remote = "remote_storage_plugin.redis"
-        options = {"url": f"redis://127.0.0.1:{self._port}", "timeout_s": 1, "segment_bytes": 8192}
+        options = {"url": f"redis://127.0.0.1:{self._port}", "timeout_s": 1}
         options["compression"] = "zstd" if slot % 2 else "none"
         named = {f"{remote}.{name}": value for name, value in options.items()}
         return self.config(remote_storage_plugins=["redis"], **named)

@@ -1,4 +1,4 @@
-"""Where the servers are and how to log in: read from the URL and the options beside it. No I/O."""
+"""Read servers and credentials from the URL and the options beside it. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCHEMES: dict[str, tuple[Mode | None, bool]] = {
     "redis-sentinel": ("sentinel", False),
     "redis-cluster": ("cluster", False),
 }
-"""Scheme -> what it names (None: what the option `mode` says), and whether it means TLS."""
+"""By scheme: the mode (None: the option `mode` says it), and True if the scheme means TLS."""
 _PORT = 6379
 _SENTINEL_PORT = 26379
 
@@ -42,7 +42,7 @@ class Endpoint:
 class RedisAddress:
     mode: Mode
     endpoints: tuple[Endpoint, ...]
-    """The server; the Sentinels; or some servers of the cluster, to learn of the others from."""
+    """The server, the Sentinels, or some servers of the cluster that name the others."""
     tls: bool = False
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
@@ -51,22 +51,25 @@ class RedisAddress:
     sentinel_password: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """Without credentials."""
-        places = ", ".join(str(endpoint) for endpoint in self.endpoints)
+        """Return the servers without credentials."""
+        servers = ", ".join(str(endpoint) for endpoint in self.endpoints)
         if self.mode == "standalone":
-            return places
-        return f"{self.service} of Sentinels {places}" if self.mode == "sentinel" else f"cluster of {places}"
+            return servers
+        return f"{self.service} of Sentinels {servers}" if self.mode == "sentinel" else f"cluster of {servers}"
 
 
 def read_address(settings: RemoteSettings) -> RedisAddress:
-    """Raises ConfigError. Of a URL that is wrong nothing is shown but its scheme: the rest may hold a password."""
+    """Return the address in `settings`.
+
+    Raises ConfigError, which shows nothing but the scheme of a wrong URL, since the rest may hold a password.
+    """
     options = settings.options
     scheme, _, rest = settings.url.partition("://")
     if scheme not in _SCHEMES or "://" not in settings.url:
         found = f"the scheme {shown!r}" if (shown := shown_scheme(settings.url)) else "no scheme"
         raise settings.error("url", f"expected one of {', '.join(f'{name}://' for name in _SCHEMES)}, found {found}")
     mode, tls = _SCHEMES[scheme]
-    # Credentials first: a password may hold a ?, and no parameter that is known an @.
+    # Split the credentials off first: a password may hold a ?, and the known parameters hold no @.
     credentials, at, rest = rest.rpartition("@")
     rest, _, query = rest.partition("?")
     user, colon, password = credentials.partition(":")
@@ -75,7 +78,7 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
         from_url = {"username": unquote(user) or None, "password": unquote(password) if colon else None}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in ("db", "database"):
-            raise settings.error("url", "no parameter but db is known; say what it means in an option of its own")
+            raise settings.error("url", "expected no parameter but db; other settings are options of their own")
         from_url["database"] = _database(settings, value)
     address: dict[str, Any] = {"service": options.get("sentinel_service") or "mymaster"}
     if scheme == "unix":
@@ -90,7 +93,7 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
             elif mode == "sentinel":
                 address["service"] = unquote(part)
             else:
-                raise settings.error("url", "behind the host and / goes the number of a database")
+                raise settings.error("url", "expected the number of a database behind the host and /")
         port = _SENTINEL_PORT if mode == "sentinel" else _PORT
         address["endpoints"] = tuple(_endpoint(settings, host.strip(), port) for host in hosts.split(","))
         mode = mode or options.get("mode") or "standalone"
@@ -110,20 +113,22 @@ def _checked(settings: RemoteSettings, address: RedisAddress) -> RedisAddress:
     if address.mode == "cluster" and address.database:
         raise settings.error("database", f"a cluster has only database 0, found {address.database}")
     if address.username and not address.password:
-        raise settings.error("password", "a username needs one")
+        raise settings.error("password", "expected one, since there is a username")
     prefix = settings.options.get("prefix") or ""
     if set(prefix) & set("{}"):
-        raise settings.error("prefix", "expected no braces: they decide where a cluster keeps a name")
+        raise settings.error(
+            "prefix", "expected no braces, which mark the part of a name that selects its slot in a cluster"
+        )
     return address
 
 
 def _tls(settings: RemoteSettings, by_scheme: bool, scheme: str) -> bool:
-    asked = settings.options.get("tls")
-    if asked is False and by_scheme:
+    option = settings.options.get("tls")
+    if option is False and by_scheme:
         raise settings.error("tls", f"is false, but {scheme}:// means TLS")
-    if asked and scheme == "unix":
-        raise settings.error("tls", "there is none on a Unix socket")
-    return bool(asked or by_scheme)
+    if option and scheme == "unix":
+        raise settings.error("tls", "expected none on a Unix socket")
+    return bool(option or by_scheme)
 
 
 def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoint:

@@ -1,4 +1,4 @@
-"""The Redis tier: chunks on Redis or Valkey, alone, watched by Sentinels, or as a cluster."""
+"""The Redis tier: chunks on Redis or Valkey, standalone, watched by Sentinels, or as a cluster."""
 
 from __future__ import annotations
 
@@ -10,40 +10,47 @@ from typing import TypeVar
 
 import numpy as np
 
+from tiercache.core.header import PACKED_BYTES
 from tiercache.core.keys import ChunkKey
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.memory.workers import Workers
-from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
+from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
 from tiercache.tiers.remote.redis.address import read_address
-from tiercache.tiers.remote.redis.chunks import RedisChunks
-from tiercache.tiers.remote.redis.connector import Connector
-from tiercache.tiers.remote.redis.failures import BrokenConnection, Refused, ServerError
-from tiercache.tiers.remote.redis.first_look import look_at
+from tiercache.tiers.remote.redis.connection import (
+    ConnectionLost,
+    RedisConnection,
+    ServerError,
+    command,
+    get_value,
+    set_value,
+)
+from tiercache.tiers.remote.redis.connector import Connector, SettingRejected
 from tiercache.tiers.remote.redis.servers import Servers
-from tiercache.tiers.remote.redis.topology import make_topology
 
 logger = logging.getLogger("tiercache.redis")
 
 T = TypeVar("T")
 
 _CONTROL_THREADS = 2
-_END_S = 1.0
-_AGAIN_S = 0.01
+_CLOSE_S = 1.0
+_CLOSE_AGAIN_S = 0.01
 
 
 class RedisTier(RemoteTier):
-    """See `layout` for what is stored, `chunks` for how.
+    """Store each chunk as one string under `prefix:<key in hex>`: the 88 bytes of the header, then the payload.
 
-    `settings.concurrency` threads read and as many write, each on a connection of its own; two more ask what is there and
-    remove. Redis 6.2 or newer, or Valkey.
+    `settings.concurrency` threads read and as many write, each on a connection of its own; two more threads ask for
+    existence and remove. A write replaces whatever lies under the name, so a write that is repeated does no harm.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
         super().__init__(settings)
         self.compression = settings.make_compression()
         self.address = read_address(settings)
-        self._connector = Connector(self.address, settings)
-        self._servers = Servers(self.name, self._connector, make_topology(self._connector))
-        self._chunks = RedisChunks(self, self._servers)
+        self._servers = Servers(Connector(self.address, settings))
+        self._prefix = str(settings.options.get("prefix") or "")
+        ttl_s = settings.options.get("ttl_s")
+        self._set_options = [] if ttl_s is None else [b"PX", b"%d" % max(1, round(ttl_s * 1000))]
         self._readers = Workers(f"{self.name}-read", settings.concurrency)
         self._writers = Workers(f"{self.name}-write", settings.concurrency)
         self._control = Workers(f"{self.name}-control", _CONTROL_THREADS)
@@ -57,44 +64,90 @@ class RedisTier(RemoteTier):
         return self._servers.pool.open_connections
 
     async def _connect(self) -> None:
-        """A server that is not there is no reason not to start: operations fail until it is."""
-        prefix = str(self.settings.options.get("prefix") or "")
+        """Check the settings. A server that is not there does not stop the start: operations fail until it is."""
         try:
-            await self._control.submit(look_at, self._servers, self._connector, prefix)
-        except Refused as error:
+            await self._control.submit(self._servers.check, self._value_name(bytes(24)))
+        except SettingRejected as error:
             raise self.settings.error(error.option, error.problem) from None
-        except (BrokenConnection, ServerError) as error:
-            logger.warning("%s: not there yet: %s", self.name, error)
+        except (ConnectionLost, ServerError) as error:
+            tls = "has no TLS, use redis://" if self.address.tls else "wants TLS, use rediss://"
+            logger.warning("%s: not there yet: %s; if the server %s", self.name, error, tls)
 
     async def _disconnect(self) -> None:
-        # First the threads are told to end, then those that wait for a server are woken; also who is just about to wait.
         threads = (self._readers, self._writers, self._control)
         for workers in threads:
             workers.close()
         self._servers.close()
-        until_s = time.monotonic() + _END_S
+        # A thread that was about to connect is interrupted in a later round.
+        until_s = time.monotonic() + _CLOSE_S
         while any(workers.unfinished for workers in threads) and time.monotonic() < until_s:
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_CLOSE_AGAIN_S)
             self._servers.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._in_thread(self._readers, self._chunks.get, key, into)
+        return await self._in_thread(self._readers, self._get_blocking, key, into)
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        return await self._in_thread(self._writers, self._chunks.put, key, payload)
+        await self._in_thread(self._writers, self._put_blocking, key, payload)
+        return True
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return await self._in_thread(self._control, self._chunks.exist, keys)
+        return await self._in_thread(self._control, self._servers.exist, [self._value_name(key) for key in keys])
 
     async def _delete(self, key: ChunkKey) -> bool:
-        return await self._in_thread(self._control, self._chunks.remove, key)
+        return await self._in_thread(self._control, self._delete_blocking, key)
+
+    def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        name = self._value_name(key)
+        view = into.data
+
+        def exchange(connection: RedisConnection) -> tuple[bytes | None, int]:
+            try:
+                return get_value(connection, name, view, PACKED_BYTES)
+            except ServerError as error:
+                if error.code == "WRONGTYPE":
+                    raise NotOurs(f"{self.name}: the value of {key.hex()} is not a string") from None
+                raise
+
+        began_s = time.monotonic()
+        header, length = self._servers.run(name, exchange)
+        if header is None:
+            return None
+        self.compression.received(length, time.monotonic() - began_s)
+        return self.verified(key, header, into, length)
+
+    def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> None:
+        name = self._value_name(key)
+        with self.pack(key, payload) as stored:
+            header, view = stored.header.pack(), stored.payload.data
+            began_s = time.monotonic()
+            self._servers.run(name, lambda connection: set_value(connection, name, header, view, self._set_options))
+            self.compression.sent(len(view), time.monotonic() - began_s)
+
+    def _delete_blocking(self, key: ChunkKey) -> bool:
+        name = self._value_name(key)
+
+        def exchange(connection: RedisConnection) -> bool:
+            connection.request(command(b"UNLINK", name))
+            return connection.reply() == 1
+
+        return self._servers.run(name, exchange)
+
+    def _value_name(self, key: ChunkKey) -> bytes:
+        return f"{self._prefix}:{key.hex()}".encode() if self._prefix else key.hex().encode()
 
     async def _in_thread(self, workers: Workers, call: Callable[..., T], *arguments: object) -> T:
         self._check_open()
         try:
             return await workers.submit(call, *arguments)
+        except (ConnectionLost, SettingRejected) as error:
+            raise TierUnavailable(f"{self.name}: {error}") from error
+        except ServerError as error:
+            if error.code == "OOM":
+                raise TierFull(f"{self.name}: the server has reached its maxmemory and evicts nothing") from error
+            raise TierUnavailable(f"{self.name}: {error}") from error
         finally:
-            # Before the base class learns of the outcome: what was known of a server that was lost since is worth nothing.
+            # Before the base class records the outcome: what was known of a server that was lost since may be wrong.
             if self._losses_seen != self._servers.pool.losses:
                 self._losses_seen = self._servers.pool.losses
                 self.known.clear()

@@ -1,0 +1,307 @@
+"""One connection to a server: RESP requests, and payloads sent from and received into memory that the caller owns.
+
+redis-py connects and logs in; from then on only this class uses the socket, since redis-py makes a `bytes` of every value.
+A connection is used by one thread at a time, and every wait releases the GIL. On a plain socket a whole value is one system
+call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tiercache.tiers.remote.redis.address import Endpoint
+
+Buffer = bytes | bytearray | memoryview
+
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
+_LINE_BYTES = 64
+"""Bytes to receive where a line is expected and a payload may follow."""
+_LONGEST_LINE_BYTES = 4096
+_REPLY_BYTES = 16 << 10
+"""Bytes to receive at a time where a short reply is expected."""
+_LONGEST_REPLY_BYTES = 64 << 10
+_LONGEST_SKIP_BYTES = 256 << 10
+"""To be rid of a longer value that is not wanted, the connection is closed."""
+_RENEWAL_BYTES = 1 << 20
+_DEADLINE_CHECKS = 4
+"""How often a thread that waits in the kernel wakes up to check its deadline."""
+
+
+class ServerError(Exception):
+    """An error reply. `code` is its first word: MOVED, OOM, ...; `text` is the rest."""
+
+    def __init__(self, endpoint: Endpoint, reply: str) -> None:
+        super().__init__(f"{endpoint} answers: {reply[:200]}")
+        self.code, _, self.text = reply.partition(" ")
+
+
+class ConnectionLost(ConnectionError):
+    """The peer is gone, or its answer is not RESP. The connection cannot be used any more."""
+
+
+class ConnectionTimeout(ConnectionLost, TimeoutError):
+    """No answer by the deadline."""
+
+
+def command(*words: bytes) -> bytes:
+    """Return a request in RESP."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class RedisConnection:
+    """Wrap a connected redis-py connection.
+
+    A request and its reply have `timeout_s` from `renew` on, and as long again after each MiB of a payload, so that a long
+    value may take its time and a stalled one may not. All methods that send or receive block, and raise ConnectionLost or
+    ConnectionTimeout.
+    """
+
+    def __init__(self, connection: Any, endpoint: Endpoint, timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self.reused = False
+        """True if it was idle since it was made: when it fails, the server may be well."""
+        self.asking = False
+        """True if each request goes to a server that only imports the slot (ASK in Redis Cluster)."""
+        self.idle_since_s = 0.0
+        self._expected_replies = 0
+        self._broken = False
+        self._timeout_s = timeout_s
+        self._connection = connection
+        # redis-py has no public name for the socket.
+        self._socket: socket.socket = connection._sock
+        self._tls = isinstance(self._socket, ssl.SSLSocket)
+        check_s = max(timeout_s / _DEADLINE_CHECKS, 0.001)
+        if self._tls:
+            self._socket.settimeout(check_s)
+        else:
+            # A timeout of Python's own makes the socket non-blocking, with a poll and a turn of the GIL for each piece.
+            self._socket.settimeout(None)
+            interval = struct.pack("@ll", int(check_s), int(check_s % 1 * 1e6))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
+        self._received = bytearray()
+        """Bytes that were received and not taken yet."""
+        self.renew()
+
+    @property
+    def reusable(self) -> bool:
+        """Return True if every reply was read to its end."""
+        return not self._expected_replies and not self._broken and not self._received
+
+    def renew(self) -> None:
+        """Set the deadline to `timeout_s` from now."""
+        self._deadline_s = time.monotonic() + self._timeout_s
+        self._moved_bytes = 0
+
+    def interrupt(self) -> None:
+        """Make the thread that waits on the connection fail now. May be called from any thread."""
+        with contextlib.suppress(OSError):
+            # SSLSocket.shutdown would drop the TLS state that the other thread uses.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Called when no other thread uses the connection."""
+        self._broken = True
+        with contextlib.suppress(Exception):
+            self._connection.disconnect()
+
+    def request(self, *parts: Buffer, replies: int = 1) -> None:
+        """Send `parts`, which make up `replies` whole requests (one while `asking`)."""
+        self._expected_replies += replies
+        left = [memoryview(part) for part in ([_ASKING, *parts] if self.asking else parts) if len(part)]
+        while left:
+            try:
+                sent = self._socket.send(left[0]) if self._tls else self._socket.sendmsg(left)
+            except (BlockingIOError, TimeoutError):
+                sent = 0
+            except OSError as error:
+                raise self._lost(error) from error
+            while left and sent >= len(left[0]):
+                sent -= len(left[0])
+                self._moved_bytes += len(left.pop(0))
+            if left:
+                left[0] = left[0][sent:]
+                self._check_progress(sent)
+
+    def reply(self) -> bytes | int | None:
+        """Receive a short reply. Raises ServerError for an error reply."""
+        line = self._reply_line(_REPLY_BYTES)
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b":":
+            return self._number(rest)
+        if kind == b"$":
+            length = self._number(rest)
+            return None if length < 0 else self.take(length)
+        raise self._malformed(line)
+
+    def value_bytes(self, ahead_bytes: int = _LINE_BYTES) -> int | None:
+        """Begin to receive a value: return its length, or None where there is none. Raises ServerError.
+
+        `take`, `take_into` or `skip` must follow. `ahead_bytes` are received in the first call; a payload among them is
+        copied once more.
+        """
+        line = self._reply_line(ahead_bytes)
+        if line[:1] != b"$":
+            raise self._malformed(line)
+        length = self._number(line[1:])
+        return None if length < 0 else length
+
+    def take(self, length: int, *, last: bool = True) -> bytes:
+        """Return the next bytes of a short value. `last` bytes are followed by the end of the reply."""
+        end = length + 2 if last else length
+        if end > _LONGEST_REPLY_BYTES:
+            self._broken = True
+            raise ConnectionLost(f"{self.endpoint} answers with {length} bytes where a short answer was expected")
+        while len(self._received) < end:
+            self._receive_more(end - len(self._received))
+        taken = bytes(self._received[:length])
+        del self._received[:end]
+        return taken
+
+    def take_into(self, into: memoryview) -> None:
+        """Receive the rest of a value, which is as long as `into`, and the end of the reply."""
+        held = min(len(self._received), len(into))
+        into[:held] = self._received[:held]
+        del self._received[:held]
+        if self._tls or self._received:
+            rest = into[held:]
+            while len(rest):
+                received = self._receive(rest)
+                rest = rest[received:]
+                if len(rest):
+                    self._check_progress(received)
+            self.take(0)
+        else:
+            self._receive_scattered([into[held:], memoryview(bytearray(2))])
+
+    def skip(self, length: int) -> None:
+        """Drop the rest of a value."""
+        if length > _LONGEST_SKIP_BYTES:
+            self._broken = True
+        else:
+            self.take_into(memoryview(bytearray(length)))
+
+    def _reply_line(self, most_bytes: int) -> bytes:
+        if self.asking:
+            self._raise_if_error(self._line(_LINE_BYTES))
+        line = self._line(most_bytes)
+        self._expected_replies -= 1
+        self._raise_if_error(line)
+        return line
+
+    def _raise_if_error(self, line: bytes) -> None:
+        if line[:1] == b"-":
+            raise ServerError(self.endpoint, line[1:].decode("utf-8", "replace"))
+
+    def _line(self, most_bytes: int) -> bytes:
+        """Return the bytes up to the next line end. Each system call receives at most `most_bytes`."""
+        while (end := self._received.find(b"\r\n")) < 0:
+            if len(self._received) >= _LONGEST_LINE_BYTES:
+                raise self._malformed(bytes(self._received[:40]))
+            self._receive_more(most_bytes)
+        line = bytes(self._received[:end])
+        del self._received[: end + 2]
+        return line
+
+    def _receive_more(self, most_bytes: int) -> None:
+        piece = memoryview(bytearray(most_bytes))
+        self._received += piece[: self._receive(piece)]
+
+    def _receive_scattered(self, parts: list[memoryview]) -> None:
+        while parts:
+            try:
+                received = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                self._check_progress(0)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if not received:
+                raise self._lost(None)
+            moved = received
+            while parts and received >= len(parts[0]):
+                received -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][received:]
+                self._check_progress(moved)
+
+    def _receive(self, into: memoryview) -> int:
+        while True:
+            try:
+                received = self._socket.recv_into(into, len(into))
+            except (BlockingIOError, TimeoutError):
+                self._check_progress(0)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if not received:
+                raise self._lost(None)
+            return received
+
+    def _check_progress(self, moved_bytes: int) -> None:
+        """Renew the deadline after each MiB; else raise ConnectionTimeout once it has passed."""
+        self._moved_bytes += moved_bytes
+        if self._moved_bytes >= _RENEWAL_BYTES:
+            self.renew()
+        elif time.monotonic() >= self._deadline_s:
+            self._broken = True
+            raise ConnectionTimeout(f"{self.endpoint} did not answer within {self._timeout_s:g} s")
+
+    def _number(self, text: bytes) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self._malformed(text) from None
+
+    def _malformed(self, line: bytes) -> ConnectionLost:
+        self._broken = True
+        return ConnectionLost(f"{self.endpoint} does not answer as a Redis server does: {line[:40]!r}")
+
+    def _lost(self, error: OSError | None) -> ConnectionLost:
+        self._broken = True
+        if error is None:
+            return ConnectionLost(f"{self.endpoint} closed the connection")
+        return ConnectionLost(f"{self.endpoint}: {error.strerror or type(error).__name__}")
+
+
+def get_value(
+    connection: RedisConnection, name: bytes, into: memoryview, header_bytes: int
+) -> tuple[bytes | None, int]:
+    """Receive a value's first `header_bytes` bytes, which are returned, and the rest into `into`.
+
+    Returns the header and the length of the rest; None for the header where there is no value. Of a value whose rest is
+    longer than `into` only the header is returned. Raises ServerError.
+    """
+    connection.request(command(b"GET", name))
+    # The reply's line and the header are received in one call, and no byte of the payload with them.
+    length = connection.value_bytes(len(b"$%d\r\n" % (header_bytes + len(into))) + header_bytes)
+    if length is None:
+        return None, 0
+    if length <= header_bytes:
+        return connection.take(length), 0
+    header = connection.take(header_bytes, last=False)
+    rest = length - header_bytes
+    if rest > len(into):
+        connection.skip(rest)
+        return header, 0
+    connection.take_into(into[:rest])
+    return header, rest
+
+
+def set_value(
+    connection: RedisConnection, name: bytes, header: bytes, payload: memoryview, options: Sequence[bytes]
+) -> None:
+    """Store the header and the payload as one value. Raises ServerError."""
+    frame = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
+        3 + len(options), len(name), name, len(header) + len(payload), header,
+    )  # fmt: skip
+    connection.request(frame, payload, b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in options]))
+    connection.reply()

@@ -17,8 +17,8 @@ import tiercache.tiers
 from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
 from tiercache.testing.simulation.own import BehindWeather
 from tiercache.testing.wrapped import WrappedTier
-from tiercache.tiers.base import DeviceTier, MappedTier, Tier
-from tiercache.tiers.files.parts import Knowledge, Mover, Room
+from tiercache.tiers.base import DeviceTier, Tier
+from tiercache.tiers.files.parts import Knowledge, Mover
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.redis import RedisTier
@@ -140,7 +140,7 @@ def halves(classes: Iterable[type], roots: set[type], together: Iterable[Sequenc
 
 def test_a_tier_that_changes_one_way_to_a_chunk_changes_the_others() -> None:
     together = [("read", "prefetch"), ("probe", "probe_each"), ("contains", "prefix", "offered"), ("used", "continued")]
-    assert halves(TIERS, {Tier, DeviceTier, MappedTier, RemoteTier, object}, together) == []
+    assert halves(TIERS, {Tier, DeviceTier, RemoteTier, object}, together) == []
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,6 @@ def test_a_tier_that_changes_one_way_to_a_chunk_changes_the_others() -> None:
     [
         (Mover, [("read", "prefetch"), ("write", "write_places")]),
         (Knowledge, [("probe", "probe_each")]),
-        (Room, [("make", "trim", "evict_if_due")]),
     ],
 )
 def test_a_part_of_a_file_tier_that_changes_one_way_to_a_chunk_changes_the_others(

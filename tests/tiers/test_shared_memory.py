@@ -17,8 +17,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import deletions
 from tiercache.tiers.files.inotify import Inotify
-from tiercache.tiers.mapping_ahead import MOST_WAITING, MappingAhead
-from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier, most_mappings
+from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier, max_mappings
 
 
 async def test_a_chunk_is_mapped_once_and_leased_where_it_lies(in_memory: Path) -> None:
@@ -142,20 +141,46 @@ async def test_what_is_deleted_while_it_is_being_mapped_is_not_kept(in_memory: P
 
 
 async def test_news_of_an_earlier_file_take_nothing_away(in_memory: Path) -> None:
-    """A file was looked for and not found, or not mapped, and the chunk is mapped before the loop hears of it."""
+    """The loop hears that the file was deleted when the chunk has been stored and mapped again."""
     async with opened(in_memory) as tier:
         await store(tier, 1)
-        for _ in range(50):
-            tier.shelves.deleted([key_of(1)])
-            lease = await tier.map(key_of(1), READ)
-            assert lease is not None
-            lease.release()
-            await tier.shelves.metadata.submit(int)  # behind it
-            await asyncio.sleep(0)
-            mapped_again = tier.lease(key_of(1))
-            assert mapped_again is not None, "it is mapped"
-            mapped_again.release()
-            tier.mappings.clear()
+        (await mapped(tier, 1)).release()
+        os.unlink(tier.path(key_of(1)))
+        await tier.remove(key_of(1))
+        await store(tier, 1)
+        with await mapped(tier, 1):
+            pass
+        tier.shelves.deleted([key_of(1)])
+        assert await tier.shelves.close_deleted() == 0  # behind it
+        lease = tier.lease(key_of(1))
+        assert lease is not None, "it is mapped"
+        lease.release()
+
+
+async def test_what_another_process_replaced_is_not_found_though_it_is_held(in_memory: Path) -> None:
+    async with opened(in_memory) as tier, other(in_memory) as writer:
+        await store(tier, 1)
+        held = await mapped(tier, 1)
+        assert await writer.do("replace", 1) == "done"
+        await until(lambda: not held.findable)
+        assert is_right(held, 1)
+        held.release()
+        assert tier.statistics().unlinked_bytes == 0
+
+
+async def test_what_is_stored_again_here_is_not_shadowed_by_what_is_held(in_memory: Path) -> None:
+    async with opened(in_memory) as tier:
+        await store(tier, 1)
+        held = await mapped(tier, 1)
+        os.unlink(tier.path(key_of(1)))
+        await until(lambda: tier.statistics().unlinked_bytes > 0)
+        assert await tier.write(key_of(1), chunk(1001)[1], CHUNK_BYTES)
+        assert tier.lease(key_of(1)) is None and not held.findable
+        lease = await tier.map(key_of(1), READ)
+        assert lease is not None
+        with lease:
+            assert is_right(lease, 1001) and is_right(held, 1)
+        held.release()
 
 
 async def test_what_was_evicted_here_is_unmapped(in_memory: Path) -> None:
@@ -235,13 +260,12 @@ async def test_what_another_process_stores_is_mapped_before_anybody_asks(in_memo
         await ready_for_news(tier, writer)
         assert await writer.do("store", 2, 3) == "done"
         await until(lambda: key_of(3) in tier.mappings)
-        assert tier.mappings.ahead_bytes == tier.statistics().mapped_bytes == 2 * FILE_BYTES
+        assert tier.statistics().mapped_bytes == 2 * FILE_BYTES
         for number in (2, 3):
             lease = tier.lease(key_of(number))
             assert lease is not None
             with lease:
                 assert is_right(lease, number)
-        assert tier.mappings.ahead_bytes == 0
         assert key_of(1) not in tier.mappings, "it has that in its own hot cache"
         os.unlink(tier.path(key_of(2)))
         await until(lambda: not tier.contains(key_of(2)) and deleted_maps(in_memory) == 0)
@@ -266,22 +290,6 @@ async def test_who_only_reads_hears_of_what_others_do_in_a_directory_that_was_ma
         await until(lambda: key_of(2) in tier.mappings)
         os.unlink(tier.path(key_of(2)))
         await until(lambda: not tier.contains(key_of(2)))
-
-
-async def test_what_is_mapped_ahead_is_bounded_and_what_was_used_stays(in_memory: Path) -> None:
-    async with opened(in_memory) as tier, other(in_memory) as writer:
-        await store(tier, 1)
-        await ready_for_news(tier, writer)
-        tier.mappings.most_ahead_bytes = 2 * FILE_BYTES
-        assert await writer.do("store", 2) == "done"
-        await until(lambda: key_of(2) in tier.mappings)
-        used = tier.lease(key_of(2))
-        assert used is not None
-        used.release()
-        assert await writer.do("store", *range(3, 8)) == "done"
-        await until(lambda: key_of(7) in tier.mappings)
-        assert [number for number in range(1, 8) if key_of(number) in tier.mappings] == [2, 6, 7]
-        assert tier.contains(key_of(3)) and tier.mappings.ahead_bytes == 2 * FILE_BYTES
 
 
 async def test_what_is_being_removed_is_not_mapped_ahead(in_memory: Path) -> None:
@@ -338,30 +346,11 @@ def is_current(tier: SharedMemoryTier, number: int) -> bool:
         return is_right(lease, number + 1000)
 
 
-async def test_of_too_many_new_chunks_the_oldest_are_left_to_who_asks() -> None:
-    came: list[bytes] = []
-    all_came = asyncio.Event()
-
-    async def map_ahead(key: bytes) -> None:
-        came.append(key)
-        if key == keys[-1]:
-            all_came.set()
-
-    ahead = MappingAhead(map_ahead)
-    keys = [number.to_bytes(24, "big") for number in range(MOST_WAITING + 2)]
-    for key in keys:
-        ahead.stored(key)
-    following = asyncio.ensure_future(ahead.follow())
-    await all_came.wait()
-    following.cancel()
-    assert came == keys[2:]
-
-
 async def ready_for_news(tier: SharedMemoryTier, writer: Other) -> None:
     """Once the kernel tells of what comes to the directory of chunks."""
     tier.maps_ahead = True
     number = 1000
-    while not tier.mappings.ahead_bytes:
+    while not tier.mappings:
         number += 1
         assert await writer.do("store", number) == "done"
     assert await writer.do("store", 1000) == "done"
@@ -454,5 +443,5 @@ async def test_memory_that_is_full_is_made_room_in_and_held_chunks_stay(small: P
 def test_half_of_what_a_process_may_map_is_used(tmp_path: Path) -> None:
     limit = tmp_path / "max_map_count"
     limit.write_text("1000\n")
-    assert most_mappings(limit) == 500
-    assert most_mappings(tmp_path / "none") == 32765
+    assert max_mappings(limit) == 500
+    assert max_mappings(tmp_path / "none") == 32765

@@ -37,8 +37,6 @@ _CHUNK_BYTES = 2 * MIB
 _SHARED_MEMORY = Path("/dev/shm")
 _ARENA_CHUNKS = 64
 """Memory that the chunks of this tier do not pass through."""
-_ROOM_FOR_AHEAD = 5
-"""What nobody has used yet may have a quarter of the tier."""
 _WRITER_S = 120
 _UNMAPPED_S = 0.2
 """What unmapping all chunks in the background may take, before the next measurement begins."""
@@ -102,7 +100,7 @@ async def measure_shared_memory(figures: Figures, plan: Plan) -> None:
 async def _get_mapped_ahead(plan: Plan, count: int, places: list[np.ndarray]) -> float:
     keys = _keys(count)
     with _directory() as directory:
-        config = _config(directory, _ROOM_FOR_AHEAD * count)
+        config = _config(directory, count)
         async with TierCache.open(config, layout_of(_CHUNK_BYTES)) as cache, asyncio.timeout(_WRITER_S):
             tier = cache.tiers[0]
             assert isinstance(tier, SharedMemoryTier)

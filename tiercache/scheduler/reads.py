@@ -27,9 +27,10 @@ from tiercache.memory.wait_queue import WaitQueue, done_by
 from tiercache.memory.workers import cancel_all
 from tiercache.payloads import Sink
 from tiercache.scheduler.batch import HostMemory, HotCache, deliver, or_held
-from tiercache.tiers.base import DeviceTier, MappedTier, Tier
+from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.leases import Lease
+from tiercache.tiers.shared_memory import SharedMemoryTier
 
 logger = logging.getLogger("tiercache.reader")
 
@@ -181,7 +182,7 @@ class TierReader:
         """`cpu` is the tier that it reads into; its budget bounds the slots of reads in flight, abandoned ones included.
         With `maps`, chunks are mapped instead."""
         self.tier = tier
-        self.mapped = tier if maps and isinstance(tier, MappedTier) else None
+        self.mapped = tier if maps and isinstance(tier, SharedMemoryTier) else None
         self.name = tier.name
         self.cpu = cpu
         self.settings = settings
@@ -561,7 +562,7 @@ class Reader:
         of mapped tiers are read in place."""
         self.cpu = cpu
         self.settings = settings or ReaderSettings()
-        self.mapped = [tier for tier in tiers if maps and isinstance(tier, MappedTier)]
+        self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
         for tier in self.mapped:
             tier.maps_ahead = True
         cpu.budget.divide(tier.name for tier in tiers if tier not in self.mapped)

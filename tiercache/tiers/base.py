@@ -10,14 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import TenantStatistics
 from tiercache.core.traffic import KeyTraffic
 from tiercache.device.driver import Tensor
 from tiercache.memory.arena import Arena
-from tiercache.tiers.leases import Lease
-from tiercache.tiers.mappings import Mappings
 
 
 @dataclass(frozen=True)
@@ -217,26 +214,3 @@ class DeviceTier(Tier):
     @abstractmethod
     async def write_device(self, key: ChunkKey, payload: Tensor, payload_bytes: int) -> bool:
         """Like `write`, from device memory that no stream is writing to."""
-
-
-class MappedTier(Tier):
-    """A tier whose chunks lie in memory that this process can map. Each chunk is mapped and verified once, and then read
-    where it lies: a mapped chunk is leased at once, and nothing is copied to the hot cache."""
-
-    mappings: Mappings
-    """The chunks that are mapped now. They own the leases."""
-    maps_ahead: bool = False
-    """True if chunks that other processes store are mapped in the background, within bounds. The reader sets it."""
-
-    @abstractmethod
-    def lease(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
-        """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `counted` already."""
-
-    @abstractmethod
-    def pin(self, key: ChunkKey) -> Lease | None:
-        """Pin a mapped chunk for a future reader, or return None. Not an access."""
-
-    @abstractmethod
-    async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        """Map the chunk and verify it where it lies. Return a lease of that purpose, or None for a miss. Errors are those of
-        `read`."""

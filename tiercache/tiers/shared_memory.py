@@ -1,155 +1,368 @@
-"""The shared memory tier: chunk files in a directory on tmpfs, which all engines of a host map and read where they lie.
+"""The shared memory tier: chunk files in a directory on tmpfs, which all engines of a host map and read in place.
 
-The disk tier's files and rules, so its counts, locks and recovery. But a get copies nothing: it maps a file, verifies it
-once, and hands out leases on the pages that all processes have together.
+It has the files and rules of the disk tier, so its capacity counter, locks and recovery. But a get copies nothing: it maps a
+file, verifies it once, and returns a lease on pages that all processes share.
+
+A mapping is found by its key while its file has its name. A file that has lost its name never gets it back, so one rule
+covers all that this and other processes may do meanwhile: after a chunk was mapped, and after any news of its name, a thread
+looks whether the name still leads to the mapped file, and the mapping goes if it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import logging
 import os
-from collections.abc import Callable, Container, Coroutine, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from tiercache.core.budget import PREFETCH, READ, Purpose
-from tiercache.core.header import file_bytes
+from tiercache.core.header import HEADER_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError, TierCacheError
-from tiercache.tiers.base import MappedTier, Tier, TierStatistics
-from tiercache.tiers.files.mapped_file import MappedFile, map_chunk_file
+from tiercache.core.tombstones import Tombstones
+from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.tiers.base import Tier, TierStatistics
+from tiercache.tiers.files.mapped_file import Inode, MappedFile, inode_at, map_chunk_file
 from tiercache.tiers.files.mounts import mount_of
-from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.settings import FileSettings
 from tiercache.tiers.files.shelves import Shelves
 from tiercache.tiers.files.threads import ThreadMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
-from tiercache.tiers.leases import Lease
-from tiercache.tiers.mapping_ahead import MappingAhead
-from tiercache.tiers.mappings import Mappings
+from tiercache.tiers.leases import ONE, Lease, pins_in
 
 logger = logging.getLogger("tiercache.shared_memory")
 
 MEMORY_KINDS = ("tmpfs",)
-"""Not hugetlbfs, which has no write(2); not ramfs, whose size nobody bounds."""
-_LOOP_S = 1.0
-"""How long a thread waits for the loop."""
-_AHEAD_PART = 4
-"""Of the cap, so much at most is mapped that nobody here has used: what others evict takes memory until all have let go."""
+"""File systems in memory. hugetlbfs has no write(2), and ramfs has no limit of its size."""
+_MAX_KEYS_AHEAD = 4096
+"""Keys that wait to be mapped ahead. The oldest are dropped and mapped by their first get."""
+_STEP = 1024
+"""Names that are looked up in one thread call: about a millisecond of the event loop."""
 
 
 @dataclass(frozen=True)
 class SharedMemorySettings(FileSettings):
     direct: bool | None = False
     durable: bool = False
-    """Nothing survives the power anyway."""
+    """tmpfs loses everything at a power failure in any case."""
     beside: bool = False
-    """The kernel tells all engines what happens in the directories of chunks: half-made files are no news."""
+    """Temporary files stay out of the directories of chunks, since the kernel tells all engines what happens in those."""
+
+
+class Mapped:
+    """A mapped chunk; see `Leased`."""
+
+    __slots__ = ("file", "hot", "key", "leases", "length_bytes", "payload_bytes", "unlinked")
+
+    def __init__(self, key: ChunkKey, file: MappedFile) -> None:
+        self.key = key
+        self.payload_bytes = file.payload_bytes
+        self.leases = 0
+        self.hot = True
+        self.file: MappedFile | None = file
+        """None once it is unmapped."""
+        self.length_bytes = file.memory.nbytes
+        self.unlinked = False
+        """True once the file has lost its name."""
+
+
+class Mappings:
+    """The mapped chunks of a tier, and the owner of the leases on them.
+
+    Keeps at most `most_bytes` and `most_chunks` of chunks without a lease, and unmaps the least recently used one first.
+    All methods belong to the event loop. `unmap` drops a list of mapped files in a thread, which takes a part of the time
+    that copying them would take.
+    """
+
+    on_device = False
+
+    def __init__(self, unmap: Callable[[list[MappedFile]], None]) -> None:
+        self.most_bytes = 0
+        self.most_chunks = max_mappings()
+        self.tombstones = Tombstones()
+        """Chunks that were forgotten while others are being mapped."""
+        self.mapped_bytes = 0
+        self.unlinked_bytes = 0
+        """Mapped bytes of deleted files, which no capacity counter has. They are freed with their last leases."""
+        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
+        """Called when a pinned chunk is read."""
+        self.on_forget: Callable[[ChunkKey], None] | None = None
+        """Called when a pinned chunk was removed."""
+        self.on_gone: Callable[[ChunkKey], None] | None = None
+        """Called when a chunk is not found here any more."""
+        self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
+        self._unmap = unmap
+        self._unmapping: list[MappedFile] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def open(self, most_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.most_bytes = most_bytes
+
+    def close(self) -> None:
+        """Drop all chunks. Leased ones stay mapped until their leases end."""
+        self._closed = True
+        self.clear()
+        self.hand_over()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def keys(self) -> list[ChunkKey]:
+        """Return the keys of the chunks that are found here."""
+        return list(self._entries)
+
+    def get(self, key: ChunkKey) -> Mapped | None:
+        """Return a mapped chunk, or None. Not an access."""
+        return self._entries.get(key)
+
+    # Leases
+
+    def find(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
+        """Return a lease on a mapped chunk, or None; an access."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return self.serve(entry, purpose, counted=False)
+
+    def add(self, key: ChunkKey, file: MappedFile, purpose: Purpose, *, findable: bool) -> Lease:
+        """Add a chunk that was just mapped and return its first lease. If it is not `findable`, no look-up finds it."""
+        entry = self._entries.get(key) if findable else None
+        if entry is not None and entry.file is not None and entry.file.inode != file.inode:
+            self._remove(entry)
+            entry = None
+        if entry is not None:
+            self._unmap_soon(file)  # another read has mapped it too
+        else:
+            entry = Mapped(key, file)
+            entry.hot = findable and not self._closed
+            self.mapped_bytes += entry.length_bytes
+            if entry.hot:
+                self._entries[key] = entry
+            else:
+                self._mark(entry)
+        lease = self.begin_lease(entry, purpose)
+        self._trim()
+        return lease
+
+    def view(self, entry: Mapped, length_bytes: int) -> np.ndarray:
+        """Return the first bytes of a chunk: uint8, read-only. Raises CacheClosed."""
+        if self._closed or entry.file is None:
+            raise CacheClosed("the cache is closed, and its memory given back")
+        return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
+
+    def serve(self, entry: Mapped, purpose: Purpose, *, counted: bool) -> Lease:
+        pinned = pins_in(entry.leases)
+        lease = self.begin_lease(entry, purpose)
+        if purpose is READ and pinned and self.on_pinned_access is not None:
+            self.on_pinned_access(entry.key)  # ends the pin
+        return lease
+
+    def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:
+        entry.leases += ONE[purpose]
+        return Lease(self, entry, purpose)
+
+    def end_lease(self, entry: Mapped, purpose: Purpose) -> None:
+        entry.leases -= ONE[purpose]
+        if not entry.leases and (entry.unlinked or not entry.hot):
+            self._drop(entry)
+
+    def end_lease_from_anywhere(self, entry: Mapped, purpose: Purpose) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
+
+    # Chunks that go
+
+    def lost(self, key: ChunkKey, *, replaced: bool = False) -> bool:
+        """Record that the file of a chunk has lost its name. Return True if nothing holds the chunk, so that it is unmapped.
+
+        A leased chunk is found until its leases end, since its memory is taken until then in any case, but not if another
+        file has `replaced` its own.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        if replaced or not entry.leases:
+            self._remove(entry)
+        else:
+            self._mark(entry)
+        return not entry.leases
+
+    def forget(self, key: ChunkKey) -> None:
+        """Make a chunk invisible at once, one that is being mapped included."""
+        self.tombstones.forget([key])
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._remove(entry)
+
+    def clear(self) -> None:
+        """Drop all chunks; leased ones are unmapped when their leases end."""
+        for entry in list(self._entries.values()):
+            self._drop(entry)
+
+    def hand_over(self) -> None:
+        """Have dropped files unmapped now."""
+        taken, self._unmapping = self._unmapping, []
+        if taken:
+            self._unmap(taken)
+
+    def _remove(self, entry: Mapped) -> None:
+        self._mark(entry)
+        self._drop(entry)
+        if pins_in(entry.leases) and self.on_forget is not None:
+            self.on_forget(entry.key)
+
+    def _mark(self, entry: Mapped) -> None:
+        if not entry.unlinked:
+            entry.unlinked = True
+            self.unlinked_bytes += entry.length_bytes
+
+    def _drop(self, entry: Mapped) -> None:
+        """Make a chunk invisible, and unmap it once it has no lease."""
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            if self.on_gone is not None:
+                self.on_gone(entry.key)
+        entry.hot = False
+        if not entry.leases and entry.file is not None:
+            self.mapped_bytes -= entry.length_bytes
+            self.unlinked_bytes -= entry.length_bytes if entry.unlinked else 0
+            file, entry.file = entry.file, None
+            self._unmap_soon(file)
+
+    def _trim(self) -> None:
+        for _ in range(len(self._entries)):
+            if self.mapped_bytes <= self.most_bytes and len(self._entries) <= self.most_chunks:
+                return
+            key, entry = next(iter(self._entries.items()))
+            if not entry.leases:
+                self._drop(entry)
+            else:
+                self._entries.move_to_end(key)
+
+    def _unmap_soon(self, file: MappedFile) -> None:
+        if not self._unmapping and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self.hand_over)  # with the others that are dropped in this turn
+        self._unmapping.append(file)
 
 
 class MappingMover(ThreadMover):
-    """Writes as plain files; reads by mapping them. What is deleted while it is mapped takes its memory until it is not."""
+    """Writes chunks as plain files and reads them by mapping. Unmaps the chunks whose files have lost their names."""
 
-    def __init__(self, shelves: Shelves, mappings: Mappings) -> None:
+    def __init__(self, shelves: Shelves) -> None:
         super().__init__(shelves)
-        self._mappings = mappings
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.mappings = Mappings(lambda files: shelves.metadata.later(files.clear))
+        self._doubted: dict[ChunkKey, None] = {}
+        """Mapped chunks whose names are to be looked up."""
+        self._checking: asyncio.Task[None] | None = None
 
     @property
     def keeps_files_open(self) -> bool:
         return True
 
     async def prepare(self) -> None:
-        self._loop = asyncio.get_running_loop()
         settings = self._shelves.settings
         await self._shelves.metadata.submit(require_memory, settings.directories[0], settings.cap_bytes)
 
-    def map(self, volume: Volume, key: ChunkKey, mapped: list[MappedFile]) -> asyncio.Future[int | None]:
-        """As `read`, with the mapping of the file in `mapped`."""
-        return self._precedence.read(self._readers.submit(self._map, volume, key, mapped))
+    def map(
+        self, volume: Volume, key: ChunkKey, mapped: list[MappedFile], *, ahead: bool = False
+    ) -> asyncio.Future[int | None]:
+        """Map and verify a chunk, with the result of `read`, and append it to `mapped`. With `ahead`, other maps go first,
+        for a while."""
 
-    def map_ahead(self, volume: Volume, key: ChunkKey, mapped: list[MappedFile]) -> asyncio.Future[int | None]:
-        """As `map`, of a chunk that nobody waits for: while others are being mapped it is not begun, but for a moment."""
-        return self._precedence.prefetch(
-            key, lambda pause: self._prefetchers.submit(self._map, volume, key, mapped, pause)
-        )
-
-    def _map(
-        self, volume: Volume, key: ChunkKey, mapped: list[MappedFile], pause: Callable[[], None] | None = None
-    ) -> int | None:
         def by(path: str) -> int:
             file = map_chunk_file(path, key, self._shelves.fingerprint, volume.access)
             mapped.append(file)
             return file.payload_bytes
 
-        if pause is not None:
+        def map_ahead(pause: Callable[[], None]) -> int | None:
             pause()
-        return volume.read_by(key, by)
+            return volume.read_by(key, by)
 
-    def forget(self, path: str) -> None:
-        """Unmap the chunk unless its file is still there, and was merely looked for."""
-        key = bytes.fromhex(os.path.basename(path))
-        file = self._mappings.file(key)
-        if file is None or not file.is_at(path):
-            self._on_loop(self._gone, path, key, file)
+        if ahead:
+            return self._precedence.prefetch(key, lambda pause: self._prefetchers.submit(map_ahead, pause))
+        return self._precedence.read(self._readers.submit(volume.read_by, key, by))
 
-    def _gone(self, path: str, key: ChunkKey, seen: MappedFile | None) -> None:
-        """`seen` is what was mapped when the file at `path` was not found."""
-        if self._mappings.file(key) in (None, seen):
-            self._mappings.gone(key)
-        else:  # it was mapped since, maybe from a file that is there
-            self._shelves.metadata.later(self.forget, path)
+    def deleted(self, keys: Sequence[ChunkKey]) -> None:
+        self.check(keys)
 
-    def close_deleted(self) -> int:
-        """Unmap what others have deleted and nobody holds."""
-        gone = []
-        for key, file in self._mappings.files():
-            if not file.is_at(self._shelves.path(key)):
-                gone.append(key)
-        if not gone:
-            return 0
-        taken: concurrent.futures.Future[list[MappedFile]] = concurrent.futures.Future()
-        self._on_loop(lambda: taken.set_result(self._mappings.take_gone(gone)))
+    def check(self, keys: Iterable[ChunkKey]) -> None:
+        """Look soon whether the files of `keys` that are mapped still have their names."""
+        self._doubted.update((key, None) for key in keys if key in self.mappings)
+        if self._doubted and self._checking is None and not self._shelves.closed:
+            self._checking = self._shelves.begin(self._check(), "check-mappings")
+
+    async def _check(self) -> None:
         try:
-            files = taken.result(_LOOP_S)
-        except TimeoutError:  # it is busy, or over; they go all the same
-            return 0
-        return len(files)
+            while self._doubted:
+                keys, self._doubted = list(self._doubted), {}
+                await self._unmap_lost(keys)
+        except TierUnavailable as error:  # no thread could be started; the next sweep looks at all
+            logger.debug("mappings could not be checked: %s", error)
+        finally:
+            self._checking = None
 
-    def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(call, *arguments)
+    async def close_deleted(self) -> int:
+        unmapped = await self._unmap_lost(self.mappings.keys())
+        if unmapped:
+            self.mappings.hand_over()
+            await self._shelves.metadata.submit(int)  # the one thread has unmapped them by then
+        return unmapped
+
+    async def _unmap_lost(self, keys: Sequence[ChunkKey]) -> int:
+        """Unmap those of `keys` whose files have lost their names. Return how many are unmapped; others are leased."""
+        shelf, mappings, unmapped = self._shelves.all[0], self.mappings, 0
+        for start in range(0, len(keys), _STEP):
+            entries = [entry for key in keys[start : start + _STEP] if (entry := mappings.get(key)) is not None]
+            began = [shelf.look_for(entry.key) for entry in entries]
+            inodes: Sequence[Inode | None] = ()
+            try:
+                inodes = await self._shelves.metadata.submit(_inodes, shelf.volume, [entry.key for entry in entries])
+            finally:
+                latest = [shelf.looked(entry.key, since) for entry, since in zip(entries, began, strict=True)]
+            for entry, inode, is_latest in zip(entries, inodes, latest, strict=True):
+                if entry.file is not None and inode != entry.file.inode and mappings.get(entry.key) is entry:
+                    unmapped += mappings.lost(entry.key, replaced=inode is not None)
+                if inode is None and is_latest:
+                    shelf.index.remove(entry.key)
+        return unmapped
 
 
-class SharedMemoryTier(FileTier, MappedTier):
+class SharedMemoryTier(FileTier):
+    """Chunks in memory that this process maps. A mapped chunk is leased at once, and nothing is copied to the hot cache."""
+
+    maps_ahead: bool = False
+    """True if chunks that other processes store are mapped in the background. The reader sets it."""
+
     def __init__(self, settings: SharedMemorySettings, fingerprint: bytes) -> None:
-        self.mappings = Mappings(settings.cap_bytes, most_mappings(), self._unmap)
+        super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, MappingMover)
+        mover = self.shelves.mover
+        assert isinstance(mover, MappingMover)
+        self._mover = mover
+        self.mappings = mover.mappings
         self.mappings.on_gone = self._changed
-        self._mover: MappingMover
-        super().__init__("shared_memory", "shared_memory_path", settings, fingerprint, self._make_mover)
         self._listener: Callable[[ChunkKey], None] | None = None
-        self._ahead = MappingAhead(self._map_ahead)
-
-    def _make_mover(self, shelves: Shelves) -> MappingMover:
-        self._mover = MappingMover(shelves, self.mappings)
-        return self._mover
+        self._stored: asyncio.Queue[ChunkKey] = asyncio.Queue(_MAX_KEYS_AHEAD)
+        """Chunks that other processes have stored, to be mapped ahead."""
 
     async def open(self) -> None:
-        self.mappings.open()
         await super().open()
-        self.mappings.most_bytes = self.settings.cap_bytes
-        self.mappings.most_ahead_bytes = self.settings.cap_bytes // _AHEAD_PART
-        for shelf in self.shelves.all:
-            shelf.index.on_change = self._changed
-            # Also where nobody is told of it: memory of a chunk that another process evicts is to go with it.
-            self.shelves.knowledge.follow_deletions(shelf, self._stored)
-        self.shelves.begin(self._ahead.follow(), "map-ahead")
+        self.mappings.open(self.settings.cap_bytes)
+        shelf = self.shelves.all[0]
+        shelf.index.on_change = self._changed
+        # Without a listener too: the memory of a chunk that another process evicts has to go.
+        self.shelves.knowledge.follow_deletions(shelf, self._appeared)
+        self.shelves.begin(self._map_ahead(), "map-ahead")
 
     async def close(self) -> None:
         self.mappings.close()
@@ -168,6 +381,7 @@ class SharedMemoryTier(FileTier, MappedTier):
         self._listener = on_change
 
     def lease(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
+        """Return a reader's lease on a mapped chunk, or None. Counts as an access unless that is `counted` already."""
         lease = self.mappings.find(key, READ)
         if lease is not None:
             self._statistics.reads += 1
@@ -177,84 +391,68 @@ class SharedMemoryTier(FileTier, MappedTier):
         return lease
 
     def pin(self, key: ChunkKey) -> Lease | None:
+        """Pin a mapped chunk for a future reader, or return None."""
         return self.mappings.find(key, PREFETCH)
 
     async def map(self, key: ChunkKey, purpose: Purpose) -> Lease | None:
-        mapped: list[MappedFile] = []
-        return await self._keep(
-            key, mapped, self._read(key, lambda volume: self._mover.map(volume, key, mapped)), purpose
-        )
+        """Map the chunk and verify it in place. Return a lease of that purpose, or None for a miss. Raise the errors of
+        `read`. A cancelled call raises CancelledError when its thread has ended."""
+        return await self._map(key, purpose)
 
-    def _stored(self, key: ChunkKey) -> None:
-        """What this process writes itself it has in memory, as a rule. Not what it reads or knows already."""
-        shelf = self.shelves.all[0]
-        if self.maps_ahead and key not in shelf.index and not shelf.is_looked_for(key):
-            self._ahead.stored(key)
-
-    async def _map_ahead(self, key: ChunkKey) -> None:
-        shelf = self.shelves.all[0]
-        if key in self.mappings or shelf.is_looked_for(key) or self.traffic.refuses(key):
-            return
-        mapped: list[MappedFile] = []
-        read = self._read_from(shelf, key, lambda volume: self._mover.map_ahead(volume, key, mapped))
-        self.traffic.begin(key)
-        try:
-            lease = await self._keep(key, mapped, read, PREFETCH, is_ahead=True)
-        except (TierCacheError, OSError) as error:  # who asks for it will hear of it
-            logger.debug("a chunk could not be mapped ahead: %s", error)
-        else:
-            if lease is not None:
-                lease.release()
-        finally:
-            self.traffic.end(key)
-
-    async def _keep(
-        self,
-        key: ChunkKey,
-        mapped: list[MappedFile],
-        read: Coroutine[Any, Any, int | None],
-        purpose: Purpose,
-        *,
-        is_ahead: bool = False,
-    ) -> Lease | None:
-        """A lease on what `read` has put into `mapped`, and others find it from now on unless it went meanwhile."""
+    async def _map(self, key: ChunkKey, purpose: Purpose, *, ahead: bool = False) -> Lease | None:
         mappings, shelf = self.mappings, self.shelves.all[0]
+        mapped: list[MappedFile] = []
+
+        def begin(volume: Volume) -> asyncio.Future[int | None]:
+            return self._mover.map(volume, key, mapped, ahead=ahead)
+
         operation = mappings.tombstones.begin()
-        in_doubt = mappings.deletions.begin()
         try:
-            length = await read
+            length = await (self._read_from(shelf, key, begin) if ahead else self._read(key, begin))
             if length is None:
                 return None
-            (file,), is_there = mapped, True
-            while is_there and in_doubt.forgot(key):
-                # The news may be of an earlier file, or of none: directories that are not watched yet are looked through.
-                mappings.deletions.end(in_doubt)
-                in_doubt = mappings.deletions.begin()
-                is_there = await self.shelves.metadata.submit(file.is_at, self.path(key))
-            findable = is_there and not operation.forgot(key)
+            findable = not operation.forgot(key)
             if findable and key not in shelf.index:
-                # What is mapped is known, so that one hears of its deletion.
-                shelf.add(key, file_bytes(length))
-                self._look_again(shelf, key, file)
-            return mappings.add(key, file, purpose, findable=findable, is_ahead=is_ahead)
+                shelf.add(key, file_bytes(length))  # the news of a deletion are of known chunks
+            lease = mappings.add(key, mapped[0], purpose, findable=findable)
         finally:
             mappings.tombstones.end(operation)
-            mappings.deletions.end(in_doubt)
+        self._mover.check([key])
+        return lease
 
-    def _look_again(self, shelf: Shelf, key: ChunkKey, file: MappedFile) -> None:
-        """Where it was deleted before it was known here, nobody will say so."""
-        work = self.shelves.metadata.submit(file.is_at, self.path(key))
-        began = shelf.look_for(key)
+    def _appeared(self, key: ChunkKey) -> None:
+        """Called when a process has stored a chunk. What this process stores, it has in its hot cache as a rule."""
+        shelf = self.shelves.all[0]
+        if key in self.mappings:
+            self._mover.check([key])
+        elif self.maps_ahead and key not in shelf.index and not shelf.is_looked_for(key):
+            if self._stored.full():
+                self._stored.get_nowait()
+            self._stored.put_nowait(key)
 
-        def seen(work: asyncio.Future[bool]) -> None:
-            if shelf.looked(key, began) and not work.cancelled() and work.exception() is None and not work.result():
-                shelf.index.remove(key)
-
-        work.add_done_callback(seen)
+    async def _map_ahead(self) -> None:
+        """Map what other processes store, one chunk at a time, so that its first get finds it verified."""
+        shelf = self.shelves.all[0]
+        while True:
+            key = await self._stored.get()
+            if key in self.mappings or shelf.is_looked_for(key) or self.traffic.refuses(key):
+                continue
+            self.traffic.begin(key)
+            try:
+                lease = await self._map(key, PREFETCH, ahead=True)
+                if lease is not None:
+                    lease.release()
+            except (TierCacheError, OSError) as error:  # a get of the chunk reports it
+                logger.debug("a chunk could not be mapped ahead: %s", error)
+            finally:
+                self.traffic.end(key)
 
     async def remove(self, key: ChunkKey) -> bool:
         self.mappings.forget(key)
-        return await super().remove(key)
+        try:
+            return await super().remove(key)
+        finally:
+            self.mappings.forget(key)  # it may have been mapped again before its file was deleted
 
     def statistics(self) -> TierStatistics:
         counters = super().statistics()
@@ -263,18 +461,18 @@ class SharedMemoryTier(FileTier, MappedTier):
         return counters
 
     def _changed(self, key: ChunkKey) -> None:
-        """A key has come to the index or gone from it, or is not mapped any more."""
-        if key in self.mappings and not super().contains(key):
-            self.mappings.gone(key)
+        """Called when a key has entered or left the index, and when a chunk is not found among the mappings any more."""
+        entry = self.mappings.get(key)
+        if entry is not None:
+            is_known = super().contains(key)
+            if not is_known or entry.unlinked:
+                self.mappings.lost(key, replaced=is_known)
         if self._listener is not None:
             self._listener(key)
 
-    def _unmap(self, files: list[MappedFile]) -> None:
-        self.shelves.metadata.later(files.clear)
 
-
-def most_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
-    """Half of what a process may have."""
+def max_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
+    """Return half of the number of mappings that a process may have."""
     try:
         return int(limit.read_text()) // 2
     except (OSError, ValueError):
@@ -282,7 +480,7 @@ def most_mappings(limit: Path = Path("/proc/sys/vm/max_map_count")) -> int:
 
 
 def require_memory(directory: Path, cap_bytes: int) -> None:
-    """Raises ConfigError unless that is a directory in memory, with room for so much. Blocks."""
+    """Raise ConfigError unless the directory lies in memory with room for `cap_bytes`. Blocks."""
     mount = mount_of(directory)
     if mount.kind not in MEMORY_KINDS:
         raise ConfigError(
@@ -297,3 +495,8 @@ def require_memory(directory: Path, cap_bytes: int) -> None:
             f"{cap_bytes / 2**30:.2f} GB that are asked for; lower it, or enlarge that (mount -o remount,size=..., or "
             "--shm-size of a container)"
         )
+
+
+def _inodes(volume: Volume, keys: Sequence[ChunkKey]) -> list[Inode | None]:
+    """Return what has the names of these chunks now. For a worker thread."""
+    return [inode_at(volume.path(key)) for key in keys]

@@ -1,8 +1,8 @@
-"""A chunk file as memory of this process: mapped whole, verified, and read where it lies. Synchronous; for worker threads.
+"""Map a chunk file into this process, verify it, and read it in place. Synchronous, for worker threads.
 
-Only for file systems that are memory. A chunk file is never changed nor shortened once it has its name, and to delete it
-leaves its pages to those who have mapped them. What somebody else does to it is not kept from us: who shortens the file with
-another program has this process killed by SIGBUS at its next look.
+This is only for file systems in memory. A chunk file never changes once it has its name, and deleting it leaves its pages to
+the processes that have mapped them. Other programs can break this: if one shortens a mapped file, the kernel kills this
+process with SIGBUS at the next access.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(3 * [ctypes.c_int]), ctypes
 _unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED = ctypes.c_void_p(-1).value
 
+Inode = tuple[int, int]
+"""Device and inode number."""
+
 
 class _Pages:
-    """Of a file, until nobody has a view of them any more. Not Python's own mapping: that keeps a descriptor each.
+    """The pages of a file, until the last view of them is gone. Python's own `mmap` keeps a descriptor for each file.
 
-    The kernel chooses where they lie, which it does so that it can map huge pages where the file has them.
+    The kernel chooses the address, so that it can map huge pages where the file has them.
     """
 
     __slots__ = ("__array_interface__",)
@@ -57,28 +60,30 @@ class _Pages:
 
 
 class MappedFile:
-    """A verified chunk. Its pages stay as long as somebody has `memory`, or a view of it."""
+    """A verified chunk. Its pages stay until `memory` and all views of it are gone."""
 
     __slots__ = ("inode", "memory", "payload_bytes")
 
-    def __init__(self, memory: np.ndarray, payload_bytes: int, inode: tuple[int, int]) -> None:
+    def __init__(self, memory: np.ndarray, payload_bytes: int, inode: Inode) -> None:
         self.memory = memory
         """uint8, read-only: the header of 4096 bytes, the payload, its padding."""
         self.payload_bytes = payload_bytes
         self.inode = inode
 
-    def is_at(self, path: str) -> bool:
-        """Whether the file still has that name."""
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return False
-        return (status.st_dev, status.st_ino) == self.inode
+
+def inode_at(path: str) -> Inode | None:
+    """Return the inode that has this name now, or None. A mapped file keeps its inode number, so an equal one is the same
+    file."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Access) -> MappedFile:
-    """Map and verify the chunk at `path`. Raises as `read_chunk_file`, and OSError (ENOMEM) where nothing can be mapped,
-    PermissionError where another user could change it after it was verified."""
+    """Map and verify the chunk at `path`. Raise the errors of `read_chunk_file`, OSError (ENOMEM) if nothing more can be
+    mapped, and PermissionError if another user could change the file after it was verified."""
     descriptor, status = open_found(path, os.O_RDONLY)
     try:
         if not access.owns(status) or status.st_mode & stat.S_IWOTH:
@@ -92,6 +97,6 @@ def map_chunk_file(path: Path | str, key: bytes, fingerprint: bytes, access: Acc
     checksum = host_checksum(memory[HEADER_BYTES:])
     header = verify_chunk(path, memory[:PACKED_BYTES].data, key, fingerprint, length_bytes, length_bytes, checksum)
     if header.codec is not Codec.PLAIN:
-        # Only another tier makes such files. Out of the way, so that the chunk is stored plain the next time.
-        raise CorruptChunk(f"{path}: it is compressed, and cannot be read where it lies")
+        # Only another tier makes such files. In quarantine it does not keep the chunk from being stored plain.
+        raise CorruptChunk(f"{path}: it is compressed, and cannot be read in place")
     return MappedFile(memory, header.payload_bytes, (status.st_dev, status.st_ino))

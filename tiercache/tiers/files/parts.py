@@ -93,13 +93,11 @@ class Mover(ABC):
     def forget(self, path: str) -> None:  # noqa: B027
         """The file at `path` is gone, or is being deleted: close it. Blocks; in a worker thread."""
 
-    def forget_all(self, paths: Sequence[str]) -> None:
-        """As `forget`, of many."""
-        for path in paths:
-            self.forget(path)
+    def deleted(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027
+        """Chunks are being deleted, or were, by any process: close their files soon."""
 
-    def close_deleted(self) -> int:
-        """Close files that others have deleted; how many there were. Blocks; in a worker thread."""
+    async def close_deleted(self) -> int:
+        """Close the files that other processes have deleted. Return how many there were."""
         return 0
 
     def failed(self, error: OSError) -> None:  # noqa: B027

@@ -89,7 +89,6 @@ class Shelves:
         self._unclosed: list[Shelf] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._scans: set[asyncio.Task[None]] = set()
-        self._sweep: asyncio.TimerHandle | None = None
         self._on_change: Callable[[ChunkKey], None] | None = None
         self.mover = mover(self)
         self.knowledge = knowledge(self)
@@ -110,7 +109,8 @@ class Shelves:
             self.knowledge.begin(shelf)
         if self._on_change is not None:
             self.tell(self._on_change)
-        self._sweep_later()
+        if self.mover.keeps_files_open:
+            self.begin(self._sweep(), f"sweep-{self.name}")
 
     async def _open_all(self) -> None:
         await self.mover.prepare()
@@ -130,8 +130,6 @@ class Shelves:
     async def close(self) -> None:
         """Call off what is done in the background, then close the directories. Waits for what hangs, but not for long."""
         self.closed = True
-        if self._sweep is not None:
-            self._sweep.cancel()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -205,13 +203,12 @@ class Shelves:
             del self.refused[next(iter(self.refused))]
 
     def deleted(self, keys: list[ChunkKey]) -> None:
-        """Chunks are being deleted, or were, by us or by others: a file that is open still takes its space."""
-        if self.mover.keeps_files_open:
-            self.metadata.submit(self.mover.forget_all, [self.path(key) for key in keys])
+        """Chunks are being deleted, or were, by any process: a file that is open still takes its space."""
+        self.mover.deleted(keys)
 
     async def close_deleted(self) -> int:
-        """The device is full, and deleted files that we keep open take its space. How many there were."""
-        return await self.metadata.submit(self.mover.close_deleted) if self.mover.keeps_files_open else 0
+        """Close deleted files, which take space while they are open. Return how many there were."""
+        return await self.mover.close_deleted()
 
     # Looking through directories
 
@@ -342,23 +339,16 @@ class Shelves:
         finally:
             shelf.catching_up = None
 
-    def _sweep_later(self) -> None:
-        """What others delete is not to stay allocated because we keep it open, least of all while nobody uses us."""
-        if self.mover.keeps_files_open and not self.closed:
-            self._sweep = asyncio.get_running_loop().call_later(_SWEEP_S, self._sweep_now)
-
-    def _sweep_now(self) -> None:
-        try:
-            self.metadata.submit(self.mover.close_deleted).add_done_callback(self._swept)
-        except TierUnavailable:  # no thread could be started
-            self._sweep_later()
-
-    def _swept(self, sweep: asyncio.Future[int]) -> None:
-        if not sweep.cancelled() and (error := sweep.exception()) is not None:
-            logger.info("%s: could not close deleted files: %s", self.name, error)
-        for shelf in self.all:
-            self.catch_up_soon(shelf)  # also what failed in a clean-up
-        self._sweep_later()
+    async def _sweep(self) -> None:
+        """Close deleted files from time to time: what others delete must not stay allocated while this instance is idle."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self.close_deleted()
+            except Exception as error:  # the next sweep tries again
+                logger.info("%s: could not close deleted files: %s", self.name, error)
+            for shelf in self.all:
+                self.catch_up_soon(shelf)  # also what failed in a clean-up
 
     # Beginning anew
 

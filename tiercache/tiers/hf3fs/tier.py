@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,8 +148,15 @@ class RingMover(Mover):
     def forget(self, path: str) -> None:
         self.files.forget(path)
 
-    def close_deleted(self) -> int:
-        return self.files.close_deleted()
+    def deleted(self, keys: Sequence[ChunkKey]) -> None:
+        self._shelves.metadata.submit(self._forget, [self._shelves.path(key) for key in keys])
+
+    def _forget(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.files.forget(path)
+
+    async def close_deleted(self) -> int:
+        return await self._shelves.metadata.submit(self.files.close_deleted)
 
     def failed(self, error: OSError) -> None:
         """The first to know, perhaps the only one: rings may be idle."""

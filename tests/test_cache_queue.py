@@ -62,7 +62,7 @@ async def test_long_queue_fetches_within_the_share_and_each_request_finds_its_ch
     for keys in REQUESTS[:8]:
         await until_hot(cache, keys)
         await read(cache, keys)
-    assert cache.statistics().prefetch["queue"].evicted_bytes == 0
+    assert cache.statistics().prefetch["queue"].wasted_bytes == 0
 
 
 async def test_hot_chunks_of_the_first_in_the_queue_are_not_evicted_for_those_behind_it(cache: TierCache) -> None:
@@ -77,7 +77,7 @@ async def test_what_is_remembered_of_a_queue_has_a_bound_and_room_comes_back(cac
     for _ in range(50):
         for keys in REQUESTS:
             cache.warm_soon(keys)
-    assert sum(len(prediction.keys) for prediction in cache.ahead._queue) < 5 * SHARE * cache.cpu.pool.count
+    assert cache.ahead.plan.keys_of["queue"] < 5 * SHARE * cache.cpu.pool.count
     for keys in REQUESTS:
         await read(cache, keys)
     await until_quiet(cache)
@@ -95,8 +95,8 @@ async def test_who_was_served_before_anything_was_fetched_ahead_is_waited_for_no
         for keys in REQUESTS[:2]:
             cache.warm_soon(keys)  # one chunk of the first, then nothing for 100 s
         await read(cache, REQUESTS[0])
-        assert not any(cache.ahead.plan.expects(key) for key in REQUESTS[0])
-        assert all(cache.ahead.plan.expects(key) for key in REQUESTS[1])
+        assert not cache.ahead.plan.has("queue", REQUESTS[0][-1])
+        assert cache.ahead.plan.has("queue", REQUESTS[1][-1])
 
 
 async def test_without_a_hot_cache_nothing_is_fetched_ahead(tmp_path: Path) -> None:

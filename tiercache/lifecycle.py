@@ -21,7 +21,7 @@ from tiercache.checks import check_number
 from tiercache.config import Config
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
-from tiercache.core.prefetch import PrefetchSettings
+from tiercache.core.prefetch import PrefetchPlan
 from tiercache.device.device import Device
 from tiercache.device.driver import Driver, Event, gpu_in_use
 from tiercache.device.paged import DevicePayload, device_payload
@@ -267,7 +267,7 @@ class Parts:
             breakers=self.reader.breakers(),
             slots=self.cpu.pool.count,
             slots_free=self.cpu.pool.free,
-            prefetch=self.ahead.accounts,
+            prefetch=self.ahead.plan.accounts,
             puts_skipped=self.ingest.skipped + (on_device.path.skipped if on_device is not None else 0),
             device=on_device.statistics() if on_device is not None else None,
             stuck=self.stuck,
@@ -522,8 +522,8 @@ async def _connected(
     closing.schedulers += [*fan_out.writers, *readers]
     chunk_bytes, slots = layout.chunk_bytes, cpu.pool.count
     share_bytes = int(config.prefetch_share * slots) * chunk_bytes
-    prefetching = PrefetchSettings(slots * chunk_bytes, share_bytes, bytes_per_s=config.prefetch_bytes_per_s)
-    ahead = Prefetcher(reader, prefetching, chunk_bytes, read_s=reading.deadline_s, on_continued=fan_out.continued)
+    plan = PrefetchPlan(chunk_bytes, share_bytes, config.prefetch_bytes_per_s)
+    ahead = Prefetcher(reader, plan, read_s=reading.deadline_s, on_continued=fan_out.continued)
     closing.push([("prefetching", ahead.close)])
     return Parts(
         loop=loop,

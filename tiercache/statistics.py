@@ -37,7 +37,7 @@ class Statistics:
     slots: int
     slots_free: int
     prefetch: dict[str, Account]
-    """Prefetched bytes by source: used, late, evicted unused, wasted, cancelled."""
+    """Prefetched bytes by source: used, late, wasted, cancelled."""
     puts_skipped: int
     stuck: int
     """Operations that outlived their deadline and still hold a slot."""

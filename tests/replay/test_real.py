@@ -70,7 +70,7 @@ async def test_requests_that_overlap_are_all_answered_with_the_right_bytes(tmp_p
     computed_s = 1 / setting.hardware.prefill_tokens_per_s
     assert found.ttft.at(0) >= computed_s
     for account in found.accounts.values():
-        assert account.promoted_bytes == account.used_bytes + account.late_bytes + account.lost_bytes
+        assert account.promoted_bytes == account.used_bytes + account.late_bytes + account.wasted_bytes
 
 
 def test_wrong_contents_are_noticed() -> None:

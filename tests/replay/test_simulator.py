@@ -99,7 +99,7 @@ def test_what_is_announced_is_in_ram_when_it_is_needed() -> None:
     figures = simulated(SESSION, ram=2, flash=None, prefetch=("hints",), prefetch_share=1.0)
     assert (figures.ready, figures.flash_blocks) == (1, 0)
     assert figures.accounts["hints"].used_bytes == 2 * BLOCK
-    assert figures.accounts["hints"].lost_bytes == 0
+    assert figures.accounts["hints"].wasted_bytes == 0
     assert figures.hit == without.hit
     assert figures.ttft.at(1) <= without.ttft.at(1)
 
@@ -126,7 +126,7 @@ def test_sessions_learn_when_the_next_turn_comes() -> None:
     account = figures.accounts["sessions"]
     assert without.ready == 0
     assert figures.ready > 0.8
-    assert account.lost_bytes < 0.1 * account.promoted_bytes
+    assert account.wasted_bytes < 0.1 * account.promoted_bytes
 
 
 def test_measuring_begins_where_it_is_told_to() -> None:

@@ -269,7 +269,7 @@ FAMILIES = (
     Family(
         "tiercache_prefetch_bytes",
         "counter",
-        "Bytes by predictor: used, late, evicted or wasted, as soon as it is known which; cancelled were not fetched.",
+        "Bytes by predictor: used, late or wasted, as soon as it is known which; cancelled were not fetched.",
         ("predictor", "outcome"),
         _prefetched,
     ),

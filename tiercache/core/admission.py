@@ -9,8 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 
-from tiercache.core.bucket import TokenBucket
 from tiercache.core.keys import ChunkKey
+from tiercache.core.ratelimit import RateLimit
 
 DAY_S = 86400.0
 REMEMBERED_KEYS = 1 << 20
@@ -107,17 +107,17 @@ class Governor:
     def __init__(self, bytes_per_day: float, burst_s: float = 3600.0) -> None:
         self.bytes_per_day = bytes_per_day
         bytes_per_s = bytes_per_day / (DAY_S + burst_s)
-        self._bucket = TokenBucket(bytes_per_s, bytes_per_s * burst_s, bytes_per_s * burst_s)
+        self._rate = RateLimit(bytes_per_s, bytes_per_s * burst_s, bytes_per_s * burst_s)
 
     def allows(self, amount_bytes: int, now_s: float) -> bool:
         """Take `amount_bytes` at `now_s` (monotonic) if there are so many; return False if there are not."""
         if self.bytes_per_day <= 0:
             return True
-        if not self._bucket.has(amount_bytes, now_s):
+        if not self._rate.allows(amount_bytes, now_s):
             return False
-        self._bucket.take(amount_bytes)
+        self._rate.take(amount_bytes)
         return True
 
     def give_back(self, amount_bytes: int) -> None:
         """Return bytes that were taken and not written."""
-        self._bucket.give_back(amount_bytes)
+        self._rate.give_back(amount_bytes)

@@ -1,50 +1,77 @@
 """Decide which chunks to promote into the hot cache before they are asked for, and account for what came of it.
 
-Predictions come from explicit hints, from requests that wait in an engine's queue, and from `SessionPredictor`, which
-expects a session's next turn. `PrefetchPlan` holds them in one heap by priority and deadline and says which chunk to promote
-next, within a share of the hot cache and a rate. Everything is pure and synchronous: times are seconds of one monotonic
-clock and are passed in, so that the live cache and the replay simulator run the same code.
+Requests come from explicit hints, from an engine's queue, and from `SessionPredictor`, which expects a session's next turn.
+`PrefetchPlan` holds them in one heap by priority and deadline and says which chunk to promote next, within a share of the
+hot cache and a rate. Everything is pure and synchronous: times are seconds of one monotonic clock and are passed in, so that
+the live cache and the replay simulator run the same code.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, count
-from math import exp, inf, log2
-from typing import NamedTuple
+from math import inf, log2
+from typing import TypeAlias
 
-from tiercache.core.bucket import TokenBucket
 from tiercache.core.keys import ChunkKey
+from tiercache.core.ratelimit import RateLimit
 
 HINTS, QUEUE, SESSIONS = SOURCES = ("hints", "queue", "sessions")
 
 MAX_REQUEST_KEYS = 1 << 14
-"""Keys of one prediction that are acted on. Dropping that many takes about a millisecond of the event loop."""
+"""Keys of one request that are acted on. Dropping that many takes some milliseconds of the event loop."""
 _MAX_KEYS = 1 << 18
-"""Keys of all predictions together, about 70 MB. The oldest predictions are dropped for newer ones."""
+"""Keys of all requests together, about 50 MB. The oldest requests are dropped for newer ones."""
 _SESSION_PRIORITY = 1 << 40
-"""Guesses go after everything that a program has said itself."""
-_SWEEP_S = 1.0
-_NO_ROOM_PAUSE_S = 0.1
-_RENEWED = 4096
-"""Chunks that are passed over in one search for a victim, which takes some milliseconds of the event loop."""
-_TURNOVER_S = 60.0
-"""Time constant of the average over evictions."""
+"""Predictions go after everything that a program has said itself."""
 _KEYS_AT_ONCE = 4096
-"""Keys of expired predictions that are dropped in one call."""
+"""Keys of expired requests that are dropped in one call."""
+_MARGIN_S = 3.0
+"""Promotions begin this much earlier than the chunks may be needed."""
+_BURST_S = 0.25
+"""Seconds' worth of the rate limit that may go at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A prefix that will be needed. A newer prediction of the same source and subject replaces it."""
+@dataclass
+class PrefetchProgress:
+    """Progress of one prefetch, in chunks of `chunk_bytes` each (a shorter tail counts as whole)."""
+
+    asked: int
+    found: int = 0
+    """Length of the contiguous prefix that some tier has; the others are `missing`."""
+    in_flight: int = 0
+    promoted: int = 0
+    """Chunks in the hot cache: read from a tier, or there already."""
+    missing: int = 0
+    """Found in no tier, behind such a gap, or failed to be read."""
+    cancelled: int = 0
+    """Not promoted because of `cancel`, a closed cache, or the end of the `ttl`."""
+    chunk_bytes: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.promoted + self.missing + self.cancelled == self.asked
+
+    @property
+    def promoted_bytes(self) -> int:
+        return self.promoted * self.chunk_bytes
+
+    @property
+    def found_bytes(self) -> int:
+        return self.found * self.chunk_bytes
+
+
+@dataclass(slots=True, eq=False)
+class PrefetchRequest:
+    """A prefix that will be needed. Keys that come again count once."""
 
     source: str
     """One of `SOURCES`; accounts are kept by it."""
-    subject: str
-    """The subject of the prediction, such as a session."""
+    subject: Hashable
+    """The name of the request, for example a session. A newer request of the same source and subject replaces it."""
     keys: Sequence[ChunkKey]
     begin_s: float
     """The earliest time at which the prefix may be needed."""
@@ -54,25 +81,56 @@ class Prediction:
     """The time from which the chunks are not worth keeping."""
     priority: int = 0
     """Smaller goes first, whatever the deadline."""
-    promote_until_s: float = inf
-    """The time from which nothing is promoted for it. Promoted chunks are kept until it expires."""
+    progress: PrefetchProgress = field(init=False)
+    """What became of its chunks. It is done when all are promoted; they are kept until the request expires all the same."""
+    on_done: Callable[[], None] | None = field(init=False, default=None)
+    """Called once, when the progress is done."""
+    cursor: int = field(init=False, default=0)
+    """Every key before this position is promoted, missing or in flight."""
+
+    def __post_init__(self) -> None:
+        unique = list(dict.fromkeys(self.keys))
+        self.keys = unique[:MAX_REQUEST_KEYS]
+        self.progress = PrefetchProgress(len(unique), cancelled=len(unique) - len(self.keys))
+
+    def truncate(self, found: int) -> bool:
+        """Record that the tiers have the first `found` keys only. Return True if a chunk is left to be promoted."""
+        if self.progress.done:
+            return False
+        self.progress.found = found
+        self.progress.missing += len(self.keys) - found
+        self.keys = self.keys[:found]
+        self._tell()
+        return not self.progress.done
+
+    def settle(self, *, promoted: bool) -> None:
+        """Record that a chunk is hot, or could not be read."""
+        self.progress.promoted += promoted
+        self.progress.missing += not promoted
+        self._tell()
+
+    def cancel(self) -> None:
+        """Count every chunk that is not promoted or missing as cancelled, those in flight included."""
+        progress = self.progress
+        progress.cancelled = progress.asked - progress.promoted - progress.missing
+        progress.in_flight = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.progress.done and self.on_done is not None:
+            self.on_done()
+            self.on_done = None
 
 
 def hint(
-    keys: Sequence[ChunkKey],
-    now_s: float,
-    subject: str,
-    *,
-    due_in_s: float = 0.0,
-    ttl_s: float = 60.0,
-    priority: int = 0,
-) -> Prediction:
-    """Return the prediction that `keys` are needed in `due_in_s` and not worth keeping `ttl_s` after that.
+    keys: Sequence[ChunkKey], now_s: float, subject: Hashable, due_in_s: float, ttl_s: float = 60.0, priority: int = 0
+) -> PrefetchRequest:
+    """Return the request for `keys`, which are needed in `due_in_s` and not worth keeping `ttl_s` after that.
 
     Programs are wrong about the time by about half of it, so the chunks are wanted from half of the time on.
     """
     lead_s = max(0.0, due_in_s)
-    return Prediction(HINTS, subject, keys, now_s + lead_s / 2, now_s + lead_s, now_s + lead_s + ttl_s, priority)
+    return PrefetchRequest(HINTS, subject, keys, now_s + lead_s / 2, now_s + lead_s, now_s + lead_s + ttl_s, priority)
 
 
 # The session predictor
@@ -83,71 +141,41 @@ _BUCKETS = 96
 """Up to 2**20 s, twelve days. One more bucket counts the gaps that never ended."""
 _PRIOR_WEIGHT = 4.0
 """The shared distribution weighs as much as this many gaps of the session itself."""
-_LEAST_KNOWN = 8.0
+_LEAST_KNOWN = 8
 """Gaps of all sessions that must have been seen before anything is predicted."""
+_MOST_GAPS, _MOST_OWN_GAPS = 4096, 32
 _PRESUMED_LOST_S = 3600.0
-_EARLY, _LATE = 0.05, 0.95
-"""Quantiles of the gaps between which a turn is expected."""
+_LEAST_CHANCE = 0.8
+"""The least chance that a turn comes in its window. Below it, nothing is predicted."""
+_WINDOW_S = 600.0
+"""The longest time for which a turn is expected."""
 
 
-class Gaps:
-    """Histogram of the gaps between two turns in quarter octaves. When `limit` gaps were counted, all counts are halved."""
-
-    __slots__ = ("counts", "limit", "total")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.counts: dict[int, float] = {}
-        self.total = 0.0
-
-    def add(self, gap_s: float, weight: float = 1.0) -> None:
-        """Count a gap; `inf` never ended. A negative weight takes one back."""
-        bucket = _bucket(gap_s)
-        before = self.counts.get(bucket, 0.0)
-        self.counts[bucket] = max(0.0, before + weight)
-        self.total += self.counts[bucket] - before
-        if self.total > self.limit:
-            self.counts = {bucket: number / 2 for bucket, number in self.counts.items()}
-            self.total /= 2
+def count_gap(gaps: Counter[int], gap_s: float, limit: int) -> None:
+    """Count a gap between two turns in quarter octaves; `inf` for one that never ended. Beyond `limit` of them all counts
+    are halved, so that older gaps weigh less."""
+    gaps[_bucket(gap_s)] += 1
+    if gaps.total() > limit:
+        for bucket, number in gaps.items():
+            gaps[bucket] = (number + 1) // 2
 
 
-class NextTurn(NamedTuple):
-    """Times in seconds after a session's last turn."""
+def next_turn(own: Counter[int], prior: Counter[int]) -> tuple[float, float] | None:
+    """Return from when until when a session's next turn is expected, in seconds after its last one; None if no time is
+    probable enough.
 
-    begin_s: float
-    due_s: float
-    promote_until_s: float
-    expires_s: float
-
-
-def next_turn(own: Gaps, prior: Gaps, window_s: float, least_chance: float) -> NextTurn | None:
-    """Return when to promote the chunks of a session's next turn; None if there is no such time.
-
-    The gaps of the session and those of all sessions are mixed as with a Dirichlet prior. A chunk that is promoted stays hot
-    for `window_s`. Promote from the first time on, between two quantiles of the gaps, at which the turn comes within the
-    window with at least `least_chance`, given that it has not come before, and until the chance is less.
+    The gaps of the session and those of all sessions are mixed as with a Dirichlet prior. The time begins with the first
+    gap from which on the turn comes within the window with the least chance, given that it has not come before.
     """
-    weight = _PRIOR_WEIGHT / prior.total
-    counts = [own.counts.get(bucket, 0.0) + weight * prior.counts.get(bucket, 0.0) for bucket in range(_BUCKETS + 1)]
-    until = list(accumulate(counts, initial=0.0))
-    total, returning = until[_BUCKETS + 1], until[_BUCKETS]
-    last = next((bucket for bucket in range(_BUCKETS) if until[bucket + 1] >= _LATE * returning), _BUCKETS - 1)
-    found = None
-    for bucket in range(last + 1):
-        if until[bucket + 1] < _EARLY * returning:
-            continue
+    weight = _PRIOR_WEIGHT / prior.total()
+    until = list(accumulate((own[bucket] + weight * prior[bucket] for bucket in range(_BUCKETS + 1)), initial=0.0))
+    for bucket in range(_BUCKETS):
         begin_s = _begin_s(bucket)
-        end = last + 1 if window_s == inf else min(last + 1, _bucket(begin_s + window_s))
+        end = _bucket(begin_s + _WINDOW_S)
         within = until[end] - until[bucket]
-        if within > 0 and within >= least_chance * (total - until[bucket]):
-            if found is None:
-                half = until[bucket] + within / 2
-                due = next(each for each in range(bucket, end) if until[each + 1] >= half)
-                found = NextTurn(begin_s, _begin_s(due), begin_s, begin_s)
-            found = found._replace(promote_until_s=_begin_s(bucket + 1), expires_s=_begin_s(end))
-        elif found is not None:
-            break
-    return found
+        if until[bucket + 1] > until[bucket] and within >= _LEAST_CHANCE * (until[-1] - until[bucket]):
+            return begin_s, _begin_s(end)
+    return None
 
 
 def _bucket(gap_s: float) -> int:
@@ -164,118 +192,81 @@ def _begin_s(bucket: int) -> float:
 
 @dataclass(slots=True)
 class _Session:
-    keys: Sequence[ChunkKey] = ()
-    ended_s: float | None = None
-    """When the last turn ended; None while one is running."""
-    lost: bool = False
-    """Counted as a gap that never ends, until it does."""
-    gaps: Gaps = field(default_factory=lambda: Gaps(32))
+    active_s: float = -inf
+    """When the last turn began or ended."""
+    idle: bool = False
+    """The last turn has ended, and the next one has not begun."""
+    gaps: Counter[int] = field(default_factory=Counter)
 
 
 class SessionPredictor:
     """Learns the gaps between the turns of sessions, and predicts the next turn when one has ended.
 
-    The least recently active sessions are forgotten beyond `limit` of them, or `limit_keys` that all of them have.
+    Sessions that were not active for an hour, and the least recently active ones beyond `limit`, are forgotten. They count
+    as gaps that never end: otherwise only returns would be counted.
     """
 
-    def __init__(self, limit: int = 10_000, limit_keys: int = 400_000) -> None:
+    def __init__(self, limit: int = 10_000) -> None:
         self.limit = limit
-        self.limit_keys = limit_keys
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         """Sessions by name, the least recently active one first."""
-        self._keys = 0
-        self._gaps = Gaps(4096)
-        self._waiting: OrderedDict[str, float] = OrderedDict()
-        """End of the last turn of each session that may come back."""
+        self._gaps: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def began(self, session: str, now_s: float) -> bool:
         """Record that a turn begins. Return True if the session has come back at least once."""
-        state = self._state(session, ())
-        if state.ended_s is not None:
-            if state.lost:
-                self._gaps.add(inf, -1.0)
-            gap_s = max(0.0, now_s - state.ended_s)
-            self._gaps.add(gap_s)
-            state.gaps.add(gap_s)
-            state.ended_s, state.lost = None, False
-        self._waiting.pop(session, None)
+        state = self._active(session, now_s)
+        if state.idle:
+            gap_s = max(0.0, now_s - state.active_s)
+            count_gap(self._gaps, gap_s, _MOST_GAPS)
+            count_gap(state.gaps, gap_s, _MOST_OWN_GAPS)
+        state.active_s, state.idle = now_s, False
         return self.came_back(session)
 
-    def ended(
-        self, session: str, keys: Sequence[ChunkKey], now_s: float, window_s: float, least_chance: float
-    ) -> Prediction | None:
-        """Record that a turn has ended and return the prediction that the next one begins with `keys`.
+    def ended(self, session: str, keys: Sequence[ChunkKey], now_s: float) -> PrefetchRequest | None:
+        """Record that a turn has ended, and return the request for `keys`, with which the next one begins.
 
         None while too little is known, or if no time is probable enough; see `next_turn`.
         """
-        state = self._state(session, keys[:MAX_REQUEST_KEYS])
-        if state.lost:
-            self._gaps.add(inf, -1.0)
-        state.ended_s, state.lost = now_s, False
-        self._waiting[session] = now_s
-        self._waiting.move_to_end(session)
-        self._presume_lost(now_s)
-        if self._gaps.total < _LEAST_KNOWN or not state.keys:
+        state = self._active(session, now_s)
+        state.active_s, state.idle = now_s, True
+        if self._gaps.total() < _LEAST_KNOWN or not keys:
             return None
-        turn = next_turn(state.gaps, self._gaps, window_s, least_chance)
+        turn = next_turn(state.gaps, self._gaps)
         if turn is None:
             return None
-        return Prediction(
-            SESSIONS,
-            session,
-            state.keys,
-            now_s + turn.begin_s,
-            now_s + turn.due_s,
-            now_s + turn.expires_s,
-            _SESSION_PRIORITY,
-            now_s + turn.promote_until_s,
-        )
+        begin_s, end_s = now_s + turn[0], now_s + turn[1]
+        return PrefetchRequest(SESSIONS, session, keys, begin_s, begin_s, end_s, _SESSION_PRIORITY)
 
     def came_back(self, session: str) -> bool:
         """Return True if a turn of the session has followed another one."""
         state = self._sessions.get(session)
-        return state is not None and state.gaps.total > 0
+        return state is not None and bool(state.gaps)
 
     def over(self, session: str) -> None:
         """Forget a session that is over. Nothing is learnt from that."""
-        state = self._sessions.pop(session, None)
-        self._waiting.pop(session, None)
-        if state is not None:
-            self._keys -= len(state.keys)
+        self._sessions.pop(session, None)
 
-    def _state(self, session: str, keys: Sequence[ChunkKey]) -> _Session:
-        """Return the session, with the keys of its last turn."""
+    def _active(self, session: str, now_s: float) -> _Session:
         state = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
-        self._keys += len(keys) - len(state.keys)
-        state.keys = keys
-        while len(self._sessions) > self.limit or (self._keys > self.limit_keys and len(self._sessions) > 1):
-            forgotten, oldest = next(iter(self._sessions.items()))
-            if oldest.ended_s is not None and not oldest.lost:
-                self._gaps.add(inf)
-            self.over(forgotten)
+        while (oldest := next(iter(self._sessions.values()))) is not state and (
+            len(self._sessions) > self.limit or now_s > oldest.active_s + _PRESUMED_LOST_S
+        ):
+            self._sessions.popitem(last=False)
+            if oldest.idle:
+                count_gap(self._gaps, inf, _MOST_GAPS)
         return state
 
-    def _presume_lost(self, now_s: float) -> None:
-        """Count sessions that stay away as lost: without them only returns would be counted."""
-        while self._waiting:
-            session, ended_s = next(iter(self._waiting.items()))
-            if now_s < ended_s + _PRESUMED_LOST_S:
-                return
-            del self._waiting[session]
-            self._sessions[session].lost = True
-            self._gaps.add(inf)
 
-
-# Accounts
+# The plan
 
 
 @dataclass
 class Account:
-    """Bytes of one source. `promoted = used + late + evicted + wasted + bytes in flight or not used yet`."""
+    """Bytes of one source. `promoted = used + late + wasted + bytes in flight or not used yet`."""
 
     promoted_bytes: int = 0
     """Bytes whose promotion began."""
@@ -283,386 +274,229 @@ class Account:
     """Bytes that were hot when they were read."""
     late_bytes: int = 0
     """Bytes that were in flight when they were read."""
-    evicted_bytes: int = 0
-    """Bytes that were evicted before they were used."""
     wasted_bytes: int = 0
-    """Bytes that were not used before the prediction expired, or before the chunk was removed."""
+    """Bytes that were not used before the request expired, or before the chunk was removed."""
     cancelled_bytes: int = 0
-    """Bytes that were predicted and not promoted: the prediction was withdrawn or expired, or the read failed."""
-
-    @property
-    def lost_bytes(self) -> int:
-        return self.evicted_bytes + self.wasted_bytes
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+    """Bytes that were requested and not promoted: the request was withdrawn or expired, or the read failed."""
 
 
-class Accounts:
-    """The chunks that are being promoted, or were promoted and not used yet, and an account for each source."""
-
-    def __init__(self, chunk_bytes: int) -> None:
-        self.by_source: dict[str, Account] = {}
-        self.in_flight: dict[ChunkKey, str] = {}
-        """Source by key."""
-        self.ready: dict[ChunkKey, str] = {}
-        """Source by key that is in the hot cache and not used yet."""
-        self._chunk_bytes = chunk_bytes
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that are in flight or ready."""
-        return (len(self.ready) + len(self.in_flight)) * self._chunk_bytes
-
-    def began(self, key: ChunkKey, source: str) -> None:
-        self.in_flight[key] = source
-        self._of(source).promoted_bytes += self._chunk_bytes
-
-    def arrived(self, key: ChunkKey) -> bool:
-        """Record that a promotion has ended in the hot cache. Return False if the chunk was used meanwhile."""
-        source = self.in_flight.pop(key, None)
-        if source is None:
-            return False
-        self.ready[key] = source
-        return True
-
-    def failed(self, key: ChunkKey) -> None:
-        source = self.in_flight.pop(key, None)
-        if source is not None:
-            self._of(source).promoted_bytes -= self._chunk_bytes
-            self._of(source).cancelled_bytes += self._chunk_bytes
-
-    def cancelled(self, chunks: int, source: str) -> None:
-        self._of(source).cancelled_bytes += chunks * self._chunk_bytes
-
-    def used(self, key: ChunkKey) -> None:
-        if (source := self.ready.pop(key, None)) is not None:
-            self._of(source).used_bytes += self._chunk_bytes
-        elif (source := self.in_flight.pop(key, None)) is not None:
-            self._of(source).late_bytes += self._chunk_bytes
-
-    def evicted(self, key: ChunkKey) -> None:
-        if (source := self.ready.pop(key, None)) is not None:
-            self._of(source).evicted_bytes += self._chunk_bytes
-
-    def wasted(self, key: ChunkKey) -> None:
-        if (source := self.ready.pop(key, None)) is not None:
-            self._of(source).wasted_bytes += self._chunk_bytes
-
-    def finish(self) -> None:
-        """Count everything that is not used by now as wasted."""
-        self.ready |= self.in_flight
-        self.in_flight.clear()
-        for key in list(self.ready):
-            self.wasted(key)
-
-    def _of(self, source: str) -> Account:
-        return self.by_source.setdefault(source, Account())
-
-
-# The plan
-
-
-@dataclass(frozen=True)
-class PrefetchSettings:
-    hot_bytes: int
-    """Size of the hot cache."""
-    share_bytes: int
-    """The most that chunks may take of it which were promoted and not used yet, or are kept for a prediction, or pinned."""
-    bytes_per_s: float = 0.0
-    """Rate limit of promotions; 0: none."""
-    transfer_bytes_per_s: float = 1e9
-    """Bandwidth of the tiers. A promotion begins earlier by the time of its transfer."""
-    margin_s: float = 3.0
-    """A promotion begins this much earlier in addition."""
-    least_probability: float = 0.8
-    """The least chance that a predicted turn comes while its chunks are hot; below it, nothing is promoted for it."""
-    burst_s: float = 0.25
-    """Seconds' worth of `bytes_per_s` that may go at once."""
-
-
-class _Request:
-    """A prediction that is acted on."""
-
-    __slots__ = ("cursor", "expires_s", "keys", "name", "number", "open", "promote_until_s", "rank", "used")
-
-    def __init__(self, prediction: Prediction, number: int) -> None:
-        self.name = prediction.source, prediction.subject
-        self.keys = list(dict.fromkeys(prediction.keys[:MAX_REQUEST_KEYS]))
-        self.number = number
-        self.rank = float(prediction.priority), prediction.due_s
-        self.promote_until_s = min(prediction.promote_until_s, prediction.expires_s)
-        self.expires_s = prediction.expires_s
-        self.open = False
-        """Chunks may be promoted for it now."""
-        self.cursor = 0
-        """Every key before this position is resident, in flight, used, or cannot be had."""
-        self.used: set[ChunkKey] = set()
-
-
-class _Heap:
-    """Requests by rank. Entries that were replaced or removed are dropped when they come up, or are more than half."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[_Request, tuple[float, float]] = {}
-        self._heap: list[tuple[tuple[float, float], int, _Request]] = []
-
-    def set(self, request: _Request, rank: tuple[float, float]) -> None:
-        if self._ranks.get(request) == rank:
-            return
-        self._ranks[request] = rank
-        heapq.heappush(self._heap, (rank, request.number, request))
-        if len(self._heap) > 2 * len(self._ranks) + 64:
-            self._heap = [(rank, request.number, request) for request, rank in self._ranks.items()]
-            heapq.heapify(self._heap)
-
-    def remove(self, request: _Request) -> None:
-        self._ranks.pop(request, None)
-
-    @property
-    def first(self) -> tuple[tuple[float, float], _Request] | None:
-        heap, ranks = self._heap, self._ranks
-        while heap and ranks.get(heap[0][2]) != heap[0][0]:
-            heapq.heappop(heap)
-        return (heap[0][0], heap[0][2]) if heap else None
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Promotion:
-    """A chunk to promote now, and the chunk before it in its prefix."""
+    """A chunk that is in flight to the hot cache, or there and not used yet."""
 
     key: ChunkKey
     parent: ChunkKey | None
-    position: int
-    request: _Request
+    """The chunk before it in its prefix."""
+    source: str
+    """The source that it counts for."""
+    requests: list[PrefetchRequest]
+    """The requests that expect it."""
+    in_flight: bool = True
+    counted: bool = False
+    """Its outcome is in the account, or it was hot already."""
+
+
+_Heap: TypeAlias = list[tuple[tuple[float, float], int, PrefetchRequest]]
 
 
 class PrefetchPlan:
     """Requests by priority and deadline, and what became of their chunks.
 
-    The driver calls `next` until it returns None, begins each promotion, and sleeps until `wake_s` or until something
-    changes. It reports how each promotion ended to `accounts` or by `no_room`, and what was `used` and `evicted`.
+    The driver calls `run_timers`, and `next` until it returns None, begins each promotion, reports its end by `ended`, and
+    sleeps until `wake_s` or until something changes. It pins the chunks that the plan keeps, until they are used or removed,
+    or are among those that `take_unexpected` returns. Chunks of predictions are not kept: a wrong one must cost no room.
     """
 
-    def __init__(self, settings: PrefetchSettings, chunk_bytes: int) -> None:
-        self.settings = settings
+    def __init__(self, chunk_bytes: int, share_bytes: int, bytes_per_s: float = 0.0) -> None:
+        """`share_bytes` is the most that chunks may take of the hot cache which are in flight, kept, or pinned besides.
+        `bytes_per_s` limits the rate of promotions; 0 for none."""
         self.chunk_bytes = chunk_bytes
-        self.kept_bytes = 0
-        """Bytes of the share that the driver keeps besides promoted chunks: hot chunks that are expected, and pins."""
-        self.accounts = Accounts(chunk_bytes)
-        self._requests: dict[tuple[str, str], _Request] = {}
+        self.share_bytes = share_bytes
+        self.pinned = 0
+        """Chunks that the driver has pinned besides."""
+        self.accounts: dict[str, Account] = {}
+        """Accounts by source."""
+        self.keys_of: Counter[str] = Counter()
+        """Number of keys by source."""
+        bytes_per_s = bytes_per_s or inf
+        self._rate = RateLimit(bytes_per_s, max(chunk_bytes, bytes_per_s * _BURST_S), bytes_per_s * _BURST_S)
+        self._requests: dict[tuple[str, Hashable], PrefetchRequest] = {}
         """Requests by source and subject, the oldest one first."""
         self._numbers = count()
-        self._keys = 0
-        self._owners: dict[ChunkKey, tuple[_Request, int]] = {}
-        """The most urgent request that expects a key, and the position in it, by key."""
-        self._ready = _Heap()
-        """Open requests with keys behind the cursor, by priority and deadline."""
-        self._timers = _Heap()
-        """Every request, by the time at which it opens or expires."""
-        burst_bytes = settings.bytes_per_s * settings.burst_s
-        self._bucket = TokenBucket(settings.bytes_per_s, max(chunk_bytes, burst_bytes), burst_bytes)
-        self._paused_until_s = -inf
-        self._swept_s = -inf
-        self._turnover_bytes = 0.0
-        self._turnover_at_s = 0.0
+        self._open: _Heap = []
+        """Requests whose time has come, by priority and deadline. Those that were dropped are removed when they come up."""
+        self._timers: _Heap = []
+        """Requests by the time at which they open or expire; likewise."""
+        self._promotions: dict[ChunkKey, Promotion] = {}
+        """Chunks that are in flight or kept."""
+        self._predicted: dict[ChunkKey, Promotion] = {}
+        """Chunks that were promoted for a prediction and not used yet."""
+        self._unexpected: list[ChunkKey] = []
 
-    def offer(self, prediction: Prediction, now_s: float) -> None:
-        """Act on a prediction; it replaces an older one of the same source and subject."""
-        old = self._requests.get((prediction.source, prediction.subject))
-        if old is not None:
-            self._drop(old)
-        if now_s > prediction.expires_s or not prediction.keys:
-            return
-        speed = min(self.settings.transfer_bytes_per_s, self.settings.bytes_per_s or inf)
-        transfer_s = len(prediction.keys) * self.chunk_bytes / speed
-        request = _Request(prediction, next(self._numbers))
-        start_s = prediction.begin_s - transfer_s - self.settings.margin_s
-        self._requests[request.name] = request
-        self._keys += len(request.keys)
-        owners = self._owners
-        for position, key in enumerate(request.keys):
-            owner = owners.get(key)
-            if owner is None or owner[0].rank > request.rank:
-                owners[key] = request, position
-        self._timers.set(request, (max(now_s, start_s), 0.0))
-        while self._keys > _MAX_KEYS and len(self._requests) > 1:
+    def offer(self, request: PrefetchRequest, now_s: float) -> None:
+        """Act on a request; it replaces an older one of the same source and subject."""
+        self.withdraw(request.source, request.subject)
+        self._requests[request.source, request.subject] = request
+        self.keys_of[request.source] += len(request.keys)
+        self._push(self._timers, (max(now_s, request.begin_s - _MARGIN_S), 0.0), request)
+        while self.keys_of.total() > _MAX_KEYS and len(self._requests) > 1:
             self._drop(next(iter(self._requests.values())))
 
-    def withdraw(self, source: str, subject: str, now_s: float, keep_s: float = 0.0) -> None:
-        """Promote nothing more for a prediction. Chunks that were promoted for it are expected for another `keep_s`."""
+    def withdraw(self, source: str, subject: Hashable) -> None:
+        """Promote nothing more for a request, and keep nothing for it."""
         request = self._requests.get((source, subject))
-        if request is None:
-            return
-        if keep_s <= 0:
+        if request is not None:
             self._drop(request)
-            return
-        self._cancel_rest(request)
-        request.expires_s = now_s + keep_s
-        self._timers.set(request, (request.expires_s, 0.0))
 
-    def has(self, source: str, subject: str) -> bool:
-        """Return True if the latest prediction counts: it was not withdrawn, used up or replaced, and has not expired."""
+    def clear(self) -> None:
+        """Drop all requests. Chunks in flight count as wasted."""
+        for request in list(self._requests.values()):
+            self._drop(request)
+        for promotion in self._promotions.values():
+            self._count_wasted(promotion)
+
+    def has(self, source: str, subject: Hashable) -> bool:
+        """Return True if the latest request of that subject was not withdrawn and has not expired."""
         return (source, subject) in self._requests
 
-    def expects(self, key: ChunkKey) -> bool:
-        return key in self._owners
+    @property
+    def has_room(self) -> bool:
+        """True if one more chunk fits into the share."""
+        return (len(self._promotions) + self.pinned + 1) * self.chunk_bytes <= self.share_bytes
 
-    def next(self, now_s: float, resident: Callable[[ChunkKey], bool]) -> Promotion | None:
-        """Return the chunk to promote now; it counts as begun. None if there is none, or no budget: see `wake_s`.
-
-        `resident` says that a chunk needs no promotion: it is hot, or no tier has it.
-        """
-        self._run_timers(now_s)
-        if now_s < self._paused_until_s or not self._has_tokens(now_s):
-            return None
-        while self._has_room() and (first := self._ready.first) is not None:
-            request = first[1]
-            position = self._advance(request, resident)
-            if position == len(request.keys):
-                self._ready.remove(request)
-                continue
-            if not self._has_room():  # hot chunks that `resident` has pinned took it
-                break
-            request.cursor = position + 1
-            key = request.keys[position]
-            self.accounts.began(key, request.name[0])
-            self._bucket.take(self.chunk_bytes)
-            return Promotion(key, request.keys[position - 1] if position else None, position, request)
-        return None
-
-    def wake_s(self, now_s: float) -> float | None:
-        """Return when to call `next` again if nothing is reported before; None: not before something is."""
-        times = []
-        if self._ready.first is not None:
-            wait_s = _SWEEP_S
-            if not self._has_tokens(now_s):
-                wait_s = max(1e-6, self._bucket.wait_s(self.chunk_bytes))
-            times.append(self._paused_until_s if now_s < self._paused_until_s else now_s + wait_s)
-        if (first := self._timers.first) is not None:
-            times.append(first[0][0])
-        if self.accounts.ready:
-            times.append(self._swept_s + _SWEEP_S)
-        return max(now_s, min(times)) if times else None
-
-    def find_room(
-        self,
-        next_victim: Callable[[], ChunkKey | None],
-        renew: Callable[[Sequence[ChunkKey]], object],
-        promotion: Promotion,
-    ) -> bool:
-        """Return True if what the hot cache would evict next may go for `promotion`. Otherwise report `no_room`.
-
-        `next_victim` returns None if nothing has to go. A chunk that a request expects which is at least as urgent is passed
-        over, and all that this request expects is renewed.
-        """
-        left = _RENEWED
-        while left > 0 and (victim := next_victim()) is not None:
-            owner = self._owners.get(victim)
-            if owner is None or owner[0].rank > promotion.request.rank:
-                break
-            renew([key for key in owner[0].keys if self._owns(owner[0], key)])
-            left -= len(owner[0].keys)
-        return left > 0
-
-    def no_room(self, promotion: Promotion, now_s: float) -> None:
-        """Report that a promotion has found no room. It is tried again a little later."""
-        self.accounts.failed(promotion.key)
-        request = promotion.request
-        self._paused_until_s = now_s + _NO_ROOM_PAUSE_S
-        if self._requests.get(request.name) is request and request.open:
-            request.cursor = min(request.cursor, promotion.position)
-            request.open = False
-            self._ready.remove(request)
-            self._timers.set(request, (now_s + _SWEEP_S, 0.0))
-
-    def used(self, keys: Iterable[ChunkKey]) -> None:
-        """Report that chunks were asked for. None of them is promoted again for the request that expected it."""
-        for key in keys:
-            self.accounts.used(key)
-            owner = self._owners.pop(key, None)
-            if owner is not None:
-                request = owner[0]
-                request.used.add(key)
-                if len(request.used) == len(request.keys):
-                    self._drop(request)
-
-    def evicted(self, keys: Sequence[ChunkKey], now_s: float) -> None:
-        """Report evictions from the hot cache. Chunks that are expected are promoted again."""
-        self._turnover_bytes = self._turnover(now_s) + len(keys) * self.chunk_bytes
-        self._turnover_at_s = max(now_s, self._turnover_at_s)
-        if not self._owners and not self.accounts.ready:
-            return
-        for key in keys:
-            self.accounts.evicted(key)
-            owner = self._owners.get(key)
-            if owner is not None and owner[0].open:
-                request, position = owner
-                request.cursor = min(request.cursor, position)
-                self._ready.set(request, request.rank)
-
-    def lifetime_s(self, now_s: float) -> float:
-        """Return how long an unused chunk stays in the hot cache at the rate of the latest evictions."""
-        turnover = self._turnover(now_s) / _TURNOVER_S
-        return self.settings.hot_bytes / turnover if turnover > 0 else inf
-
-    def _turnover(self, now_s: float) -> float:
-        return self._turnover_bytes * exp(-max(0.0, now_s - self._turnover_at_s) / _TURNOVER_S)
-
-    def _advance(self, request: _Request, resident: Callable[[ChunkKey], bool]) -> int:
-        """Move the cursor to the next key that has to be promoted; return its position."""
-        keys, in_flight = request.keys, self.accounts.in_flight
-        position = request.cursor
-        while position < len(keys):
-            key = keys[position]
-            if not (key in request.used or key in in_flight or resident(key)):
-                break
-            position += 1
-        request.cursor = position
-        return position
-
-    def _run_timers(self, now_s: float) -> None:
-        """Open and drop requests whose time has come, a bounded number of keys at once, and give up what is not expected."""
+    def run_timers(self, now_s: float) -> None:
+        """Open and drop requests whose time has come, a bounded number of keys at once."""
         left = _KEYS_AT_ONCE
-        while left > 0 and (first := self._timers.first) is not None and first[0][0] <= now_s:
-            request = first[1]
+        while left > 0 and self._timers and self._timers[0][0][0] <= now_s:
+            request = heapq.heappop(self._timers)[2]
             left -= 1
+            if not self._holds(request):
+                continue
             if now_s >= request.expires_s:
                 left -= len(request.keys)
                 self._drop(request)
-            elif now_s >= request.promote_until_s:
-                self._cancel_rest(request)
-                self._timers.set(request, (request.expires_s, 0.0))
             else:
-                request.open = True
-                self._ready.set(request, request.rank)
-                self._timers.set(request, (request.promote_until_s, 0.0))
-        if now_s >= self._swept_s + _SWEEP_S:
-            self._swept_s = now_s
-            for key in [key for key in self.accounts.ready if key not in self._owners]:
-                self.accounts.wasted(key)
+                self._push(self._open, (request.priority, request.due_s), request)
+                self._push(self._timers, (request.expires_s, 0.0), request)
 
-    def _cancel_rest(self, request: _Request) -> None:
-        self.accounts.cancelled(len(request.keys) - request.cursor, request.name[0])
-        request.cursor = len(request.keys)
-        request.open = False
-        self._ready.remove(request)
+    def next(self, now_s: float, hot: Callable[[ChunkKey, bool], bool | None]) -> Promotion | None:
+        """Return the chunk to promote now; it counts as begun. None if there is none, or no budget: see `wake_s`.
 
-    def _drop(self, request: _Request) -> None:
-        self._cancel_rest(request)
-        self._timers.remove(request)
-        del self._requests[request.name]
-        self._keys -= len(request.keys)
-        for key in request.keys:
-            if self._owns(request, key):
-                del self._owners[key]
+        `hot(key, pin)` returns None for a chunk that has to be promoted, True for a hot one that it has pinned, since `pin`
+        is true and there is room, and False for any other. The plan keeps what it has pinned.
+        """
+        while self._open and self.has_room and self._rate.allows(self.chunk_bytes, now_s):
+            request = self._open[0][2]
+            if request.cursor >= len(request.keys):
+                heapq.heappop(self._open)
+                continue
+            key, parent = request.keys[request.cursor], request.keys[request.cursor - 1] if request.cursor else None
+            request.cursor += 1
+            promotion = self._promotions.get(key)
+            if promotion is not None:
+                if promotion.in_flight or request.source != SESSIONS:
+                    promotion.requests.append(request)
+            elif (pinned := hot(key, request.source != SESSIONS)) is None:
+                promotion = self._promotions[key] = Promotion(key, parent, request.source, [request])
+                request.progress.in_flight += 1
+                self._account(request.source).promoted_bytes += self.chunk_bytes
+                self._rate.take(self.chunk_bytes)
+                return promotion
+            elif pinned:
+                self._promotions[key] = Promotion(key, parent, request.source, [request], False, counted=True)
+            if promotion is not None and promotion.in_flight:
+                request.progress.in_flight += 1
+            else:
+                request.settle(promoted=True)
+        return None
 
-    def _owns(self, request: _Request, key: ChunkKey) -> bool:
-        owner = self._owners.get(key)
-        return owner is not None and owner[0] is request
+    def wake_s(self, now_s: float) -> float | None:
+        """Return when to call `run_timers` and `next` again if nothing is reported before; None: not before something is."""
+        times = [self._timers[0][0][0]] if self._timers else []
+        if self._open and self.has_room and not self._rate.allows(self.chunk_bytes, now_s):
+            times.append(now_s + max(1e-6, self._rate.wait_s(self.chunk_bytes)))
+        return max(now_s, min(times)) if times else None
 
-    def _has_room(self) -> bool:
-        return self.accounts.waiting_bytes + self.kept_bytes + self.chunk_bytes <= self.settings.share_bytes
+    def ended(self, promotion: Promotion, *, promoted: bool) -> bool:
+        """Record how a promotion has ended. Return True if the plan keeps the chunk, so that the driver should pin it."""
+        promotion.in_flight = False
+        for request in promotion.requests:
+            request.progress.in_flight -= 1
+            request.settle(promoted=promoted)
+        expected = promoted and bool(promotion.requests) and not promotion.counted
+        pinned_for = [request for request in promotion.requests if request.source != SESSIONS]
+        if expected and pinned_for:
+            promotion.requests = pinned_for
+            return True
+        del self._promotions[promotion.key]
+        if expected:
+            self.removed(promotion.key)
+            self._predicted[promotion.key] = promotion
+        elif promoted:
+            self._count_wasted(promotion)
+        elif not promotion.counted:
+            self._account(promotion.source).promoted_bytes -= self.chunk_bytes
+            self._account(promotion.source).cancelled_bytes += self.chunk_bytes
+        return False
 
-    def _has_tokens(self, now_s: float) -> bool:
-        return not self.settings.bytes_per_s or self._bucket.has(self.chunk_bytes, now_s)
+    def used(self, key: ChunkKey, *, hot: bool) -> None:
+        """Report that a chunk was asked for, and whether it was hot. It is not kept any more."""
+        promotion = self._promotions.get(key)
+        if promotion is not None and promotion.in_flight:
+            if not promotion.counted:
+                promotion.counted = True
+                self._account(promotion.source).late_bytes += self.chunk_bytes
+        elif hot:
+            for promotion in self._taken(key):
+                if not promotion.counted:
+                    self._account(promotion.source).used_bytes += self.chunk_bytes
+        else:
+            self.removed(key)
+
+    def removed(self, key: ChunkKey) -> None:
+        """Report that a chunk has left the hot cache. It is not kept any more."""
+        for promotion in self._taken(key):
+            self._count_wasted(promotion)
+
+    def _taken(self, key: ChunkKey) -> list[Promotion]:
+        """Remove and return the promotions of a chunk that has arrived and was not used."""
+        found = [self._predicted.pop(key)] if key in self._predicted else []
+        if key in self._promotions and not self._promotions[key].in_flight:
+            found.append(self._promotions.pop(key))
+        return found
+
+    def take_unexpected(self) -> list[ChunkKey]:
+        """Return the chunks that the plan has kept and that no request expects any more, once."""
+        keys, self._unexpected = self._unexpected, []
+        return keys
+
+    def _drop(self, request: PrefetchRequest) -> None:
+        del self._requests[request.source, request.subject]
+        self.keys_of[request.source] -= len(request.keys)
+        self._account(request.source).cancelled_bytes += (len(request.keys) - request.cursor) * self.chunk_bytes
+        for key in request.keys[: request.cursor]:
+            for promotion in (self._promotions.get(key), self._predicted.get(key)):
+                if promotion is not None and request in promotion.requests:
+                    promotion.requests.remove(request)
+                    if not promotion.requests and not promotion.in_flight:
+                        self.removed(key)
+                        self._unexpected.append(key)
+        request.keys = ()
+        request.cancel()
+
+    def _holds(self, request: PrefetchRequest) -> bool:
+        return self._requests.get((request.source, request.subject)) is request
+
+    def _push(self, heap: _Heap, order: tuple[float, float], request: PrefetchRequest) -> None:
+        heapq.heappush(heap, (order, next(self._numbers), request))
+        if len(heap) > 2 * len(self._requests) + 64:
+            heap[:] = [entry for entry in heap if self._holds(entry[2])]
+            heapq.heapify(heap)
+
+    def _count_wasted(self, promotion: Promotion) -> None:
+        if not promotion.counted:
+            promotion.counted = True
+            self._account(promotion.source).wasted_bytes += self.chunk_bytes
+
+    def _account(self, source: str) -> Account:
+        return self.accounts.setdefault(source, Account())

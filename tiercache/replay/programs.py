@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
 
 from tiercache.core.keys import ChunkKey
-from tiercache.core.prefetch import HINTS, SESSIONS, PrefetchPlan, PrefetchSettings, SessionPredictor, hint
+from tiercache.core.prefetch import HINTS, SESSIONS, PrefetchPlan, SessionPredictor, hint
 from tiercache.replay.announcements import Announcements
 from tiercache.replay.formats import Request
 from tiercache.replay.setting import Setting
@@ -21,14 +21,9 @@ class Programs:
     def __init__(self, setting: Setting, block_bytes: int, renew: Callable[[Sequence[ChunkKey]], None]) -> None:
         """`renew` is called with keys that are announced, so that they are not evicted meanwhile."""
         self.plan = PrefetchPlan(
-            PrefetchSettings(
-                hot_bytes=setting.ram_blocks * block_bytes,
-                share_bytes=int(setting.prefetch_share * setting.ram_blocks) * block_bytes,
-                bytes_per_s=setting.prefetch_bytes_per_s,
-                transfer_bytes_per_s=setting.hardware.flash_read_bytes_per_s,
-                least_probability=setting.least_probability,
-            ),
             block_bytes,
+            int(setting.prefetch_share * setting.ram_blocks) * block_bytes,
+            setting.prefetch_bytes_per_s,
         )
         self._announcements = Announcements(setting.hint_lead_s)
         self._error = setting.hint_error
@@ -70,14 +65,14 @@ class Programs:
         """After the plan was told what was asked for."""
         now_s, run = request.time_s, request.session
         if self._announces:
-            self.plan.withdraw(HINTS, request.subject, now_s)
+            self.plan.withdraw(HINTS, request.subject)
             self._announcements.arrived(request)
         if run is None:
             return
         self._turns[run] = turn = self._turns.get(run, 0) + 1
         if self._sessions is not None:
             self._sessions.began(run, now_s)
-            self.plan.withdraw(SESSIONS, run, now_s)
+            self.plan.withdraw(SESSIONS, run)
         took_s = request.duration_s
         if took_s is None:
             took_s = first_token_s - now_s + request.output_tokens / decode_tokens_per_s
@@ -88,12 +83,9 @@ class Programs:
             self._announce(following, now_s)
         if self._sessions is None or self._turns.get(run) != turn:
             return
-        plan = self.plan
-        prediction = self._sessions.ended(
-            run, request.keys, now_s, plan.lifetime_s(now_s), plan.settings.least_probability
-        )
+        prediction = self._sessions.ended(run, request.keys, now_s)
         if prediction is not None:
-            plan.offer(prediction, now_s)
+            self.plan.offer(prediction, now_s)
 
     def _will_announce(self, request: Request) -> None:
         self._at(self._announcements.at_s(request), lambda at_s: self._announce(request, at_s))
@@ -103,7 +95,7 @@ class Programs:
             return
         self._renew(request.keys)
         due_in_s = (request.time_s - now_s) * (1 + self._error * self._chance.uniform(-1, 1))
-        self.plan.offer(hint(request.keys, now_s, request.subject, due_in_s=due_in_s), now_s)
+        self.plan.offer(hint(request.keys, now_s, request.subject, due_in_s), now_s)
 
     def _at(self, time_s: float, call: Callable[[float], None]) -> None:
         heapq.heappush(self._timers, (time_s, next(self._numbers), call))

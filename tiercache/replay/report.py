@@ -55,7 +55,7 @@ def row_of(
 ) -> Row:
     """Precision: used of what was prefetched and is settled. Recall: used of that and what was read on demand."""
     used = sum(account.used_bytes for account in figures.accounts.values())
-    settled = sum(account.used_bytes + account.late_bytes + account.lost_bytes for account in figures.accounts.values())
+    settled = sum(account.used_bytes + account.late_bytes + account.wasted_bytes for account in figures.accounts.values())
     wanted = used + figures.flash_blocks * block_bytes
     bounded = setting.ram_blocks < 1 << 40
     written_bytes = figures.flash_written_blocks * block_bytes
@@ -81,7 +81,7 @@ def row_of(
         figures.ready if with_flash else None,
         used / settled if settled else None,
         used / wanted if figures.accounts and wanted else None,
-        {predictor: account.to_dict() for predictor, account in figures.accounts.items()},
+        {predictor: asdict(account) for predictor, account in figures.accounts.items()},
         figures.saved_s,
         figures.ttft.mean,
         figures.ttft.at(0.50),

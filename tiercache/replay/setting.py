@@ -49,8 +49,6 @@ class Setting:
     that was later. A request of our own format says it itself."""
     hint_error: float = 0.0
     """Programs are wrong about when, by up to this part of the time that they say, evenly and either way."""
-    least_probability: float = 0.8
-    """That a prefetched chunk is used before it is evicted."""
     noisy: float = 0.0
     """Another tenant stores so many blocks for each one of the trace, and none twice."""
     quotas: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from tiercache.core.admission import REMEMBERED_KEYS, Governor, LiveSession, make_admission
 from tiercache.core.eviction import LeafLru, Resident
@@ -55,24 +54,28 @@ class Ram:
         if self._shares is not None:
             self._shares.hold(tenant_of(key), 1, 1)
 
-    def next_victim(self, key: ChunkKey) -> ChunkKey | None:
-        """Return the block that has to go for `key`; None where there is room."""
-        tenant = self._tenant_at_quota(key)
-        if tenant is None and len(self.entries) < self.blocks:
-            return None
-        victim = self._order.victim(tenant)
-        return None if victim is None else victim.key
-
-    def make_room(self, key: ChunkKey) -> list[ChunkKey]:
-        """Evict what has to go for one block; return it."""
-        victims = []
-        while self.entries and self.next_victim(key) is not None:
-            victim = self._order.pop_victim(self._tenant_at_quota(key))
-            assert victim is not None
-            victims.append(victim.key)
+    def make_room(self, key: ChunkKey) -> bool:
+        """Evict what has to go for the block `key`. Return False if all of that is pinned."""
+        while (tenant := self._tenant_at_quota(key)) is not None or len(self.entries) >= self.blocks:
+            victim = self._order.pop_victim(tenant)
+            if victim is None:
+                return False
             if self._shares is not None:
                 self._shares.hold(tenant_of(victim.key), -1, -1)
-        return victims
+        return True
+
+    def pin(self, key: ChunkKey) -> None:
+        """Keep a resident block until `unpin`."""
+        entry = self.entries[key]
+        entry.leases = 1
+        self._order.leased(entry)
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Let a block be evicted again, if it is pinned."""
+        entry = self.entries.get(key)
+        if entry is not None and entry.leases:
+            entry.leases = 0
+            self._order.released(entry)
 
     def _tenant_at_quota(self, key: ChunkKey) -> Tenant | None:
         tenant = tenant_of(key)
@@ -115,7 +118,7 @@ class Simulator:
             if not self._measuring and number >= measure_from:
                 self._measuring = True
                 if programs is not None:
-                    programs.plan.accounts.by_source.clear()
+                    programs.plan.accounts.clear()
             if programs is not None:
                 self._until(programs, request.time_s)
             self._scan(request)
@@ -123,8 +126,8 @@ class Simulator:
             figures.all_requests += 1
             figures.span_s = request.time_s
         if programs is not None:
-            programs.plan.accounts.finish()
-            figures.accounts = programs.plan.accounts.by_source
+            programs.plan.clear()
+            figures.accounts = programs.plan.accounts
         return figures
 
     def _until(self, programs: Programs, time_s: float) -> None:
@@ -133,11 +136,12 @@ class Simulator:
             self._prefetch(programs.plan, programs.next_s)
             programs.fire()
         self._prefetch(programs.plan, time_s)
+        for key in programs.plan.take_unexpected():
+            self.ram.unpin(key)
 
     def _prefetch(self, plan: PrefetchPlan, until_s: float) -> None:
         """One block after the other, while no demand read uses the flash. What is not there by `until_s` is late for it."""
         assert self.flash is not None
-        ram, flash = self.ram.entries, self.flash
         block_s = self.block_bytes / self.setting.hardware.flash_read_bytes_per_s
         now_s = max(self._prefetched_s, self._flash_free_s)
         while now_s < until_s:
@@ -147,9 +151,10 @@ class Simulator:
                     break
                 now_s = done_s
                 self._coming = None
-                self._promote(plan, promotion, now_s)
+                self._promote(plan, promotion)
                 continue
-            found = plan.next(now_s, lambda key: key in ram or key not in flash)
+            plan.run_timers(now_s)
+            found = plan.next(now_s, self._pin_hot)
             if found is not None:
                 self._coming = found, now_s + block_s
                 continue
@@ -157,24 +162,24 @@ class Simulator:
             now_s = until_s if wake_s is None else min(until_s, max(wake_s, now_s + block_s))
         self._prefetched_s = now_s
 
-    def _promote(self, plan: PrefetchPlan, promotion: Promotion, now_s: float) -> None:
-        """A block has been read: it takes the place of one that is expected later, or is dropped."""
-        ram, key = self.ram, promotion.key
+    def _promote(self, plan: PrefetchPlan, promotion: Promotion) -> None:
+        """A block has been read. It is pinned until it is used, or no longer expected."""
+        key = promotion.key
         if self.flash is not None:
             self.flash.touch(key)
-        if key not in ram:
-            if not plan.find_room(partial(ram.next_victim, key), ram.renew, promotion):
-                plan.no_room(promotion, now_s)
-                return
-            self._make_room(key, now_s)
-            ram.add(key, promotion.parent)
-        plan.accounts.arrived(key)
+        there = key in self.ram or self.ram.make_room(key)
+        if there and key not in self.ram:
+            self.ram.add(key, promotion.parent)
+        if plan.ended(promotion, promoted=there):
+            self.ram.pin(key)
 
-    def _make_room(self, key: ChunkKey, now_s: float) -> None:
-        """In RAM, for one block: what is above the quota of its tenant goes first."""
-        victims = self.ram.make_room(key)
-        if self.programs is not None and victims:
-            self.programs.plan.evicted(victims, now_s)
+    def _pin_hot(self, key: ChunkKey, pin: bool) -> bool | None:
+        """Called by the plan for a block that is expected; see `PrefetchPlan.next`."""
+        if key in self.ram:
+            if pin:
+                self.ram.pin(key)
+            return pin
+        return None if self.flash is not None and key in self.flash else False
 
     def _scan(self, request: Request) -> None:
         """What another tenant stores before that request comes. Nothing of it is counted."""
@@ -185,8 +190,8 @@ class Simulator:
             for _ in range(_NOISY_BLOCKS):
                 self._scanned += 1
                 key = self._scanned.to_bytes(KEY_BYTES, "big") + _NOISY_TAG
-                self._make_room(key, request.time_s)
-                self.ram.add(key, parent)
+                if self.ram.make_room(key):
+                    self.ram.add(key, parent)
                 if self.flash is not None:
                     self._add_to(self.flash, key)
                 parent = key
@@ -199,7 +204,9 @@ class Simulator:
         ready_s = self._serve(request, hot, found, loaded)
         self._count(request, hot, found, loaded, ready_s - request.time_s)
         if self.programs is not None:
-            self.programs.plan.used(keys)
+            for key in keys:
+                self.programs.plan.used(key, hot=key in self.ram)
+                self.ram.unpin(key)
             self.programs.arrived(request, ready_s, self.setting.hardware.decode_tokens_per_s)
         self._note_uses(request, found)
         self._deliver(keys, 0, found, request.time_s)
@@ -272,7 +279,7 @@ class Simulator:
         time = self.ram.access(part)
         # Which are read is known before any comes: one that leaves meanwhile was delivered by then.
         for place in [place for place in range(begin, end) if keys[place] not in entries]:
-            self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin), now_s)
+            self._into_ram(keys[place], keys[place - 1] if place else None, time - (place - begin))
         if self.flash is not None:
             self.flash.touch_prefix(part)
             if self.setting.admission == "all":
@@ -286,19 +293,18 @@ class Simulator:
         time = self.ram.access(keys[begin:])
         for place, key in enumerate(keys[begin:], begin):
             parent = keys[place - 1] if place else None
-            self._into_ram(key, parent, time - (place - begin), now_s, in_order=True)
+            self._into_ram(key, parent, time - (place - begin), in_order=True)
             if self.flash is not None:
                 self.flash.touch(key)
                 self._write(key, self.flash, now_s)
         self.ram.link(keys)
 
     def _into_ram(
-        self, key: ChunkKey, parent: ChunkKey | None, time: int, now_s: float, *, in_order: bool = False
+        self, key: ChunkKey, parent: ChunkKey | None, time: int, *, in_order: bool = False
     ) -> None:
         """Room is made for one chunk at a time, before it comes."""
-        if key in self.ram or not self.ram.blocks:
+        if key in self.ram or not self.ram.make_room(key):
             return
-        self._make_room(key, now_s)
         self.ram.add(key, parent, time, in_order=in_order)
         self.figures.inserted_blocks += 1
 

@@ -115,8 +115,6 @@ class CpuTier(Tier):
         self._loop: asyncio.AbstractEventLoop | None = None
         self.on_pinned_access: Callable[[ChunkKey], None] | None = None
         """Called when a pinned chunk is read."""
-        self.on_evict: Callable[[Sequence[ChunkKey]], None] | None = None
-        """Called when chunks were evicted, and not when they were removed."""
         self.on_forget: Callable[[ChunkKey], None] | None = None
         """Called when a pinned chunk was removed."""
         self._on_change: Callable[[ChunkKey], None] | None = None
@@ -189,14 +187,6 @@ class CpuTier(Tier):
     def obtainable(self) -> int:
         """Slots that are free or evictable now."""
         return self.pool.free + self._order.evictable
-
-    def next_victim(self, key: ChunkKey | None = None) -> ChunkKey | None:
-        """Return the chunk that a slot for `key` would evict now; None where a slot is free, or none can be had."""
-        tenant = self._tenant_at_quota(key)
-        if tenant is None and self.pool.free:
-            return None
-        victim = self._order.victim(tenant)
-        return None if victim is None else victim.key
 
     def spares(self, key: ChunkKey) -> bool:
         """Return True if a resident may be pinned: reads and writes have enough slots besides."""
@@ -455,7 +445,6 @@ class CpuTier(Tier):
 
     def _evict(self, most: int, tenant: Tenant | None = None) -> list[Slot]:
         """Evict the coldest leaves, of one tenant where it is given. Return their slots, `most` or as many as there are."""
-        evicted: list[ChunkKey] = []
         slots: list[Slot] = []
         while len(slots) < most and (victim := self._order.pop_victim(tenant)) is not None:
             victim.hot = False
@@ -464,11 +453,8 @@ class CpuTier(Tier):
             if self._quotas is not None:
                 self._quotas.shares.note_evicted(tenant_of(victim.key))
                 self._quotas.own(victim.slot, None)
-            evicted.append(victim.key)
             slots.append(victim.slot)
         self._statistics.evicted += len(slots)
-        if evicted and self.on_evict is not None:
-            self.on_evict(evicted)
         return slots
 
     def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:

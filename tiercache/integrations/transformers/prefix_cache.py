@@ -12,6 +12,7 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.core.keys import KEY_BYTES, ChunkKey, keys_from_hashes, tenant_of
+from tiercache.core.prefetch import hint
 from tiercache.errors import LayoutError
 from tiercache.integrations.transformers.kv_cache import Landing, TieredCache
 from tiercache.integrations.transformers.model_kv import ModelKv
@@ -110,7 +111,7 @@ class PrefixCache:
         """Somebody is about to go on behind `ids`, for instance because he begins to type. As `TierCache.prefetch`; with
         `local_cpu: false` there is nothing to promote into, and the handle is one of no chunks."""
         if not self.cache.ahead.promotes:
-            return PrefetchHandle(self.cache.ahead, "", ())
+            return PrefetchHandle(self.cache.ahead, hint((), 0.0, "", 0.0))
         return self.cache.prefetch(self.stored_as(ids, salt=salt), deadline=in_s)
 
     def _names(self, keys: list[ChunkKey]) -> list[list[ChunkKey]]:

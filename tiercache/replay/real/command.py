@@ -125,7 +125,7 @@ def _timed_rows(found: Compared) -> list[tuple[str, float, float, int]]:
     for part in (50, 95, 99):
         rows.append((f"TTFT p{part} ms", 1e3 * one.ttft.at(part / 100), 1e3 * other.ttft.at(part / 100), 2))
     if other.accounts or one.accounts:
-        for name in ("used", "late", "lost"):
+        for name in ("used", "late", "wasted"):
             rows.append((f"prefetched MiB {name}", _mib(one, name), _mib(other, name), 1))
     return rows
 
@@ -141,7 +141,7 @@ def _timed_dict(timed: Timed) -> dict[str, Any]:
         "flash_blocks": timed.flash_blocks, "lost_blocks": timed.lost_blocks, "written_blocks": timed.written_blocks,
         "skipped_blocks": timed.skipped_blocks, "late_s": timed.late_s, "moved": timed.moved,
         "ttft_mean_s": timed.ttft.mean, **quantiles,
-        "accounts": {name: account.to_dict() for name, account in timed.accounts.items()},
+        "accounts": {name: asdict(account) for name, account in timed.accounts.items()},
     }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ _IDLE_S = 240.0
 _REDIRECTIONS = ("MOVED", "ASK")
 _NOT_SERVING = ("READONLY", "MASTERDOWN", "CLUSTERDOWN", "LOADING")
 """Errors of a server that is no master, or not yet one."""
+_NO_OWNER = ("", "no server of the cluster owns the slot")
 
 
 class Topology:
@@ -53,7 +54,8 @@ class Topology:
         self._lost: Endpoint | None = None
         self._stale = True
         self._refresh_at_s = 0.0
-        self._problem: ConnectionLost | SettingRejected | None = None
+        self._problem = _NO_OWNER
+        """The option that the operator must change, if any, and the reason why no owner is known."""
         if self._mode == "cluster":
             self._owners = [None] * REDIS_CLUSTER_HASH_SLOTS
         elif self._mode == "standalone":
@@ -68,7 +70,8 @@ class Topology:
                     self._refresh()
         owner = self._owners[key_slot(name) if self._mode == "cluster" else 0]
         if owner is None:
-            raise self._problem or ConnectionLost("no server of the cluster owns the slot")
+            option, problem = self._problem
+            raise SettingRejected(option, problem) if option else ConnectionLost(problem)
         return owner
 
     def invalidate(self, endpoint: Endpoint) -> None:
@@ -83,18 +86,19 @@ class Topology:
         except ValueError:
             raise ConnectionLost(f"not a redirection: {error}") from None
         endpoint = Endpoint(target.host.strip("[]") or sender.host, target.port)
-        if error.code == "MOVED" and target.slot_id < len(self._owners):
+        if self._mode == "cluster" and error.code == "MOVED" and 0 <= target.slot_id < REDIS_CLUSTER_HASH_SLOTS:
             self._owners[target.slot_id] = endpoint
-            self._stale = self._mode != "standalone"
+            self._stale = True
         return endpoint
 
     def _refresh(self) -> None:
         """Read the table. The old one stays in use where that fails."""
         try:
             self._owners = [self._connector.master()] if self._mode == "sentinel" else self._slot_owners()
-            self._stale, self._problem = False, None
+            self._stale, self._problem = False, _NO_OWNER
         except (ConnectionLost, SettingRejected) as error:
-            self._problem = error
+            # The text and not the error, whose traceback would keep the caller's payload alive.
+            self._problem = (error.option if isinstance(error, SettingRejected) else "", str(error))
         finally:
             self._refresh_at_s = time.monotonic() + _REFRESH_INTERVAL_S
 
@@ -262,32 +266,31 @@ class Servers:
         """
         endpoint = self._topology.endpoint_of(name)
         asking = refreshed = False
-        for attempt in range(_ATTEMPTS):
-            last = attempt == _ATTEMPTS - 1
+        attempts_left = _ATTEMPTS
+        while True:
+            attempts_left -= 1
             connection = self._take(endpoint)
             connection.asking, asking = asking, False
             try:
                 return exchange(connection)
             except ConnectionLost as error:
                 self._invalidate(endpoint)
-                if last or not _worth_repeating(connection, error):
+                if not attempts_left or not _worth_repeating(connection, error):
                     raise
                 endpoint = self._topology.endpoint_of(name)
             except ServerError as error:
-                if error.code in _REDIRECTIONS and not last:
+                if attempts_left and error.code in _REDIRECTIONS:
                     endpoint = self._topology.redirected(error, endpoint)
                     asking = error.code == "ASK"
-                elif error.code in _NOT_SERVING and not last:
+                    continue
+                if error.code in _NOT_SERVING:
                     self._invalidate(endpoint)
-                    if refreshed:
-                        raise
-                    refreshed = True
-                    endpoint = self._topology.endpoint_of(name)
-                else:
+                if refreshed or error.code not in _NOT_SERVING:
                     raise
+                refreshed = True
+                endpoint = self._topology.endpoint_of(name)
             finally:
                 self.pool.give(connection)
-        raise AssertionError("the last attempt returns or raises")
 
     def exist(self, names: Sequence[bytes]) -> list[bool]:
         """Return for each name if it exists. All servers are asked at once, with one send each.

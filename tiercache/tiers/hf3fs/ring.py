@@ -111,7 +111,11 @@ class Ring:
         self._partial_count = 0
         self._pause_s = _FIRST_PAUSE_S
         self._thread = threading.Thread(target=self._run, name=f"tiercache-{name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._ring = None  # the thread that was not started refers to this object, so only a collection would free it
+            raise
 
     @property
     def works(self) -> bool:

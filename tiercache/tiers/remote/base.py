@@ -1,7 +1,7 @@
-"""What all remote tiers have in common: verification, what is known of the server, counting. One server, one tier.
+"""The base class of all remote tiers: verification, knowledge of the server's keys, counters. One tier is one server.
 
-A subclass of `RemoteTier` says how values move; see `redis/` for one that moves them in threads, `s3/` for one whose client
-is asynchronous.
+A subclass of `RemoteTier` moves the values; see `redis/` for one that works in threads, `s3/` for one whose client is
+asynchronous, and `examples/sqlite_tier.py` for a small one.
 """
 
 from __future__ import annotations
@@ -29,73 +29,68 @@ logger = logging.getLogger("tiercache.remote")
 
 T = TypeVar("T")
 
-_REMEMBERED_KEYS = 1 << 20
+_KNOWN_KEYS = 1 << 20
+_BAD_KEYS = 1 << 16
 _REMEMBERED_S = 10.0
-_REFUSED_KEYS = 1 << 16
-_END_S = 0.1
-"""How long who waits may take to hear that what was interrupted has ended."""
+_CLOSE_S = 0.1
+"""How long `close` waits for operations that `_disconnect` has interrupted."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """What a remote tier is made from. `url` and `options` may hold secrets, so neither is in the `repr`."""
+    """The settings of one remote tier. `url` and `options` may hold secrets, so neither is in the `repr`."""
 
     name: str
-    """The instance, as statistics and log lines call it: `redis`, or `redis.primary`."""
+    """The name of the instance in statistics and log lines: `redis`, or `redis.primary`."""
     type: str
-    """What the registry found it by: the first part of a plug-in's name, or a URL's scheme."""
+    """The name in the registry: the first part of a plug-in's name, or a URL's scheme."""
     fingerprint: bytes
-    """The layout's, 16 bytes."""
+    """The layout's fingerprint, 16 bytes."""
     chunk_bytes: int
-    """The largest payload."""
+    """The length of the largest payload."""
     url: str = field(default="", repr=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The instance's settings by name, of the types that `tiercache.config.remote_options` declares; plain text for types
-    that it does not know. And the configuration's `file_access`, for tiers on files."""
+    """The instance's settings by name, with the types that `tiercache.config.remote_options` declares, and as plain text
+    for tier types that it does not declare. Holds the configuration's `file_access` as well, for tiers on files."""
     timeout_s: float = 5.0
     """The longest wait for the answer to one request."""
     concurrency: int = 4
-    """Transfers at a time in each direction, at most."""
+    """The largest number of transfers at a time in each direction."""
     item_bytes: int = 1
-    """Length of a number in a payload, for compression."""
+    """The length of a number in a payload, for compression."""
 
     url_key: str = ""
-    """The configuration's key that `url` came from."""
+    """The configuration key that `url` came from."""
 
     def key(self, option: str) -> str:
-        """The configuration's key for `option`, for error messages."""
+        """Return the configuration key of `option`, for error messages."""
         if option == "url" and self.url_key:
             return self.url_key
         return f"remote_storage_plugin.{self.name}.{option}"
 
     def make_compression(self) -> Compression:
-        """For types that have the option. Raises ConfigError."""
+        """Make the compression for a type that has the option. Raises ConfigError."""
         mode = self.options.get("compression", "none")
         return Compression(mode, self.item_bytes, concurrency=self.concurrency, tier=self.name)
 
     def error(self, option: str, problem: str) -> ConfigError:
-        """A ConfigError about `option`. `problem` must not hold secrets."""
+        """Return a ConfigError about `option`. `problem` must not hold secrets."""
         return ConfigError(f"{self.key(option)}: {problem}")
 
 
-@dataclass
-class _Use:
-    """Reads and writes of one key that are under way. What a read finds bad is replaced by a write beside it."""
-
-    reads: int = 0
-    writes: int = 0
-    stored: bool = False
-    """Whether a write has ended well since the first of the reads began."""
-    removal: asyncio.Future[None] | None = None
-    """Of what a read found bad: a write waits for its end, or what it stores would go, too."""
+class NotOurs(CorruptChunk):
+    """The value under the chunk's name was not written by tiercache. Reads leave it alone."""
 
 
 class RemoteTier(Tier):
     """A tier on a server that is shared, may be slow, and may be gone.
 
-    What subclasses do: `_connect`, `_disconnect`, `_get`, `_put`, `_exist`, `_delete`. They need not care for cancellation:
-    each runs to its end once begun, so none may wait for longer than about `settings.timeout_s` without progress. They raise
-    TierUnavailable, OSError, or TierFull; any of these is a bad sign for the tier's breaker, which belongs to the scheduler.
+    Subclasses implement `_connect`, `_disconnect`, `_get`, `_put`, `_exist` and `_delete`. Each of these runs to its end
+    even if its caller is cancelled, so none may wait longer than about `settings.timeout_s` without progress. They raise
+    TierUnavailable, OSError or TierFull; each of these counts against the tier's circuit breaker.
+
+    A value that fails verification twice in a row raises CorruptChunk, is counted, is no hit for 10 s, and is deleted from
+    the server if tiercache wrote it and this process writes to the tier.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -109,66 +104,64 @@ class RemoteTier(Tier):
             write_concurrency=settings.concurrency,
         )
         self.compression = Compression()
-        """None, but for subclasses that store what `pack` gives them. All of them read what is compressed."""
-        self.known = RememberedKeys(_REMEMBERED_KEYS, _REMEMBERED_S)
-        self._refused = RememberedKeys(_REFUSED_KEYS, _REMEMBERED_S)
-        """What lies there is bad: it is no hit until somebody may have stored it anew."""
-        self._uses: dict[ChunkKey, _Use] = {}
-        self._removed: list[set[ChunkKey]] = []
-        """For each look-up and read in flight, the keys that were removed since it began."""
+        """Stores plain payloads, unless a subclass that calls `pack` replaces it. Compressed values are always read."""
+        self.known = RememberedKeys(_KNOWN_KEYS, _REMEMBERED_S)
+        """The keys that this process saw on the server lately."""
+        self._bad = RememberedKeys(_BAD_KEYS, _REMEMBERED_S)
+        """The keys whose value failed verification lately: look-ups do not report them."""
+        self._writing: set[ChunkKey] = set()
+        self._removing_bad: set[ChunkKey] = set()
+        self._changes: list[set[ChunkKey]] = []
+        """For each look-up and read in flight, the keys that were written or removed meanwhile."""
+        self._operations: set[asyncio.Future[Any]] = set()
         self.counters = TierStatistics()
         self._open = False
-        self._busy = 0
-        """Operations that somebody waits for."""
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     # For subclasses
 
     @abstractmethod
     async def _connect(self) -> None:
-        """Make the tier usable. Raises ConfigError for what the operator must mend, TierUnavailable for what may pass."""
+        """Make the tier usable. Raises ConfigError for a wrong setting, TierUnavailable for what may pass."""
 
     @abstractmethod
     async def _disconnect(self) -> None:
-        """Give everything back. Called once, also after a `_connect` that failed; does not wait for hung operations.
+        """Release everything, and interrupt operations where possible, since they keep memory in use.
 
-        What can make them end does: memory that they use cannot be given back before.
+        Called once, also after a `_connect` that failed. Must not wait for operations that hang.
         """
 
     @abstractmethod
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Move the value into `into` and let `self.verified` check it, in a thread. None: the server has none."""
+        """Read the value into `into`, call `self.verified` in a thread, and return its result. None: there is no value."""
 
     @abstractmethod
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        """Store `payload` (without padding) after `self.packed_header(key, payload)`, or what `self.pack` makes of it, so
-        that no reader ever sees a part.
+        """Store `payload` (uint8, without padding) behind `self.packed_header(key, payload)`, or the result of `pack`.
 
-        False: the tier declines, or somebody else's value is in the way.
+        No reader may ever see a part of it. Returns False if the tier declines, or if the value of another program is in
+        the way.
         """
 
     @abstractmethod
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """Which of `keys` the server has: one round trip for all of them, not one each."""
+        """Return for each of `keys` if the server has it, in one round trip and not in one for each."""
 
     @abstractmethod
     async def _delete(self, key: ChunkKey) -> bool:
-        """Whether it was there."""
+        """Delete the value; return False if there was none."""
 
     def packed_header(self, key: ChunkKey, payload: np.ndarray) -> bytes:
-        """The 88 bytes that say what `payload` is, plain. Hashes it: in a thread."""
+        """Return the 88 bytes of the header of a plain `payload`. Computes a checksum: call it in a thread."""
         return Header(key, self.fingerprint, payload.nbytes, payload_checksum(payload)).pack()
 
     def pack(self, key: ChunkKey, payload: np.ndarray) -> Packed:
-        """The chunk with its header, compressed if that is worth it. In a thread."""
+        """Return the chunk with its header, compressed if that is worthwhile. Call it in a thread."""
         return self.compression.pack(key, self.fingerprint, payload, payload.nbytes)
 
     def verified(self, key: ChunkKey, raw_header: Any, into: np.ndarray, got_bytes: int) -> int:
-        """Check `into[:got_bytes]` against its header, make it plain, and return the payload's length. In a thread.
+        """Check `into[:got_bytes]` against its header, decompress it in place, and return the payload's length in bytes.
 
-        Raises CorruptChunk; `NotOurs` where the value is nothing that tiercache wrote. An empty value, or the beginning of
-        one, is what is left of ours.
+        Call it in a thread. Raises CorruptChunk; NotOurs if tiercache did not write the value.
         """
         header = self.verified_header(key, raw_header)
         if header.payload_bytes != got_bytes:
@@ -180,7 +173,10 @@ class RemoteTier(Tier):
         return unpacked(header, into)
 
     def verified_header(self, key: ChunkKey, raw_header: Any) -> Header:
-        """What `verified` does first: before its end nothing that a header says may be relied upon, lengths least of all."""
+        """Return the header of the value of `key`. No field of a raw header may be used before this has checked it.
+
+        Raises CorruptChunk, also for an empty or truncated header; NotOurs if it does not begin as tiercache's do.
+        """
         if not MAGIC.startswith(bytes(raw_header[: len(MAGIC)])):
             raise NotOurs(f"{self.name}: the value of {key.hex()} was not written by tiercache")
         try:
@@ -188,13 +184,13 @@ class RemoteTier(Tier):
         except HeaderError as error:
             raise CorruptChunk(f"{self.name}: {error}") from error
 
-    # The contract
+    # The tier interface
 
     async def open(self) -> None:
         self._open = True
         try:
             await self._connect()
-        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nobody would run what waits
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit, after which nothing may be awaited
             await self.close()
             raise
 
@@ -203,24 +199,25 @@ class RemoteTier(Tier):
             self._open = False
             self.known.clear()
             await self._disconnect()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_END_S):
-                    await self._idle.wait()
-            await asyncio.sleep(0)  # who waited for them hears of it before anybody asks whether their memory is free
+            if self._operations:
+                await asyncio.wait(self._operations, timeout=_CLOSE_S)
+            await asyncio.sleep(0)  # the callers of these operations release their memory
 
     def contains(self, key: ChunkKey) -> bool:
         return self.known.has(key, time.monotonic())
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """Asks the server about every key that is not known, in one go, so that chunks behind a gap are known as well."""
+        """Ask the server about all keys that are not known, at once, so that chunks behind a gap become known as well."""
         self._check_open()
         now_s = time.monotonic()
-        unknown = [key for key in keys if not self.known.has(key, now_s) and not self._refused.has(key, now_s)]
+        unknown = [key for key in keys if not self.known.has(key, now_s) and not self._bad.has(key, now_s)]
         if unknown:
-            with self._removals() as removed:
+            with self._changes_meanwhile() as changed:
                 found = await self._exist(unknown)
-            for key, there in zip(unknown, found, strict=True):
-                if there and key not in removed and not self._refused.has(key, now_s):  # since this was asked, too
+            for key, is_there in zip(unknown, found, strict=True):
+                if key in changed:
+                    continue
+                if is_there and not self._bad.has(key, now_s):
                     self.known.add(key, now_s)
                 else:
                     self.known.discard(key)
@@ -232,31 +229,25 @@ class RemoteTier(Tier):
 
     async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
         self._check_open()
-        use = self._uses.setdefault(key, _Use())
-        use.reads += 1
-        try:
-            with self._removals() as removed:
-                length = await self._get_believed(key, into)
-        except CorruptChunk as error:
-            self.counters.corrupt += 1
-            if not use.stored:
-                self.known.discard(key)
-                self._refused.add(key, time.monotonic())
-                if self.writes and not (isinstance(error, NotOurs) or use.writes):
-                    await self._remove_bad(key, use)
-            raise
-        finally:
-            stored = use.stored
-            use.reads -= 1
-            self._used(key, use)
+        with self._changes_meanwhile() as changed:
+            try:
+                length = await self._get_with_retry(key, into)
+            except CorruptChunk as error:
+                self.counters.corrupt += 1
+                if key not in changed:
+                    self.known.discard(key)
+                    self._bad.add(key, time.monotonic())
+                    if self.writes and not isinstance(error, NotOurs):
+                        await self._remove_bad(key)
+                raise
         if length is None:
             self.counters.read_misses += 1
-            if not stored:
+            if key not in changed:
                 self.known.discard(key)
             return None
         self.counters.reads += 1
         self.counters.read_bytes += length
-        if key not in removed:
+        if key not in changed:
             self.known.add(key, time.monotonic(), length)
         return length
 
@@ -264,22 +255,19 @@ class RemoteTier(Tier):
         self._check_open()
         if self.contains(key):
             return True
-        use = self._uses.setdefault(key, _Use())
-        use.writes += 1
+        if key in self._removing_bad:  # the server might execute the two requests in any order
+            return False
+        self._writing.add(key)
+        self._note_change(key)
         try:
-            if use.removal is not None:
-                await asyncio.wait([use.removal])
-                self._check_open()
             stored = await self._finish(self._put(key, payload[:payload_bytes]))
-            use.stored |= stored and use.reads > 0
         except BaseException:
             self.counters.write_failures += 1
             raise
         finally:
-            use.writes -= 1
-            self._used(key, use)
+            self._writing.discard(key)
         if stored:
-            self._refused.discard(key)
+            self._bad.discard(key)
             self.counters.writes += 1
             self.counters.written_bytes += payload_bytes
             self.known.add(key, time.monotonic(), payload_bytes)
@@ -290,21 +278,20 @@ class RemoteTier(Tier):
         self.known.discard(key)
         try:
             return await self._finish(self._delete(key))
-        finally:  # a look-up or a read beside it may have found the value, or may find it yet
+        finally:  # a look-up or a read may have found the value meanwhile
             self.known.discard(key)
-            for removed in self._removed:
-                removed.add(key)
+            self._note_change(key)
 
     def statistics(self) -> TierStatistics:
-        """`resident` and `occupied_bytes` are what this process knows of, not what the server holds."""
+        """Return the counters. `resident` and `occupied_bytes` cover the keys that this process knows, not the server's."""
         counters = TierStatistics(**vars(self.counters))
         counters.stored_bytes = self.compression.stored_bytes or counters.written_bytes
         counters.resident = len(self.known)
         counters.occupied_bytes = self.known.bytes_known
         return counters
 
-    async def _get_believed(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """As `_get`; what is bad is read once more, for it belongs to everybody, and a bit may have flipped on its way."""
+    async def _get_with_retry(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Read a value that fails verification once more: the transfer may have damaged it, and the value is shared."""
         try:
             return await self._finish(self._get(key, into))
         except CorruptChunk as error:
@@ -312,51 +299,39 @@ class RemoteTier(Tier):
             logger.info("%s; reading it again", error)
         return await self._finish(self._get(key, into))
 
-    async def _remove_bad(self, key: ChunkKey, use: _Use) -> None:
-        """That it cannot be removed says nothing about whether the tier can be read: the next one to store it will see."""
-        if use.removal is not None:
+    async def _remove_bad(self, key: ChunkKey) -> None:
+        """Delete a value that failed verification. A failure is only logged: it does not mean that reads fail."""
+        if key in self._removing_bad:
             return
-        use.removal = asyncio.get_running_loop().create_future()
+        self._removing_bad.add(key)
         try:
             await self._finish(self._delete(key))
         except (TierUnavailable, TierFull, OSError) as error:
             logger.info("%s: a bad value stays for now: %s", self.name, error)
         finally:
-            use.removal.set_result(None)
-            use.removal = None
-        self.known.discard(key)
+            self._removing_bad.discard(key)
 
     @contextlib.contextmanager
-    def _removals(self) -> Iterator[set[ChunkKey]]:
-        """Collect the keys that are removed meanwhile."""
-        removed: set[ChunkKey] = set()
-        self._removed.append(removed)
+    def _changes_meanwhile(self) -> Iterator[set[ChunkKey]]:
+        """Collect the keys that are being written, and those that are written or removed until the block ends."""
+        changed = set(self._writing)
+        self._changes.append(changed)
         try:
-            yield removed
+            yield changed
         finally:
-            self._removed = [each for each in self._removed if each is not removed]
+            self._changes = [each for each in self._changes if each is not changed]
 
-    def _used(self, key: ChunkKey, use: _Use) -> None:
-        if not use.reads:
-            use.stored = False
-            if not use.writes:
-                del self._uses[key]
+    def _note_change(self, key: ChunkKey) -> None:
+        for changed in self._changes:
+            changed.add(key)
 
     def _check_open(self) -> None:
         if not self._open:
             raise TierUnavailable(f"{self.name} is closed")
 
     async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Memory is in use until `work` has ended, whatever happens to whoever waits for it."""
-        self._busy += 1
-        self._idle.clear()
-        try:
-            return await wait_shielded(asyncio.ensure_future(work))
-        finally:
-            self._busy -= 1
-            if not self._busy:
-                self._idle.set()
-
-
-class NotOurs(CorruptChunk):
-    """A value under our key that tiercache did not write: it is left alone."""
+        """Run `work` to its end even if the caller is cancelled, since it uses the caller's memory."""
+        operation = asyncio.ensure_future(work)
+        self._operations.add(operation)
+        operation.add_done_callback(self._operations.discard)
+        return await wait_shielded(operation)

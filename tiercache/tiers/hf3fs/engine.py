@@ -75,12 +75,16 @@ def equip(
         # Rings first: they cost little, and a mount that refuses them is found out before memory is touched.
         for read in (True, False):
             for number in range(settings.rings):
-                ring = library.make_ioring(
-                    str(mount), settings.entries, read, settings.io_depth, None, None, settings.numa
-                )
                 name = f"hf3fs-{'read' if read else 'write'}-{number}"
-                rings[read].append(Ring(ring, settings, read=read, loop=loop, settled=settled, name=name))
-                del ring  # its thread takes it away
+                # No variable refers to the native ring: its thread takes it away, or this one if that cannot be started.
+                rings[read].append(
+                    Ring(
+                        library.make_ioring(
+                            str(mount), settings.entries, read, settings.io_depth, None, None, settings.numa
+                        ),
+                        settings, read=read, loop=loop, settled=settled, name=name,
+                    )
+                )  # fmt: skip
         buffers = make_buffers()
         buffers.registered.register(library, str(mount), settings.numa)
     except BaseException:

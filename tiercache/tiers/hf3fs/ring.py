@@ -96,6 +96,7 @@ class Ring:
         self.jammed = False
         """Whether the last operation found no room though entries were free: one before it has not ended. The thread's."""
         self._ring = ring
+        del ring
         self._read = read
         self._batch = max(1, settings.io_depth)
         self._loop = loop

@@ -48,7 +48,7 @@ async def test_a_put_after_a_removal_is_what_is_read(tier: RedisTier) -> None:
     assert await tier.read(KEY, into) == LENGTH and np.array_equal(into[:LENGTH], other[:LENGTH])
 
 
-@pytest.mark.parametrize("left_bytes", [0, 3, 40, 88, 110, LENGTH // 2, 88 + LENGTH - 1])
+@pytest.mark.parametrize("left_bytes", [3, 40, 88, 110, LENGTH // 2, 88 + LENGTH - 1])
 async def test_a_value_that_was_cut_is_a_corrupt_chunk_and_is_removed(
     tier: RedisTier, server: Server, left_bytes: int
 ) -> None:
@@ -75,6 +75,54 @@ async def test_a_value_that_is_too_long_is_a_corrupt_chunk_and_stays_inside_its_
         assert not memory[LENGTH:].any()
         assert not client.exists(NAME)
     assert await tier.read(chunk(2)[0], memory) is None, "the next request is answered"
+
+
+LONG = 5 << 20  # read in pieces
+
+
+@pytest.mark.parametrize("length", [LONG, LONG - 1, (4 << 20) - 88, (4 << 20) - 87, 4 << 20, 6 << 20, (6 << 20) - 88])
+async def test_a_long_chunk_is_read_in_pieces(tier: RedisTier, length: int) -> None:
+    key, payload = chunk(3, length)
+    into = page_aligned(length)
+    assert await tier.read(key, into) is None
+    assert await tier.write(key, payload, length)
+    assert await tier.read(key, into) == length
+    assert np.array_equal(into[:length], payload[:length])
+    assert await tier.read(chunk(2)[0], into) is None, "the next request is answered"
+
+
+@pytest.mark.parametrize("left_bytes", [3, 88, 1 << 20, 2 << 20, (2 << 20) + 40, 88 + LONG - 1, 88 + LONG + 1, 9 << 20])
+async def test_a_long_value_that_is_cut_or_too_long_is_a_corrupt_chunk(
+    tier: RedisTier, server: Server, left_bytes: int
+) -> None:
+    key, payload = chunk(3, LONG)
+    memory = page_aligned(2 * LONG)
+    assert await tier.write(key, payload, LONG)
+    with server.client() as client:
+        client.set(value_name(key), client.get(value_name(key)).ljust(left_bytes)[:left_bytes])
+    with pytest.raises(CorruptChunk):
+        await tier.read(key, memory[:LONG])
+    assert not memory[LONG:].any()
+    assert await tier.read(key, memory) is None, "it was removed, and the next request is answered"
+
+
+@pytest.mark.parametrize("length", [LENGTH, LONG])
+async def test_an_empty_value_is_a_miss_that_a_put_replaces(tier: RedisTier, server: Server, length: int) -> None:
+    key, payload = chunk(3, length)
+    with server.client() as client:
+        client.set(value_name(key), b"")
+    into = page_aligned(length)
+    assert await tier.read(key, into) is None
+    assert await tier.write(key, payload, length)
+    assert await tier.read(key, into) == length
+
+
+async def test_a_long_value_of_another_type_is_no_chunk(tier: RedisTier, server: Server) -> None:
+    with server.client() as client:
+        client.rpush(NAME, "x")
+    with pytest.raises(NotOurs):
+        await tier.read(KEY, page_aligned(LONG))
+    assert await tier.read(chunk(2)[0], page_aligned(LONG)) is None, "the next request is answered"
 
 
 async def test_the_head_of_a_chunk_that_an_earlier_version_stored_in_segments_is_no_hit(

@@ -29,6 +29,8 @@ _LONGEST_REPLY_BYTES = 64 << 10
 _LONGEST_SKIP_BYTES = 256 << 10
 """To be rid of a longer value that is not wanted, the connection is closed."""
 _RENEWAL_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
+_PIECES_AHEAD = 2
 _DEADLINE_CHECKS = 4
 """How often a thread that waits in the kernel wakes up to check its deadline."""
 
@@ -277,23 +279,44 @@ def get_value(
 ) -> tuple[bytes | None, int]:
     """Receive a value's first `header_bytes` bytes, which are returned, and the rest into `into`.
 
-    Returns the header and the length of the rest; None for the header where there is no value. Of a value whose rest is
-    longer than `into` only the header is returned. Raises ServerError.
+    Where `into` is long, the value is read in pieces, two of them requested at a time: servers are slow with long replies. A
+    value that is replaced meanwhile has parts of both, which its checksum tells.
+
+    Returns the header and how many bytes `into` holds; None for the header where there is no value, or an empty one. A value
+    that is longer than `into` is not received to its end. Raises ServerError.
     """
-    connection.request(command(b"GET", name))
-    # The reply's line and the header are received in one call, and no byte of the payload with them.
-    length = connection.value_bytes(len(b"$%d\r\n" % (header_bytes + len(into))) + header_bytes)
-    if length is None:
-        return None, 0
-    if length <= header_bytes:
-        return connection.take(length), 0
-    header = connection.take(header_bytes, last=False)
-    rest = length - header_bytes
-    if rest > len(into):
-        connection.skip(rest)
-        return header, 0
-    connection.take_into(into[:rest])
-    return header, rest
+    longest = header_bytes + len(into)
+    requests = [command(b"GET", name)]
+    if longest > 2 * _PIECE_BYTES:
+        starts = range(0, longest + 1, _PIECE_BYTES)
+        requests = [command(b"GETRANGE", name, b"%d" % at, b"%d" % (at + _PIECE_BYTES - 1)) for at in starts]
+    header: bytes | None = None
+    received = number = sent = 0
+    # The first reply's line and the header are received in one call, and no byte of the payload with them.
+    ahead_bytes = len(b"$%d\r\n" % min(longest, _PIECE_BYTES)) + header_bytes
+    while number < len(requests):
+        connection.renew()
+        for request in requests[sent : number + _PIECES_AHEAD]:
+            connection.request(request)
+            sent += 1
+        length = connection.value_bytes(_LINE_BYTES if number else ahead_bytes)
+        if length is None:
+            break
+        if length < _PIECE_BYTES:
+            del requests[sent:]  # The value ends here; pieces that are requested already are empty.
+        number += 1
+        if number == 1 and length <= header_bytes:
+            header = connection.take(length) or None
+            continue
+        if number == 1:
+            header = connection.take(header_bytes, last=False)
+            length -= header_bytes
+        if received + length > len(into):
+            connection.skip(length)
+            break
+        connection.take_into(into[received : received + length])
+        received += length
+    return header, received
 
 
 def set_value(

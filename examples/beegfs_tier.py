@@ -30,7 +30,7 @@ def make_tier(settings: RemoteSettings) -> FileTier:
             (Path(options["path"]),),
             int(float(options.get("max_size", 0)) * 2**30),  # 0: nine tenths of what is free
             threads=16,
-            allowance_bytes=None,  # the count of a shared directory is charged in large steps
+            many_hosts=True,  # they see what a process had reserved when its host is gone
             beside=False,  # who lists directories that changed would list each of them twice a chunk
             file_access=options.get("file_access", "owner"),
         ),

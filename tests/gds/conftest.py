@@ -76,7 +76,7 @@ def opened(request: pytest.FixtureRequest, device: Device, files: DeviceFiles) -
         if request.param == "gds":
             tier = GdsTier(GdsSettings((directory,), cap_bytes, **common), fingerprint, device, files)
         else:
-            settings = WekaSettings((directory,), cap_bytes, direct=None, allowance_bytes=0, **common)
+            settings = WekaSettings((directory,), cap_bytes, direct=None, **common)
             tier = WekaTier(settings, fingerprint, device, files)
         await tier.open()
         try:

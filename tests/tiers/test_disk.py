@@ -315,16 +315,18 @@ async def test_half_written_files_of_a_living_process_are_left_alone(tmp_path: P
 async def test_two_instances_in_one_directory_neither_fail_nor_exceed_the_cap(tmp_path: Path) -> None:
     async with opened(tmp_path, cap_chunks=40) as one, opened(tmp_path, cap_chunks=40) as other:
         await asyncio.gather(fill(one, range(1, 31)), fill(other, range(1, 31)))
-        assert tier_total(one) == tier_total(other) == allocated_bytes(tmp_path)
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
         for number in range(1, 31):
             assert await is_hit(one, number)
             assert await is_hit(other, number)
 
 
-def tier_total(tier: DiskTier) -> int:
-    """What the ledger counts now; an instance's own statistics are as old as its last change."""
-    tier.shelves.all[0].volume.ledger.refresh()
-    return tier.statistics().occupied_bytes
+def tier_total(tier: DiskTier, *others: DiskTier) -> int:
+    """What is counted now, without what these tiers have reserved; statistics are as old as a process's last change."""
+    for each in (tier, *others):
+        each.shelves.all[0].volume.capacity.refresh()
+    reserved = [each.shelves.all[0].volume.capacity for each in others]
+    return tier.statistics().occupied_bytes - sum(each.counted_bytes - each.used_bytes for each in reserved)
 
 
 async def test_other_instance_finds_a_chunk_without_a_restart(tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ async def test_chunk_evicted_by_another_instance_is_a_clean_miss(tmp_path: Path)
         await one.remove(chunk(1)[0])
         assert not await is_hit(other, 1)
         assert not other.contains(chunk(1)[0])
-        assert tier_total(other) == allocated_bytes(tmp_path)
+        assert tier_total(other, one) == allocated_bytes(tmp_path)
 
 
 async def test_instance_that_knows_nothing_looks_around_when_the_directory_is_full(tmp_path: Path) -> None:
@@ -369,9 +371,12 @@ async def test_victims_that_others_deleted_are_no_attempts(tmp_path: Path) -> No
         assert await other.probe([chunk(number)[0] for number in range(1, 25)]) == 24
         for number in range(1, 24):
             assert await other.remove(chunk(number)[0])
-        full = stale.shelves.all[0].volume.ledger
+        full = stale.shelves.all[0].volume.capacity
         full.refresh()
-        full.correct(full.cap_bytes - full.used_bytes)  # somebody's, of whom nobody here knows
+        rest_bytes = full.cap_bytes - full.used_bytes
+        assert full.reserve(rest_bytes)  # another process's, of which nobody here knows
+        full.commit(rest_bytes)
+        full.settle(rest_bytes)
         key, payload = chunk(100)
         assert await stale.write(key, payload, CHUNK_BYTES)
         assert await is_hit(stale, 100)
@@ -597,5 +602,5 @@ async def test_another_who_deletes_during_the_first_scan_leaves_the_count_uncorr
         gate.set()
         await first.scanned()
         files = sum(path.stat().st_blocks * 512 for path in tmp_path.glob("[0-9a-f][0-9a-f]/*"))
-        await first.shelves.metadata.submit(volume.ledger.refresh)
+        await first.shelves.metadata.submit(volume.capacity.refresh)
         assert first.statistics().occupied_bytes >= files

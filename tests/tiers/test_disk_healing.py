@@ -39,9 +39,9 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files.capacity import Mark
 from tiercache.tiers.files.changes import Victims
 from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.survey import Reckoning
 from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
@@ -176,15 +176,16 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a scan could not tell apart from writes that ended meanwhile is not taken for right."""
-    reckon = Volume.reckon
+    recount = Volume.recount
 
-    def reckon_after_many_writes(volume: Volume, *rest: object) -> int:
+    def recount_after_many_writes(volume: Volume, *rest: object) -> int:
         for _ in range(12):
-            volume.ledger.announce(FILE_BYTES)
-            volume.ledger.release(FILE_BYTES, FILE_BYTES)
-            volume.ledger.charge(FILE_BYTES)
-            volume.ledger.settle(FILE_BYTES)
-        return reckon(volume, *rest)  # type: ignore[arg-type]
+            volume.capacity.announce(FILE_BYTES)
+            volume.capacity.release(FILE_BYTES, FILE_BYTES)
+            volume.capacity.reserve(FILE_BYTES)
+            volume.capacity.commit(FILE_BYTES)
+            volume.capacity.settle(FILE_BYTES)
+        return recount(volume, *rest)  # type: ignore[arg-type]
 
     async with opened(tmp_path, cap_chunks=16) as tier:
         await tier.scanned()
@@ -194,7 +195,7 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
             path.unlink()
         shelf = tier.shelves.all[0]
         with monkeypatch.context() as writes:
-            writes.setattr(Volume, "reckon", reckon_after_many_writes)
+            writes.setattr(Volume, "recount", recount_after_many_writes)
             tier.shelves.begin_scan(shelf, first=False)
             await tier.scanned()
         assert tier_total(tier) > allocated_bytes(tmp_path)
@@ -208,15 +209,15 @@ async def test_a_count_that_writes_during_a_scan_left_uncertain_is_looked_at_aga
 async def test_a_device_that_hung_in_a_scan_is_scanned_again_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Volume.begin_reckoning
+    begin = Volume.begin_scan
 
-    def begin_late(volume: Volume) -> Reckoning:
+    def begin_late(volume: Volume) -> tuple[Mark, list[str]]:
         time.sleep(0.5)
         return begin(volume)
 
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        monkeypatch.setattr(Volume, "begin_reckoning", begin_late)
+        monkeypatch.setattr(Volume, "begin_scan", begin_late)
         shelf = tier.shelves.all[0]
         for _ in range(2):
             tier.shelves.begin_scan(shelf, first=False)
@@ -253,7 +254,7 @@ async def test_the_cap_holds_when_the_ledger_is_deleted_while_two_instances_run(
                     most = max(most, chunk_bytes(tmp_path))
         assert most <= one.settings.cap_bytes
         assert await is_hit(one, 339) or await is_hit(other, 1339)
-        assert tier_total(one) == tier_total(other) == allocated_bytes(tmp_path)
+        assert tier_total(one, other) == tier_total(other, one) == allocated_bytes(tmp_path)
 
 
 async def test_a_deleted_ledger_is_noticed_where_the_directory_seemed_full_of_what_others_stored(
@@ -304,12 +305,12 @@ def test_what_a_failed_write_could_not_take_back_is_taken_back_by_the_next(
         with monkeypatch.context() as device:
             device.setattr(os, "unlink", fails)
             device.setattr(os, "lstat", fails)
-            volume.abandoned.remove(pending)
-        assert Path(pending.path).exists() and volume.ledger.outstanding_bytes == pending.charged_bytes
+            volume.discard(pending)
+        assert Path(pending.path).exists() and volume.capacity.in_flight_bytes == pending.reserved_bytes
         following = volume.begin_write(chunk(2, 5000)[0], 5000, Victims())
         assert not Path(pending.path).exists()
-        volume.abandoned.remove(following)
-        assert volume.ledger.outstanding_bytes == 0
+        volume.discard(following)
+        assert volume.capacity.in_flight_bytes == 0
     finally:
         volume.close()
 
@@ -320,7 +321,7 @@ async def caught_up(tier: DiskTier) -> None:
     await asyncio.wait_for(asyncio.shield(shelf.catching_up), 20)
 
 
-async def test_room_that_a_failed_write_made_and_could_not_count_is_everybodys_soon(
+async def test_room_that_a_failed_write_made_is_everybodys_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the instance that made it has nothing to do from then on."""
@@ -328,15 +329,12 @@ async def test_room_that_a_failed_write_made_and_could_not_count_is_everybodys_s
         await idle.scanned()
         await other.scanned()
         await fill(idle, range(1, 60))
-        pwrite, count = os.pwrite, idle.shelves.all[0].volume.ledger._file.descriptor
 
-        def fails(descriptor: int, raw: bytes, offset: int) -> int:
-            if descriptor == count:
-                raise OSError(errno.EIO, "Input/output error")
-            return pwrite(descriptor, raw, offset)
+        def fails(*arguments: object) -> int:
+            raise OSError(errno.EIO, "Input/output error")
 
         with monkeypatch.context() as device:
-            device.setattr(os, "pwrite", fails)
+            device.setattr(os, "pwritev", fails)
             with pytest.raises(OSError, match="Input/output error"):
                 await idle.write(*chunk(60), CHUNK_BYTES)
         assert tier_total(other) > allocated_bytes(tmp_path)
@@ -834,12 +832,12 @@ async def test_closed_beside_a_frozen_holder_of_the_lock_nothing_stays_open_once
 ) -> None:
     async with opened(tmp_path) as tier:
         await tier.scanned()
-        ledger = tier.shelves.all[0].volume.ledger
+        capacity = tier.shelves.all[0].volume.capacity
         with (tmp_path / ".tiercache" / "ledger").open("r+b") as frozen:
             fcntl.flock(frozen, fcntl.LOCK_EX)
             writing = asyncio.create_task(tier.write(*chunk(1), CHUNK_BYTES))
             async with asyncio.timeout(10):
-                while not ledger._lock.locked():
+                while not capacity._files.locked():
                     await asyncio.sleep(0.01)
                 await tier.close()
             assert not writing.done(), "it waits for the lock"

@@ -45,7 +45,7 @@ def test_the_first_to_publish_a_chunk_keeps_the_name(two: tuple[Volume, Volume])
     assert other.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
     assert Path(one.path(key)).stat().st_ino == inode
     assert temporaries(one.root) == []
-    assert other.ledger.used_bytes == allocated_bytes(one.root)
+    assert other.capacity.used_bytes == allocated_bytes(one.root)
     into = page_aligned(CHUNK_BYTES)
     assert other.read(key, into) == CHUNK_BYTES
     assert np.array_equal(into, payload)
@@ -57,7 +57,7 @@ def test_a_chunk_deleted_meanwhile_can_be_published_again(two: tuple[Volume, Vol
     occupied_bytes = one.write(key, payload, CHUNK_BYTES, Victims())
     assert other.delete(key, occupied_bytes)
     assert one.write(key, payload, CHUNK_BYTES, Victims()) == occupied_bytes
-    assert one.ledger.used_bytes == allocated_bytes(one.root)
+    assert one.capacity.used_bytes == allocated_bytes(one.root)
 
 
 def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_way_that_the_file_system_lacks_is_followed_by_the_next(tmp_path: Path
     volume.publisher.ways = (unknown, unknown)
     key, payload = chunk(2)
     volume.write(key, payload, CHUNK_BYTES, Victims())
-    assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
+    assert volume.capacity.used_bytes == allocated_bytes(tmp_path)
     volume.close()
 
 
@@ -112,7 +112,7 @@ def test_killed_between_two_names_the_chunk_stays_and_is_counted_once(tmp_path: 
     into = page_aligned(CHUNK_BYTES)
     for number in (1, 2):
         assert volume.read(chunk(number)[0], into) == CHUNK_BYTES
-    reckoning = volume.begin_reckoning()
-    volume.reckon(reckoning, volume.surveyor.scan("00").counted_bytes)
-    assert volume.ledger.used_bytes == allocated_bytes(tmp_path)
+    mark, _ = volume.begin_scan()
+    volume.recount(mark, volume.surveyor.scan("00").counted_bytes)
+    assert volume.capacity.used_bytes == allocated_bytes(tmp_path)
     volume.close()

@@ -1,6 +1,7 @@
 """The Weka tier: what instances on one directory know of each other, and how they make room."""
 
 import asyncio
+import fcntl
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,7 @@ from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files import ledger, listing
-from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files import capacity, listing
 from tiercache.tiers.files.listing import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
@@ -30,7 +30,7 @@ def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
 @pytest.fixture
 def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a lock that a test holds. A thread that waits for it does not keep the clock from jumping."""
-    monkeypatch.setattr(ledger, "_LOCK_WAIT_S", 0.3)
+    monkeypatch.setattr(capacity, "_LOCK_WAIT_S", 0.3)
 
 
 class TestWekaTier(test_contract.TestDiskTier):
@@ -171,7 +171,7 @@ async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, short_lock_wait: None
 ) -> None:
     async with opened(tmp_path, cap_chunks=10) as tier, opened(tmp_path, cap_chunks=10) as other:
-        with tier.shelves.all[0].volume.ledger._lock:
+        with tier.shelves.all[0].volume.capacity._files:
             refresher_of(tier).hint()
             await until(lambda: "could not be listed" in caplog.text)
         await store(other, range(5, 7))
@@ -180,7 +180,7 @@ async def test_a_count_that_cannot_be_had_for_a_while_does_not_end_the_refresh(
 
 
 async def test_eviction_deletes_what_was_used_least_and_no_more_than_is_needed(tmp_path: Path) -> None:
-    async with opened(tmp_path, cap_chunks=100, allowance_bytes=0) as tier:
+    async with opened(tmp_path, cap_chunks=100) as tier:
         await store(tier, range(1, 101))
         assert tier.statistics().evicted == 0
         assert await is_hit(tier, 1)
@@ -248,10 +248,9 @@ async def test_an_emptied_directory_is_not_claimed(tmp_path: Path) -> None:
 async def test_close_does_not_wait_for_a_lock_that_somebody_holds(tmp_path: Path) -> None:
     async with opened(tmp_path) as tier:
         await store(tier, range(1, 2))
-        ledger = Ledger(tmp_path / ".tiercache" / "ledger", 1)
-        with ledger.locked():
+        with (tmp_path / ".tiercache" / "ledger").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             await tier.close()
-        ledger.close()
 
 
 async def test_lookup_before_the_first_scan_has_ended_asks_the_mount(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ class JumpingPolicy(asyncio.DefaultEventLoopPolicy):
 @asynccontextmanager
 async def opened(directory: Path, cap_chunks: int = 64, **settings: object) -> AsyncIterator[WekaTier]:
     """A tier that has finished its first scan, with a cap of `cap_chunks` files and the directory that they lie in."""
-    chosen = {"refresh_s": 5.0, "threads": 4, "allowance_bytes": 2 * FILE_BYTES, "direct": None} | settings
+    chosen = {"refresh_s": 5.0, "threads": 4, "direct": None} | settings
     cap_bytes = cap_chunks * FILE_BYTES + 4096
     tier = WekaTier(WekaSettings((directory,), cap_bytes, **chosen), FINGERPRINT)  # type: ignore[arg-type]
     await tier.open()

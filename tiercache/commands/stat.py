@@ -13,7 +13,7 @@ from typing import Any
 from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
-from tiercache.tiers.files.count_file import counted_in
+from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.owners import PENDING_NAME
 from tiercache.tiers.files.place import found_place
 from tiercache.tiers.files.quarantine import QUARANTINED_NAME
@@ -77,8 +77,8 @@ class _Found:
 async def survey(directory: Path) -> dict[str, Any]:
     """Counts and bytes of everything below `directory`, as the file system allocates them. Changes nothing.
 
-    `counted_bytes` is what the ledger should say: chunks, quarantine and the directories they lie in; it differs from
-    `ledger_bytes` while somebody writes, and after a crash until a cache has had the directory to itself.
+    `counted_bytes` is what the capacity counter should say: chunks, quarantine and the directories they lie in; it differs
+    from `ledger_bytes` while a process writes, and after a crash until a recount.
     """
     found = _Found()
     place = await asyncio.to_thread(found_place, directory)
@@ -168,9 +168,9 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
         sizes = (_mib(layout["payload_bytes"]), _mib(layout["occupied_bytes"]))
         table.add_row(fingerprint[:16], f"{layout['chunks']:,}", *sizes)
     show_figures(table, Console())
-    ledger = "has no count" if found["ledger_bytes"] is None else f"counts {_mib(found['ledger_bytes'])}"
+    counter = "says nothing" if found["ledger_bytes"] is None else f"says {_mib(found['ledger_bytes'])}"
     print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}")
-    print(f"the ledger {ledger}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
+    print(f"the capacity counter {counter}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
     if found["chunks"]:
         print(f"ages: newest {found['newest_s']:,} s, median {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s")
     if found["quarantined"]:

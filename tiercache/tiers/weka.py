@@ -23,7 +23,7 @@ METADATA_THREADS = 8
 class WekaSettings(GdsSettings):
     threads: int = 16
     direct: bool | None = True
-    allowance_bytes: int | None = None
+    many_hosts: bool = True
     beside: bool = False
     """Directories that changed are listed, and each chunk would change one of them twice."""
     refresh_s: float = 1.0

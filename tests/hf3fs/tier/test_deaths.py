@@ -227,7 +227,8 @@ async def test_opening_that_is_cancelled_does_not_wait_for_a_stopped_daemon(
 async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_up(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, short_waits: None
 ) -> None:
-    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
+    # So small a tier asks the counter, and with it the mount, at each write.
+    async with opened(mortal.mount / "chunks", rings=HASTY, cap_bytes=1 << 20) as tier3:
         await put(tier3, memory, 1)
         await tier3.scanned()
         reviving = asyncio.Event()

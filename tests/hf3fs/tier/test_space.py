@@ -158,7 +158,7 @@ async def test_victims_are_closed_when_there_is_no_room_all_the_same(
         await put(tier3, memory, 1)
         await get(tier3, memory, 1)
         volume = tier3.shelves.all[0].volume
-        volume.ledger.charge = lambda *amounts_bytes: False  # type: ignore[method-assign]
+        volume.capacity.reserve = lambda *amounts_bytes: False  # type: ignore[method-assign]
         with pytest.raises(TierFull):
             volume.begin_write(b"k" * 32, CHUNK_BYTES, Victims([(chunk(1)[0], file_bytes(CHUNK_BYTES))]))
         assert not tier3.mover.files._kept

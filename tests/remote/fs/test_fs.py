@@ -26,9 +26,8 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.capacity import Capacity
 from tiercache.tiers.files.mounts import Mount
-from tiercache.tiers.files.owners import Owner, StaleWriters
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 
@@ -259,16 +258,16 @@ async def test_two_processes_share_a_directory_and_its_cap(tmp_path: Path) -> No
 async def test_bookkeeping_that_is_deleted_while_it_begins_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove, begun = Owner.remove_stale_writers, False
+    remove, begun = Capacity.return_dead, False
 
-    def remove_what_is_gone(owner: Owner, ledger: Ledger) -> StaleWriters:
+    def remove_what_is_gone(capacity: Capacity) -> int:
         nonlocal begun
         if not begun:
             begun = True
             shutil.rmtree(tmp_path / ".tiercache")
-        return remove(owner, ledger)
+        return remove(capacity)
 
-    monkeypatch.setattr(Owner, "remove_stale_writers", remove_what_is_gone)
+    monkeypatch.setattr(Capacity, "return_dead", remove_what_is_gone)
     async with opened(tmp_path) as tier:
         assert begun
         await store(tier, range(1, 3))

@@ -62,16 +62,14 @@ async def scans_end(node: Node) -> None:
 def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone: bool) -> None:
     """Of an open cache in which nothing is under way."""
     for shelf in shelves(node.cache):
-        ledger, place = shelf.volume.ledger, place_of(shelf, places)
+        capacity, place = shelf.volume.capacity, place_of(shelf, places)
         found = place.look()
-        ended = list(ledger._done)
-        writing = ledger._in_flight_bytes - sum(done.settled_bytes + done.unspent_bytes for done in ended)
+        writing = capacity.in_flight_bytes
         pending = found.pending.get(shelf.volume._owner.name, 0)
         if writing > pending:
-            raise Violation(f"{place.disk.root}: {writing} bytes are charged for files, of which {pending} are there")
-        deleting = ledger._announced_bytes - sum(done.announced_bytes for done in ended)
-        if deleting:
-            raise Violation(f"{place.disk.root}: {deleting} bytes are still about to be deleted")
+            raise Violation(f"{place.disk.root}: {writing} bytes are reserved for files, of which {pending} are there")
+        if capacity._deleting_bytes:
+            raise Violation(f"{place.disk.root}: {capacity._deleting_bytes} bytes are still about to be deleted")
         if shelf.noted_while_scanning:
             raise Violation(f"{place.disk.root}: no scan is under way, and chunks are noted for it")
         tier = next(tier for _, tier in file_tiers(node.cache) if shelf in tier.shelves.all)
@@ -82,8 +80,8 @@ def check_shelves(node: Node, places: Sequence[Place], *, faultless: bool, alone
                 raise Violation(
                     f"{place.disk.root}: not there, but in the index: {known - there}; not in it: {there - known}"
                 )
-        if faultless and not ledger.allowance_bytes:  # of which a part may not be spent
-            place.check_count()
+        if faultless and alone:
+            place.check_count(capacity._unused_bytes)
 
 
 async def check_promises(node: Node, others: Sequence[Node], places: Sequence[Place], key: int) -> None:
@@ -192,7 +190,6 @@ async def check_reopened(
     await asyncio.sleep(_TRIMMED_S)
     for place in places:
         place.is_certain, place.kept_from_s = True, 0.0
-        place.check_count()
         place.check(loop.time(), loop.time() - 1e6)
     check_shelves(node, places, faultless=True, alone=True)
     for name, tier in file_tiers(node.cache):

@@ -24,10 +24,8 @@ _COUNT = struct.Struct("<8sQ")
 _COUNTED = b"TIERLEDG"
 _DIRECTORY_BYTES = 4096
 _COUNTED_AFTER_S = 6.0
-"""A directory is made, and then it is counted: for which its maker waits for the ledger's lock, no longer than this."""
+"""A directory is made, and then it is counted: for which its maker waits for the counter's lock, no longer than this."""
 _QUARANTINED = 8
-_BEGINNING_S = 120.0
-"""`owners._UNNAMED_S`, twice: nobody looks in the moment in which it is over."""
 
 
 @dataclass
@@ -40,9 +38,7 @@ class Found:
     directories: list[Directory] = field(default_factory=list)
     quarantined: list[File] = field(default_factory=list)
     counted_bytes: int | None = None
-    """What the ledger says; None where it says nothing."""
-    beginners: list[tuple[str, File]] = field(default_factory=list)
-    """Lock files that have not got their names, as of processes that were killed while they opened the directory."""
+    """What the counter says; None where it says nothing."""
     others: list[str] = field(default_factory=list)
     """Names that are of none of these kinds."""
 
@@ -61,7 +57,7 @@ class Place:
         self.disk = disk
         self.cap_bytes = cap_bytes
         self.is_certain = True
-        """False after a power cut, until all has been counted anew: the ledger's bytes are as old as they may be."""
+        """False after a power cut, until all has been counted anew: the counter's bytes are as old as they may be."""
         self.kept_from_s = 0.0
         """When the cap is kept again that was lowered."""
         self._doubtful: set[int] = set()
@@ -109,9 +105,7 @@ class Place:
                 found.counted_bytes = count if magic == _COUNTED else None
             elif name == "tmp" and isinstance(inode, Directory):
                 for below, file in inode.names.items():
-                    if below.endswith(".new") and isinstance(file, File):
-                        found.beginners.append((f".tiercache/tmp/{below}", file))
-                    elif not _is_pending(below, file, locks, found):
+                    if not _is_pending(below, file, locks, found):
                         found.others.append(f".tiercache/tmp/{below}")
             else:
                 found.others.append(f".tiercache/{name}")
@@ -165,19 +159,19 @@ class Place:
         if found.occupied_bytes > most_bytes:
             raise Violation(f"{self.disk.root}: {found.occupied_bytes} bytes are occupied, and {self.cap_bytes} may be")
 
-    def check_count(self) -> None:
-        """Where nobody writes and all was looked at: the count is what is there."""
+    def check_count(self, unused_bytes: int) -> None:
+        """Where nobody writes and all was looked at: the count is what is there, and what one process has reserved."""
         found = self.look()
-        if found.counted_bytes != found.occupied_bytes:
+        if found.counted_bytes != found.occupied_bytes + unused_bytes:
             raise Violation(
-                f"{self.disk.root}: expected a count of {found.occupied_bytes} bytes, found {found.counted_bytes}"
+                f"{self.disk.root}: expected a count of {found.occupied_bytes} bytes and {unused_bytes} that are reserved, "
+                f"found {found.counted_bytes}"
             )
 
-    def check_left(self, known: Iterable[bytes], wall_s: float) -> None:
+    def check_left(self, known: Iterable[bytes]) -> None:
         """When the last cache is closed: chunks that are known, and the few files that belong to the directory."""
         found = self.look()
-        old = [name for name, file in found.beginners if file.ctime_ns < (wall_s - _BEGINNING_S) * 1e9]
-        strays = [*found.others, *found.pending, *old]
+        strays = [*found.others, *found.pending]
         if strays:
             raise Violation(f"{self.disk.root}: left behind: {strays}")
         if len(found.quarantined) > _QUARANTINED:

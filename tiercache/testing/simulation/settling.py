@@ -92,4 +92,4 @@ async def _reopened(stage: Stage) -> None:
     await node.on_loop(functools.partial(check_reopened, node, stage.of_files, names, spoilt))
     await stage.close(0, 5.0)
     for place in stage.of_files:
-        place.check_left(stage.keys, stage.wall_s())
+        place.check_left(stage.keys)

@@ -92,7 +92,7 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
         left["stuck"] = str(stuck)
     for tier in cache.tiers:
         for shelf in tier.shelves.all if isinstance(tier, FileTier) else ():
-            if not shelf.volume.ledger.trusted:  # a scan that failed is followed by another one after a second or more
+            if not shelf.volume.capacity.trusted:  # a scan that failed is followed by another one after a second or more
                 left[f"count of {shelf.volume.root}"] = "not known"
     reader = cache.parts.reader
     for source in reader.tiers:

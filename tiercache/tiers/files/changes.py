@@ -40,11 +40,11 @@ class Victims(list[tuple[ChunkKey, int]]):
 
 @dataclass
 class PendingFile:
-    """A chunk that is charged for, and a path at which its file may be made."""
+    """A chunk for which room is reserved, and a path at which its file may be made."""
 
     key: ChunkKey
     path: str
-    charged_bytes: int
+    reserved_bytes: int
 
 
 @dataclass

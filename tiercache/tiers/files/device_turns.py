@@ -14,7 +14,7 @@ LARGE_BYTES = 1 << 20
 
 class DeviceTurns:
     """Writes that are at a device together end together, since it serves all alike: then all of them wait for the file
-    system's commit and for the ledger, and the device for them. Where fewer are there, others take their places."""
+    system's commit and for the counter, and the device for them. Where fewer are there, others take their places."""
 
     def __init__(self, places: int | None) -> None:
         """None: nobody waits."""

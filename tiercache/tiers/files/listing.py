@@ -38,7 +38,7 @@ def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
 
 
 class Refresher:
-    """Keeps a shelf's index and its ledger's count fresh. All methods belong to the event loop; `run` is a task of its own.
+    """Keeps a shelf's index and its counter fresh. All methods belong to the event loop; `run` is a task of its own.
 
     The shelf's index is a SharedIndex. `ignored` are keys that are not taken up when they are found.
     """
@@ -114,7 +114,7 @@ class Refresher:
         if index is not self._index:
             # The directory was replaced, and with it all that we knew of it.
             self._index, self._freshness = index, Freshness(_SETTLE_S)
-        await self._ask(volume, volume.ledger.refresh)
+        await self._ask(volume, volume.capacity.refresh)
         times_ns = await self._ask(volume, directory_times_ns, volume)
         for directory in self._freshness.stale(times_ns, loop.time()):
             began_s = loop.time()

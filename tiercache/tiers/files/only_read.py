@@ -7,14 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from tiercache.core.keys import ChunkKey
-from tiercache.tiers.files.count_file import Count
-from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.capacity import Capacity, Mark
 from tiercache.tiers.files.manifest import check_manifest, reads_directly
-from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
+from tiercache.tiers.files.survey import TOP_LEVELS, Surveyor
 from tiercache.tiers.files.volume import Volume
 
 
-class NoLedger(Ledger):
+class NoCapacity(Capacity):
     """A reader counts nothing."""
 
     used_bytes = counted_bytes = 0
@@ -33,7 +32,7 @@ class OnlyRead(Volume):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.ledger = NoLedger()
+        self.capacity = NoCapacity()
         self.surveyor = Surveyor(self.root, self._owner, self.access, changes=False)
 
     def open(self) -> None:
@@ -52,9 +51,9 @@ class OnlyRead(Volume):
     def quarantine(self, key: ChunkKey) -> None:
         """A bad chunk stays where it is."""
 
-    def begin_reckoning(self) -> Reckoning:
+    def begin_scan(self) -> tuple[Mark, list[str]]:
         there = frozenset(os.listdir(self.root))
-        return Reckoning(Count(), 0, 0, [top for top in TOP_LEVELS if top in there])
+        return Mark(False, 0, 0, 0, 0), [top for top in TOP_LEVELS if top in there]
 
-    def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
+    def recount(self, mark: Mark, found_bytes: int) -> int:
         return 0

@@ -1,7 +1,7 @@
-"""Who uses a directory: an instance's own files in `.tiercache/tmp`, and what those left that were killed.
+"""The lock files of the processes that use a directory, and what those left that were killed.
 
-Each instance has an id, a lock file of that name that it holds as long as it lives and keeps its record in, and files that
-are being written, `<id>.<n>`. Synchronous; for worker threads.
+Each process has an id, a lock file of that name in `.tiercache/tmp` that it holds as long as it lives, and files that are
+being written, `<id>.<n>`. Synchronous; for worker threads.
 """
 
 from __future__ import annotations
@@ -11,72 +11,88 @@ import fcntl
 import itertools
 import os
 import re
+import struct
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tiercache.tiers.files.access import ABSENT, Access, NotAFile, open_regular, opened_below
-from tiercache.tiers.files.allocation import NO_ROOM
-from tiercache.tiers.files.ledger import Ledger
-from tiercache.tiers.files.record import Standing, read_record
 
 PENDING_NAME = re.compile(r"[0-9a-f]{32}\.\d+")
-_ID_NAME = re.compile(r"[0-9a-f]{32}")
+_LOCK_NAME = re.compile(r"[0-9a-f]{32}\.lock")
 TEMPORARY = (".tiercache", "tmp")
-_UNNAMED_S = 60.0
-"""For so long the lock file of an instance that begins may lack its name."""
+_RECORD = struct.Struct("<8sQQQ")
+_MAGIC = b"TIEROWNR"
 
 
-@dataclass
-class StaleWriters:
-    """What was left of instances that no longer live, and was removed."""
+class Record(NamedTuple):
+    """The content of a lock file."""
 
-    instances: int = 0
-    files: int = 0
+    number_bytes: int = 0
+    """So much of the counter is certainly on no device: whoever finds the process dead takes it over."""
+    counter: int = 0
+    """The identity of that counter."""
+    is_active: bool = False
+    """Whether the process may be using or deleting bytes."""
 
 
-@dataclass
 class Owner:
-    """This instance, in the directory at `root`. `places`: the names below it where files may be written, besides
-    TEMPORARY. `owns`: whether a directory with that status may be ours; in another one nothing is made, read or removed."""
+    """The lock file of this process in the directory at `root`."""
 
-    root: Path
-    places: Sequence[str]
-    owns: Callable[[os.stat_result], bool]
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    def __post_init__(self) -> None:
+    def __init__(self, root: Path, places: Sequence[str], owns: Callable[[os.stat_result], bool]) -> None:
+        """`places`: the names below `root` where files may be written, besides TEMPORARY. `owns` says if a directory with
+        that status may be ours; in another one nothing is made, read or removed."""
+        self.name = uuid.uuid4().hex
+        self._root = root
+        self._places = places
+        self._owns = owns
         self._numbers = itertools.count()
         self._descriptor = -1
 
     @property
     def descriptor(self) -> int:
-        """Of our lock file, once we settled."""
+        """Of the lock file, once there is one."""
         return self._descriptor
 
     @property
     def lost(self) -> bool:
-        """Whether our lock file has been deleted, or we left: others take us for dead, or know nothing of us."""
+        """Whether the lock file was deleted, or left: others take this process for dead, or know nothing of it."""
         descriptor = self._descriptor
         return descriptor < 0 or not os.fstat(descriptor).st_nlink
 
     def settle(self, access: Access) -> None:
-        """Locked before it has its name: nobody may find it unlocked and take us for dead."""
-        with self._opened(TEMPORARY) as directory:
-            unnamed = f"{self.name}.new"
-            self._descriptor = open_regular(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            access.grant(self._descriptor)
-            os.rename(unnamed, f"{self.name}.lock", src_dir_fd=directory, dst_dir_fd=directory)
+        """Make the lock file. Another process may find it unlocked at first, and remove it: then there is another name."""
+        while self._descriptor < 0:
+            with self._opened(TEMPORARY) as directory:
+                descriptor = open_regular(f"{self.name}.lock", os.O_RDWR | os.O_CREAT | os.O_EXCL, directory)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                access.grant(descriptor)
+                if os.fstat(descriptor).st_nlink:
+                    self._descriptor = descriptor
+            except BlockingIOError:
+                pass
+            finally:
+                if self._descriptor < 0:
+                    os.close(descriptor)
+                    self.name = uuid.uuid4().hex
 
-    def leave(self) -> None:
-        """Idempotent."""
+    def write(self, record: Record, *, synced: bool) -> None:
+        """Raises OSError, and then either may stand there."""
+        os.pwrite(self._descriptor, _RECORD.pack(_MAGIC, *record), 0)
+        if synced:
+            os.fdatasync(self._descriptor)
+
+    def leave(self, *, keep: bool = False) -> None:
+        """Idempotent. `keep`: the lock file stays, for others to find."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError), self._opened(TEMPORARY) as directory:  # it may be gone
-                os.unlink(f"{self.name}.lock", dir_fd=directory)
+                if not keep:
+                    os.unlink(f"{self.name}.lock", dir_fd=directory)
             with contextlib.suppress(OSError):  # of a mount that is dead
                 os.close(descriptor)
 
@@ -94,48 +110,54 @@ class Owner:
         except ABSENT:
             return False  # nobody can say
 
-    def others(self) -> list[Standing]:
-        """The records of all, living or not, that have not been removed."""
+    def others(self) -> list[Record]:
+        """The records of all other processes, living or not, whose lock files are there."""
         found = []
         with self._opened(TEMPORARY) as directory:
-            for name in self._names(".lock", directory):
-                with contextlib.suppress(OSError):  # it left at this moment
-                    descriptor = open_regular(f"{name}.lock", os.O_RDONLY, directory)
-                    try:
-                        found.append(read_record(descriptor))
-                    finally:
-                        os.close(descriptor)
+            for name in self._locks(os.listdir(directory)):
+                try:
+                    descriptor = open_regular(name, os.O_RDONLY, directory)
+                except (FileNotFoundError, NotAFile):
+                    continue
+                except PermissionError:
+                    found.append(Record(is_active=True))
+                    continue
+                try:
+                    found.append(_read(descriptor))
+                finally:
+                    os.close(descriptor)
         return found
 
-    def remove_stale_writers(self, ledger: Ledger) -> StaleWriters:
-        """Remove what instances that no longer live (nobody holds their lock) left half-written, and give back what they
-        certainly had not used. What they used or not, nobody knows: a count that is too high for it is reckoned anew.
+    def remove_dead(self, take_over: Callable[[Record, Callable[[], bool]], None]) -> int:
+        """Remove what processes that no longer live (nobody holds their lock) left half-written; return how many files.
 
+        `take_over` gets the record of each, and what removes its lock file and says whether that was there still.
         Raises FileNotFoundError, and NotADirectoryError where a link or another user's directory has the place of ours.
         """
-        done = StaleWriters()
         with contextlib.ExitStack() as stack:
             temporary = stack.enter_context(self._opened(TEMPORARY))
             if not self._is_here(temporary):
-                return done
-            self._sweep_beginners(temporary)
+                return 0
+            names = os.listdir(temporary)
+            locks = self._locks(names)
+            known = {self.name, *(name.removesuffix(".lock") for name in locks)}
+            removed = 0
+            for name in names:  # of processes that others have removed
+                if PENDING_NAME.fullmatch(name) and name[:32] not in known and _has_no_lock(name, temporary):
+                    removed += _unlink(name, temporary)
             dead = {}
-            for name in self._names(".lock", temporary):
-                standing = stack.enter_context(_locked(f"{name}.lock", temporary))
-                if standing is not None:
-                    dead[name] = standing
+            for name in locks:
+                record = stack.enter_context(_locked(name, temporary))
+                if record is not None:
+                    dead[name.removesuffix(".lock")] = record
             if dead:
-                done.files = self._remove_files(set(dead))
-            # Last, for it is how the others are found. Whoever removes it gives back; who dies in between gives too little.
-            for name, standing in dead.items():
-                announced_bytes = _announced(ledger, standing.pledged_bytes)
-                gone = _unlink(f"{name}.lock", temporary)
-                done.instances += gone
-                ledger.release(announced_bytes if gone else 0, announced_bytes)
-        return done
+                removed += self._remove_files(dead)
+            for name, record in dead.items():  # last, for it is how the others are found
+                take_over(record, partial(_unlink, f"{name}.lock", temporary))
+        return removed
 
     def _opened(self, names: Sequence[str]) -> contextlib.AbstractContextManager[int]:
-        return opened_below(self.root, names, self.owns)
+        return opened_below(self._root, names, self._owns)
 
     def _is_here(self, temporary: int) -> bool:
         """Return True if our lock file lies in an open directory: else that is not where we settled."""
@@ -145,49 +167,22 @@ class Owner:
             return False
         return os.path.samestat(there, os.fstat(self._descriptor))
 
-    def _remove_files(self, dead: set[str]) -> int:
-        """One look at each place, however many are dead. What they take stays counted until the count is reckoned anew."""
+    def _locks(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if _LOCK_NAME.fullmatch(name) and name != f"{self.name}.lock"]
+
+    def _remove_files(self, dead: Container[str]) -> int:
+        """One look at each place, however many are dead."""
         removed = 0
-        for names in (TEMPORARY, *([place] for place in self.places)):
+        for names in (TEMPORARY, *([place] for place in self._places)):
             with contextlib.suppress(*ABSENT), self._opened(names) as directory:
                 for name in os.listdir(directory):
-                    if PENDING_NAME.fullmatch(name) and name.partition(".")[0] in dead:
+                    if PENDING_NAME.fullmatch(name) and name[:32] in dead:
                         removed += _unlink(name, directory)
         return removed
 
-    def _names(self, ending: str, temporary: int) -> list[str]:
-        """The ids of the other instances that have a file with that ending."""
-        ids = [name.removesuffix(ending) for name in os.listdir(temporary) if name.endswith(ending)]
-        return [name for name in ids if _ID_NAME.fullmatch(name) and name != self.name]
-
-    def _sweep_beginners(self, temporary: int) -> None:
-        """What is left of instances that were killed while they opened the directory."""
-        now_s = os.fstat(self._descriptor).st_ctime
-        for name in os.listdir(temporary):
-            if PENDING_NAME.fullmatch(name) and _has_no_lock(name, temporary):
-                _unlink(name, temporary)
-        for name in self._names(".new", temporary):
-            with contextlib.suppress(OSError):
-                if now_s - os.lstat(f"{name}.new", dir_fd=temporary).st_ctime > _UNNAMED_S:
-                    with _locked(f"{name}.new", temporary) as standing:
-                        if standing is not None:
-                            _unlink(f"{name}.new", temporary)
-
-
-def _announced(ledger: Ledger, pledged_bytes: int) -> int:
-    """How much of it may be given back. On a device without a free byte our record has no room to say that we do: then
-    nothing is, and the count is too high until it is reckoned anew."""
-    try:
-        ledger.announce(pledged_bytes)
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        return 0
-    return pledged_bytes
-
 
 @contextmanager
-def _locked(name: str, temporary: int) -> Iterator[Standing | None]:
+def _locked(name: str, temporary: int) -> Iterator[Record | None]:
     """The record in a lock file that nobody holds, held by us meanwhile; None where its owner lives or it is gone."""
     try:
         descriptor = open_regular(name, os.O_RDWR, temporary)
@@ -200,15 +195,24 @@ def _locked(name: str, temporary: int) -> Iterator[Standing | None]:
         except BlockingIOError:
             yield None
         else:
-            yield read_record(descriptor)
+            yield _read(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read(descriptor: int) -> Record:
+    """A process that has used nothing has written nothing. What is there else is another version's."""
+    raw = os.pread(descriptor, _RECORD.size, 0)
+    if raw[:8] != _MAGIC or len(raw) < _RECORD.size:
+        return Record(is_active=bool(raw))
+    _, number_bytes, counter, is_active = _RECORD.unpack(raw)
+    return Record(number_bytes, counter, bool(is_active))
 
 
 def _has_no_lock(name: str, temporary: int) -> bool:
     """Return True if the writer of a file that is being written has no lock file."""
     try:
-        os.lstat(f"{name.partition('.')[0]}.lock", dir_fd=temporary)
+        os.lstat(f"{name[:32]}.lock", dir_fd=temporary)
     except FileNotFoundError:
         return True
     return False

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from tiercache.tiers.files.access import ABSENT, FILE_MODE, Access, open_regular, require_directory
-from tiercache.tiers.files.count_file import counted_in
+from tiercache.tiers.files.capacity import counted_in
 from tiercache.tiers.files.manifest import MANIFEST, WrongFormat
 from tiercache.tiers.files.survey import is_ours
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable
 
 from tiercache.tiers.files.access import Access, occupied_bytes
-from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.capacity import Capacity
 from tiercache.tiers.files.quarantine import Quarantine
 
 logger = logging.getLogger("tiercache.disk")
@@ -65,12 +65,12 @@ class NameTaken(OSError):
 class Publisher:
     """Gives the files of a volume their names."""
 
-    def __init__(self, access: Access, quarantine: Quarantine, ledger: Callable[[], Ledger]) -> None:
+    def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
         self.ways = WAYS
         """The first that the file system can do is taken."""
         self._access = access
         self._quarantine = quarantine
-        self._ledger = ledger
+        self._capacity = capacity
 
     def publish(self, temporary: str, path: str) -> int | None:
         """Give the finished file its name. None, or the bytes of another instance's file that has it already."""
@@ -117,7 +117,7 @@ class Publisher:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-        with self._ledger().locked():
+        with self._capacity().locked():
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             os.rename(temporary, path)
@@ -125,7 +125,7 @@ class Publisher:
     def make_directory(self, path: str) -> None:
         try:
             if self._access.make_directory(path):
-                self._ledger().add(occupied_bytes(os.stat(path)))
+                self._capacity().add(occupied_bytes(os.stat(path)))
         except NotADirectoryError as error:
             raise NameTaken(error.errno, error.strerror, path) from error
 

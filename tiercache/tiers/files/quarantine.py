@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tiercache.core.keys import ChunkKey
 from tiercache.tiers.files.access import ABSENT, Access, occupied_bytes, opened_directory
-from tiercache.tiers.files.ledger import Ledger
+from tiercache.tiers.files.capacity import Capacity
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
 """A key, and the time in nanoseconds. Files with other names are not ours."""
@@ -37,7 +37,7 @@ class Quarantine:
         with opened_directory(above) as source, opened_directory(self.directory) as target:
             os.rename(name, f"{name}.{time.time_ns()}", src_dir_fd=source, dst_dir_fd=target)
 
-    def trim(self, ledger: Ledger, cap_bytes: int) -> None:
+    def trim(self, capacity: Capacity, cap_bytes: int) -> None:
         """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
         is no reason to keep others. `cap_bytes` 0: nobody knows it here."""
         kept = []
@@ -54,16 +54,16 @@ class Quarantine:
             for place, (_, name, occupied) in enumerate(kept):
                 left_bytes -= occupied
                 if place >= _KEEPS or left_bytes < 0:
-                    _remove(name, directory, occupied, ledger)
+                    _remove(name, directory, occupied, capacity)
 
-    def forget(self, key: ChunkKey, ledger: Ledger) -> None:
+    def forget(self, key: ChunkKey, capacity: Capacity) -> None:
         """Remove what is kept of a chunk. Raises OSError, TierUnavailable."""
         with self._opened() as (directory, names):
             for name in names:
                 if name.startswith(f"{key.hex()}."):
                     status = os.lstat(name, dir_fd=directory)
                     if stat.S_ISREG(status.st_mode):
-                        _remove(name, directory, occupied_bytes(status), ledger)
+                        _remove(name, directory, occupied_bytes(status), capacity)
 
     def occupied_bytes(self) -> int:
         total_bytes = 0
@@ -85,11 +85,11 @@ class Quarantine:
             yield directory, [name for name in os.listdir(directory) if QUARANTINED_NAME.fullmatch(name)]
 
 
-def _remove(name: str, directory: int, occupied: int, ledger: Ledger) -> None:
+def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
     """Remove a file and take it off the count. A file that cannot be removed stays counted."""
-    ledger.announce(occupied)
+    capacity.announce(occupied)
     gone = False
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=directory)
         gone = True
-    ledger.release(occupied if gone else 0, occupied)
+    capacity.release(occupied if gone else 0, occupied)

@@ -15,7 +15,6 @@ import xxhash
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.core.lru import PARTS
-from tiercache.core.reckoning import is_doubtful
 from tiercache.core.sharing import pause_s
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.changes import Victims
@@ -32,6 +31,8 @@ _BREATH_S = 0.001
 """Between two steps. A loop that is never idle keeps Python's lock from all threads: whoever gives it away for an instant
 has taken it back before they are awake, and they ask for it in vain for as long as that goes on."""
 _LEAST_PAUSE_S = 1.0
+_DOUBT_SHARE = 32
+"""A counter is in doubt that is by more than one part in so many of the cap above what is known to be there."""
 
 
 class Shelf:
@@ -83,8 +84,8 @@ class Shelf:
     @property
     def is_doubtful(self) -> bool:
         """Whether more is counted than there is known to be."""
-        ledger = self.volume.ledger
-        return is_doubtful(ledger.used_bytes, self.index.used_bytes, self.explained_bytes, self.volume.cap_bytes)
+        unexplained_bytes = self.volume.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
+        return unexplained_bytes > self.volume.cap_bytes // _DOUBT_SHARE
 
     def trimmed(self, task: asyncio.Task[None]) -> None:
         """Callback of `trimming`."""
@@ -218,10 +219,10 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     found = Scanned()
     try:
         began_s = loop.time()
-        reckoning = await workers.submit(volume.begin_reckoning)
+        mark, directories = await workers.submit(volume.begin_scan)
         calls_s.append(loop.time() - began_s)
-        for start in range(0, len(reckoning.tops), workers.threads):
-            tops = reckoning.tops[start : start + workers.threads]
+        for start in range(0, len(directories), workers.threads):
+            tops = directories[start : start + workers.threads]
             began_s = loop.time()
             parts = await asyncio.gather(*(workers.submit(volume.surveyor.scan, top) for top in tops))
             calls_s.append(loop.time() - began_s)
@@ -242,14 +243,14 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
         else:
             await _add(shelf, index, found, new, ignored)
         await _forget(shelf, index, gone)
-        changed_bytes = await workers.submit(volume.reckon, reckoning, found.counted_bytes)
+        changed_bytes = await workers.submit(volume.recount, mark, found.counted_bytes)
     finally:
         if not first:
             shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
     # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
     # for right just because it might be.
-    explained_bytes += reckoning.others_bytes
-    shelf.explained_bytes = max(0, min(explained_bytes, volume.ledger.used_bytes - index.used_bytes))
+    explained_bytes += mark.others_bytes
+    shelf.explained_bytes = max(0, min(explained_bytes, volume.capacity.used_bytes - index.used_bytes))
     found.strays += volume.strays_removed
     volume.strays_removed = 0
     logger.info(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-_LARGEST_ALLOWANCE_BYTES = 1 << 30
-_SMALLEST_SHARE = 64
+_LARGEST_STEP_BYTES = 64 << 20
+_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,8 @@ class FileSettings:
     keep their modes, except those below them that are ours."""
     chunk_bytes: int = 0
     """The largest payload. Needed by those that move chunks through buffers of their own."""
-    allowance_bytes: int | None = 0
-    """What this instance may have charged to the cap and not used yet: fewer changes of a count that others wait for. None:
-    a 64th of the cap, at most 1 GiB."""
+    many_hosts: bool = False
+    """Other hosts use the directories, too, and must see what this one has reserved when it is gone."""
     compression: str = "none"
     """What is done to payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
     item_bytes: int = 1
@@ -50,8 +49,6 @@ class FileSettings:
         """Of one directory."""
         return self.tenant_bytes // len(self.directories)
 
-    def allowance_of(self, cap_bytes: int) -> int:
-        """For a directory with that cap."""
-        if self.allowance_bytes is None:
-            return min(_LARGEST_ALLOWANCE_BYTES, cap_bytes // _SMALLEST_SHARE)
-        return self.allowance_bytes
+    def step_of(self, cap_bytes: int) -> int:
+        """In how large steps a process reserves bytes of a directory with that cap."""
+        return min(_LARGEST_STEP_BYTES, cap_bytes // _STEPS)

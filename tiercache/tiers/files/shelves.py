@@ -39,8 +39,9 @@ _DELETED = "%s was deleted by somebody else; it was made anew"
 _EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
 _MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
 _REFUSED_KEPT = 4096
-_CATCH_UP_S, _LONGEST_CATCH_UP_S = 1.0, 4.0
-"""Until what failed is tried again; doubled each time. It costs a call or two, and may be room that others lack."""
+_CATCH_UP_S = 1.0
+"""Until what failed is tried again, and what is not used any more is given back. It costs a call or two, and may be room
+that others lack."""
 _SWEEP_S = 5.0
 """How long a file may stay open, and allocated, that another instance deleted."""
 _TRIM_STEP = 256
@@ -273,19 +274,19 @@ class Shelves:
             if 2 * index.used_bytes > volume.cap_bytes:
                 self.scan_soon(shelf)
             elif await self.scanned_soon(shelf):
-                deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+                deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
         deficit_bytes = give_up_bytes(deficit_bytes, needed_bytes)
         if deficit_bytes > index.used_bytes and shelf.volume is volume:
-            known_bytes = volume.ledger.used_bytes
-            await self.metadata.submit(volume.ledger.refresh)
-            deficit_bytes -= known_bytes - volume.ledger.used_bytes
+            known_bytes = volume.capacity.used_bytes
+            await self.metadata.submit(volume.capacity.refresh)
+            deficit_bytes -= known_bytes - volume.capacity.used_bytes
         if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf):
-            deficit_bytes = min(deficit_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+            deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
         if shelf.volume is not volume:
             return Victims()  # it was replaced meanwhile, and what is there now says what it lacks
         if deficit_bytes > index.used_bytes:
             raise TierFull(
-                f"{volume.root}: {volume.ledger.used_bytes} of {volume.cap_bytes} bytes are in use and only "
+                f"{volume.root}: {volume.capacity.used_bytes} of {volume.cap_bytes} bytes are in use and only "
                 f"{index.used_bytes} of them are known chunks"
             )
         return self._evict(shelf, deficit_bytes)
@@ -300,7 +301,7 @@ class Shelves:
         """Evict what is above the cap, or above a quota, in steps, so that writes get their turn."""
         volume = shelf.volume
         while shelf.volume is volume and not self._only_reads:
-            excess_bytes = max(volume.ledger.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
+            excess_bytes = max(volume.capacity.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
             victims = self._evict(shelf, excess_bytes, _TRIM_STEP)
             if not victims:
                 return
@@ -327,15 +328,13 @@ class Shelves:
             shelf.catching_up = self.begin(self._catch_up(shelf), f"catch-up-{shelf.volume.root}")
 
     async def _catch_up(self, shelf: Shelf) -> None:
-        volume, pause_s = shelf.volume, _CATCH_UP_S
+        volume = shelf.volume
         try:
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(_CATCH_UP_S)
             while shelf.volume is volume and volume.is_behind:
                 with contextlib.suppress(TierUnavailable):  # no thread could be started
                     await self.metadata.submit(volume.catch_up)
-                if volume.is_behind:
-                    pause_s = min(2 * pause_s, _LONGEST_CATCH_UP_S)
-                    await asyncio.sleep(pause_s)
+                await asyncio.sleep(_CATCH_UP_S)
         finally:
             shelf.catching_up = None
 
@@ -377,9 +376,9 @@ class Shelves:
                 shelf.begin_anew(fresh, self.knowledge.make_index())
                 self.metadata.later(stale.close)
                 self.begin_scan(shelf, first=True)
-        if not shelf.volume.ledger.trusted:
+        if not shelf.volume.capacity.trusted:
             await self.scanned_soon(shelf)
-            if not shelf.volume.ledger.trusted:
+            if not shelf.volume.capacity.trusted:
                 raise TierUnavailable(f"{stale.root}: what lies there is being counted")
 
     async def remount(self) -> None:
@@ -394,7 +393,7 @@ class Shelves:
     def replace_soon(self, shelf: Shelf) -> None:
         """Where the count is another one, also where nothing is written. A directory that was moved away may come back, and
         who only looks does not need another one."""
-        if shelf.volume.ledger.missing and not shelf.replacing.locked():
+        if shelf.volume.capacity.missing and not shelf.replacing.locked():
             replacing = self._replace(shelf, shelf.volume, may_make=False)
             self.begin(replacing, f"replace-{shelf.volume.root}")
 
@@ -418,7 +417,8 @@ class Shelves:
             self.fingerprint,
             direct=settings.direct,
             durable=settings.durable,
-            allowance_bytes=settings.allowance_of(cap_bytes),
+            step_bytes=settings.step_of(cap_bytes),
+            many_hosts=settings.many_hosts,
             beside=settings.beside,
             access=ACCESS[settings.file_access],
             compression=self.compression,

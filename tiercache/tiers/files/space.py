@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiercache.tiers.files.access import Access
-from tiercache.tiers.files.count_file import counted_in
+from tiercache.tiers.files.capacity import counted_in
 
 _SHARE_OF_FREE = 0.9
 

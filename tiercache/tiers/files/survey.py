@@ -18,7 +18,6 @@ import numpy as np
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.tiers.files.access import ABSENT, Access, NotAFile, occupied_bytes, open_regular, opened_directory
-from tiercache.tiers.files.count_file import Count
 from tiercache.tiers.files.owners import PENDING_NAME, Owner
 
 logger = logging.getLogger("tiercache.disk")
@@ -59,21 +58,6 @@ class Scanned:
     def newest_first(self) -> np.ndarray:
         """The positions of the chunks, int64. For a worker thread: NumPy sorts without Python's lock."""
         return np.argsort(-np.asarray(self.times_s), kind="stable")
-
-
-@dataclass(frozen=True)
-class Reckoning:
-    """How the count stood before the first directory was scanned, and what was not there yet."""
-
-    marked: Count
-    own_bytes: int
-    others_bytes: int
-    tops: list[str]
-    """The top-level directories of after that, which are to be scanned: what one has that is made later is in the count."""
-
-    @property
-    def outstanding_bytes(self) -> int:
-        return self.own_bytes + self.others_bytes
 
 
 class Surveyor:

@@ -122,7 +122,7 @@ class FileTier(DeviceTier):
         counters.stored_bytes = shelves.compression.stored_bytes or counters.written_bytes
         counters.resident = sum(len(shelf.index) for shelf in shelves.all)
         counters.occupied_bytes = sum(
-            shelf.volume.ledger.used_bytes if self.writes else shelf.index.used_bytes for shelf in shelves.all
+            shelf.volume.capacity.used_bytes if self.writes else shelf.index.used_bytes for shelf in shelves.all
         )
         counters.tenants = shown(added_up(shelf.index.tenant_statistics() for shelf in shelves.all))
         return counters
@@ -255,7 +255,7 @@ class FileTier(DeviceTier):
         needed_bytes = file_bytes(payload_bytes)
         if needed_bytes > shelf.volume.cap_bytes:
             return False
-        if not shelf.volume.ledger.trusted:
+        if not shelf.volume.capacity.trusted:
             # Files without a count: the cap cannot be kept before they are counted.
             if not self._said_uncounted:
                 self._said_uncounted = True
@@ -292,7 +292,7 @@ class FileTier(DeviceTier):
         return True
 
     async def _write_evicting(self, shelf: Shelf, key: ChunkKey, needed_bytes: int, write: BeginWrite) -> int:
-        deficit_bytes = shelf.volume.ledger.used_bytes + needed_bytes - shelf.volume.cap_bytes
+        deficit_bytes = shelf.volume.capacity.used_bytes + needed_bytes - shelf.volume.cap_bytes
         attempt = 0
         while attempt < _ATTEMPTS:
             own_bytes = give_up_bytes(shelf.index.lacking_bytes(key), needed_bytes)
@@ -312,7 +312,7 @@ class FileTier(DeviceTier):
             except TierFull:
                 # Victims that another instance had deleted were no attempt, and are out of the index now.
                 attempt += not victims.were_gone or bool(victims.left)
-                deficit_bytes = max(needed_bytes, volume.ledger.used_bytes + needed_bytes - volume.cap_bytes)
+                deficit_bytes = max(needed_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
             except FileNotFoundError:
                 await self.shelves.reopen(shelf, volume)
                 deficit_bytes = 0

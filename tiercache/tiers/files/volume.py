@@ -4,7 +4,7 @@
 <root>/tiercache.json            manifest: the format of this directory
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<time>   the last few that failed verification
-<root>/.tiercache/ledger         bytes in use, shared by all processes
+<root>/.tiercache/ledger         the capacity counter: bytes in use, shared by all processes
 <root>/<2 hex>/<owner>.<n>       files being written (in .tiercache/tmp without `beside`)
 <root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
 ```
@@ -19,6 +19,7 @@ import errno
 import logging
 import os
 import stat
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,6 @@ from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.tiers.compression import Compression
-from tiercache.tiers.files.abandoned import Abandoned
 from tiercache.tiers.files.access import (
     ABSENT,
     OWNER,
@@ -41,21 +41,24 @@ from tiercache.tiers.files.access import (
     require_owner,
 )
 from tiercache.tiers.files.allocation import NO_ROOM, spread
+from tiercache.tiers.files.capacity import Capacity, CounterLost, Mark
 from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
 from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
-from tiercache.tiers.files.count_file import LedgerLost
 from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.identity import Identity
-from tiercache.tiers.files.ledger import Ledger
 from tiercache.tiers.files.manifest import require_manifest
 from tiercache.tiers.files.owners import TEMPORARY, Owner
 from tiercache.tiers.files.publishing import NameTaken, Publisher
 from tiercache.tiers.files.quarantine import Quarantine
-from tiercache.tiers.files.survey import TOP_LEVELS, Reckoning, Surveyor
+from tiercache.tiers.files.survey import TOP_LEVELS, Surveyor
 
 logger = logging.getLogger("tiercache.disk")
 
 T = TypeVar("T")
+
+_MOST_UNDELETED = 1024
+_UNDELETED_AT_A_TIME = 4
+"""So many of them a write tries to delete once more."""
 
 
 class Volume:
@@ -67,14 +70,17 @@ class Volume:
         *,
         direct: bool | None,
         durable: bool,
-        allowance_bytes: int = 0,
+        step_bytes: int = 0,
+        many_hosts: bool = False,
         beside: bool = False,
         access: Access = OWNER,
         compression: Compression | None = None,
     ) -> None:
-        """`beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory at
+        """`step_bytes` and `many_hosts`: see `Capacity`. `compression`: none unless given.
+
+        `beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory at
         a time, and moves one file at a time between directories of a mount: all writes would wait for one another, for as
-        long as such calls take (a round trip; on ext4, what `spread` says). `compression`: none unless given."""
+        long as such calls take (a round trip; on ext4, what `spread` says)."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -83,19 +89,22 @@ class Volume:
         self.durable = durable
         self.access = access
         self.compression = compression or Compression()
-        self._allowance_bytes = allowance_bytes
+        self._step_bytes = step_bytes
+        self._many_hosts = many_hosts
         self._beside = beside
         self._private = root / ".tiercache"
         self._temporary = root.joinpath(*TEMPORARY)
         self._owner = Owner(root, TOP_LEVELS, self._owns)
         self.quarantined = Quarantine(root / "quarantine", access)
         self.surveyor = Surveyor(root, self._owner, access)
-        self.abandoned = Abandoned(lambda: self.ledger)
+        self._undeleted: deque[PendingFile] = deque()
+        """Files of failed writes that could not be deleted, or may be there. They stay counted."""
+        self._is_closed = False
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
         """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
         its space until it is closed."""
-        self.publisher = Publisher(access, self.quarantined, lambda: self.ledger)
+        self.publisher = Publisher(access, self.quarantined, lambda: self.capacity)
         self.identity = Identity(root)
 
     def open(self) -> None:
@@ -107,11 +116,12 @@ class Volume:
             self.access.make_directory(directory)
             self._require_own(directory)
         self._owner.settle(self.access)
-        self.ledger = Ledger(
-            self._private / "ledger", self.cap_bytes, self._allowance_bytes, self._owner.descriptor, self.access
+        path = self._private / "ledger"
+        self.capacity = Capacity(
+            path, self.cap_bytes, self._step_bytes, self._owner, self.access, synced=self._many_hosts
         )
         self.require_manifest()
-        self.strays_removed = self._owner.remove_stale_writers(self.ledger).files
+        self.strays_removed = self.capacity.return_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
@@ -122,7 +132,7 @@ class Volume:
         if not places:
             if self._beside:
                 spread(self.root)
-            self.ledger.trust()
+            self.capacity.trust()
 
     def require_manifest(self) -> None:
         """Somebody who empties the directory takes the manifest, too."""
@@ -133,8 +143,8 @@ class Volume:
         return (self._private / "ledger").exists()
 
     def is_wiped(self) -> bool:
-        """Whether somebody deleted or replaced our lock file or the ledger. Raises OSError when the device does not say."""
-        return self._owner.lost or self.ledger.is_lost()
+        """Whether somebody deleted or replaced our lock file or the counter. Raises OSError when the device does not say."""
+        return self._owner.lost or self.capacity.is_lost()
 
     def is_mounted_anew(self) -> bool:
         """Whether what we have open lies on another mount than what has the directory's path now."""
@@ -142,8 +152,11 @@ class Volume:
 
     def close(self) -> None:
         """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
-        if hasattr(self, "ledger"):
-            self.ledger.close(self._owner.leave)
+        self._is_closed = True
+        while self._undeleted:
+            self._keep(self._undeleted.popleft())
+        if hasattr(self, "capacity"):
+            self.capacity.close()
         else:
             self._owner.leave()
 
@@ -216,7 +229,7 @@ class Volume:
         try:
             occupied_bytes = self.make(pending, create)
         except BaseException:
-            self.abandoned.remove(pending)
+            self.discard(pending)
             raise
         return self.finish_write(pending, occupied_bytes)
 
@@ -239,20 +252,52 @@ class Volume:
     @property
     def is_behind(self) -> bool:
         """Whether something is still counted, or lies there, that would not be had nothing failed. At once."""
-        return bool(self.abandoned) or self.ledger.is_behind
+        return bool(self._undeleted) or self.capacity.is_behind
 
     def catch_up(self) -> None:
         """Make up for it, as far as that can be done now. Does not raise."""
-        self.abandoned.remove_all()
-        self.ledger.catch_up()
+        self._discard_again(len(self._undeleted))
+        self.capacity.catch_up()
+
+    def discard(self, pending: PendingFile) -> None:
+        """Delete a file that will not be published, if it is there, and only then end its write."""
+        try:
+            with contextlib.suppress(*ABSENT):
+                os.unlink(pending.path)
+        except OSError:
+            try:
+                os.lstat(pending.path)
+                self._keep(pending)
+                return
+            except ABSENT:
+                pass
+            except OSError:
+                self._keep(pending)  # the mount is dead
+                return
+        self.capacity.cancel(pending.reserved_bytes)
+
+    def _keep(self, pending: PendingFile) -> None:
+        """Delete it later; once the volume is closed, that is for whoever finds the lock file."""
+        if self._is_closed or len(self._undeleted) >= _MOST_UNDELETED:
+            self.capacity.cancel(0)
+        else:
+            self._undeleted.append(pending)
+
+    def _discard_again(self, most: int) -> None:
+        """Try once more to delete so many of the files that could not be deleted."""
+        for _ in range(most):
+            with contextlib.suppress(IndexError):  # another write took it
+                self.discard(self._undeleted.popleft())
 
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
-        """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `abandoned.remove`."""
+        """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `discard`."""
         self._require_ours()
+        if self.capacity.missing:
+            raise CounterLost(errno.ENOENT, "the count of bytes is gone", str(self._private))
         if not self._beside:
             self._require_own(self._private)
             self._require_own(self._temporary)
-        self.abandoned.remove_some()
+        self._discard_again(min(_UNDELETED_AT_A_TIME, len(self._undeleted)))
         announced = self._announce(victims)
         announced_bytes = sum(occupied for _, occupied in announced)
         freed_bytes = 0
@@ -264,47 +309,52 @@ class Volume:
                     victims.left.append((victim, occupied))
                     logger.warning("%s: a chunk could not be evicted: %s", self.root, error)
         except BaseException:
-            self.ledger.release(freed_bytes, announced_bytes)
+            self.capacity.release(freed_bytes, announced_bytes)
             raise
         finally:
             victims.freed_bytes += freed_bytes
             victims.deleted()
-        charged_bytes = file_bytes(payload_bytes)
-        if not self.ledger.charge(charged_bytes, freed_bytes, announced_bytes):
-            raise TierFull(f"{self.root}: {self.ledger.used_bytes} of {self.cap_bytes} bytes are in use")
+        reserved_bytes = file_bytes(payload_bytes)
+        if not self.capacity.reserve(reserved_bytes, freed_bytes, announced_bytes):
+            raise TierFull(f"{self.root}: {self.capacity.used_bytes} of {self.cap_bytes} bytes are in use")
         directory = os.path.dirname(self.path(key)) if self._beside else self._temporary
-        return PendingFile(key, f"{directory}/{self._owner.new_name()}", charged_bytes)
+        return PendingFile(key, f"{directory}/{self._owner.new_name()}", reserved_bytes)
 
     def finish_write(self, pending: PendingFile, occupied_bytes: int) -> int:
         """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
         try:
             self.access.grant(pending.path)
-            # Settled before the file has its name: a crash may leave the count too high, never too low.
-            self.ledger.correct(occupied_bytes - pending.charged_bytes)
-            pending.charged_bytes = occupied_bytes
-            self._require_ours()
-            others_bytes = self.publisher.publish(pending.path, self.path(pending.key))
+            self.capacity.resize(occupied_bytes - pending.reserved_bytes)
+            pending.reserved_bytes = occupied_bytes
+            self.capacity.commit(occupied_bytes)
+            try:
+                self._require_ours()
+                others_bytes = self.publisher.publish(pending.path, self.path(pending.key))
+            except BaseException:
+                self.capacity.uncommit(occupied_bytes)
+                raise
         except BaseException:
-            self.abandoned.remove(pending)
+            self.discard(pending)
             raise
         if others_bytes is None:
-            self.ledger.settle(occupied_bytes)
+            self.capacity.settle(occupied_bytes)
             return occupied_bytes
-        self.abandoned.remove(pending)
+        self.capacity.uncommit(occupied_bytes)
+        self.discard(pending)
         return others_bytes
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
-        """Unlink a chunk; whether it was there. Only the process whose unlink succeeds credits the ledger."""
+        """Unlink a chunk; whether it was there. Only the process whose unlink succeeds gets its bytes."""
         try:
-            self.ledger.announce(occupied_bytes)
+            self.capacity.announce(occupied_bytes)
         except (TierUnavailable, OSError):
-            # Not announced, so not credited: it goes all the same, and the count is too high until it is reckoned anew.
+            # Not announced, so nobody gets its bytes: it goes all the same, and the count is too high until a recount.
             return self._delete_file(key)
         gone = False
         try:
             gone = self._delete_file(key)
         finally:
-            self.ledger.release(occupied_bytes if gone else 0, occupied_bytes)
+            self.capacity.release(occupied_bytes if gone else 0, occupied_bytes)
         return gone
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
@@ -314,7 +364,7 @@ class Volume:
         leaves an empty one, and the chunk comes back with the mount.
         """
         if not self.is_wiped():
-            self.quarantined.forget(key, self.ledger)
+            self.quarantined.forget(key, self.capacity)
         if self._remove_if_there(key, occupied_bytes):
             return True
         if self.is_mounted_anew() and not self.answers():
@@ -334,21 +384,25 @@ class Volume:
         return self.delete(key, known_bytes)
 
     def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
-        """Unlink many chunks and credit them together, to everybody at once."""
+        """Unlink many chunks."""
         done = Deleted()
         announced = self._announce(Victims(victims))
         announced_bytes = sum(occupied for _, occupied in announced)
         try:
             for victim in announced:
+                freed_bytes = 0
                 try:
                     if self._delete_file(victim[0]):
+                        freed_bytes = victim[1]
                         done.chunks += 1
-                        done.freed_bytes += victim[1]
+                        done.freed_bytes += freed_bytes
                 except OSError as error:
                     done.left.append(victim)
                     done.error = error
+                self.capacity.release(freed_bytes, victim[1])
+                announced_bytes -= victim[1]
         finally:
-            self.ledger.release(done.freed_bytes, announced_bytes)
+            self.capacity.release(0, announced_bytes)
         return done
 
     def quarantine(self, key: ChunkKey) -> None:
@@ -380,54 +434,41 @@ class Volume:
     def _trim_quarantine(self) -> None:
         with contextlib.suppress(OSError, TierUnavailable):
             if not self.is_wiped():
-                self.quarantined.trim(self.ledger, self.cap_bytes)
+                self.quarantined.trim(self.capacity, self.cap_bytes)
 
-    def begin_reckoning(self) -> Reckoning:
-        """Before the first directory is scanned: what is needed to correct the count afterwards."""
-        self.remove_stale_writers()
+    def begin_scan(self) -> tuple[Mark, list[str]]:
+        """Before the first directory is scanned: what is needed to correct the count afterwards, and the directories to
+        scan. What one has that is made later is in the count."""
+        self.strays_removed += self.capacity.return_dead()
         self.require_manifest()
         self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
-        marked = self.ledger.mark()
-        own_bytes = self.ledger.outstanding_bytes
-        others_bytes = sum(each.outstanding_bytes for each in self._owner.others())
+        mark = self.capacity.mark()
         there = frozenset(os.listdir(self.root))
-        return Reckoning(marked, own_bytes, others_bytes, [top for top in TOP_LEVELS if top in there])
+        return mark, [top for top in TOP_LEVELS if top in there]
 
-    def reckon(self, reckoning: Reckoning, found_bytes: int) -> int:
+    def recount(self, mark: Mark, found_bytes: int) -> int:
         """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""
-        return self.ledger.reckon(
-            reckoning.marked,
-            found_bytes,
-            reckoning.outstanding_bytes,
-            lambda: sum(each.owed_bytes for each in self._owner.others()),
-        )
-
-    def remove_stale_writers(self) -> int:
-        """Remove what writers that no longer live left half-written. How many of them there were: the count may be too
-        high for each, by what it was writing."""
-        stale = self._owner.remove_stale_writers(self.ledger)
-        self.strays_removed += stale.files
-        return stale.instances
+        return self.capacity.recount(mark, found_bytes)
 
     def _require_ours(self) -> None:
         """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is
         written when we have closed: jobs that waited for a device that hung come to it only then."""
         if self._owner.lost:
-            raise LedgerLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
+            raise CounterLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
 
     def _announce(self, victims: Victims) -> list[tuple[ChunkKey, int]]:
         """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to
-        go before, which stays counted until the count is reckoned anew."""
+        go before, which stays counted until a recount."""
         left: list[tuple[ChunkKey, int]] = victims
         if left:
             try:
-                self.ledger.announce(sum(occupied for _, occupied in left))
+                self.capacity.announce(sum(occupied for _, occupied in left))
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
                 (first, occupied_bytes), *left = left
                 victims.freed_bytes += occupied_bytes if self._delete_file(first) else 0
-                self.ledger.announce(sum(occupied for _, occupied in left))
+                self.capacity.announce(sum(occupied for _, occupied in left))
         return left
 
     def _delete_file(self, key: ChunkKey) -> bool:

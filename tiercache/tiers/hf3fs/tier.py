@@ -325,7 +325,7 @@ class RingMover(Mover):
                 view[PACKED_BYTES:HEADER_BYTES] = 0
                 return pending, volume.make(pending, self.files.create)
             except BaseException:
-                volume.abandoned.remove(pending)
+                volume.discard(pending)
                 raise
 
         try:
@@ -346,7 +346,7 @@ class RingMover(Mover):
             raise
         except BaseException:
             # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
-            self._shelves.metadata.later(volume.abandoned.remove, pending)
+            self._shelves.metadata.later(volume.discard, pending)
             self._let_go(file, buffers, place, transfer)
             raise
         buffers.give_back(place)
@@ -354,7 +354,7 @@ class RingMover(Mover):
 
     def _discard(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> None:
         with contextlib.suppress(OSError):
-            volume.abandoned.remove(pending)
+            volume.discard(pending)
         self.files.release(file)
 
     def _publish(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> int:
@@ -362,11 +362,11 @@ class RingMover(Mover):
         try:
             occupied_bytes = self.files.settle(file, durable=self._shelves.settings.durable)
         except BaseException:
-            volume.abandoned.remove(pending)
+            volume.discard(pending)
             raise
         finally:
             self.files.release(file)
-        return volume.finish_write(pending, occupied_bytes or pending.charged_bytes)
+        return volume.finish_write(pending, occupied_bytes or pending.reserved_bytes)
 
 
 def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
@@ -393,7 +393,7 @@ _OPEN_S = 60.0
 class Hf3fsSettings(FileSettings):
     """`cap_bytes` of all base paths together."""
 
-    allowance_bytes: int | None = None
+    many_hosts: bool = True
     """Two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes."""
     mount: Path | None = None
     """None: the mount that the directories lie on."""

@@ -1,0 +1,513 @@
+"""The byte counter of a directory that processes share, and what each of them has reserved."""
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT, small_device
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.testing.processes import stop_process
+from tiercache.tiers.files.access import OWNER
+from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.owners import Owner
+from tiercache.tiers.files.volume import Volume
+
+__all__ = ["small_device"]
+
+REPOSITORY = Path(__file__).parents[2]
+CAP = 1000
+
+
+def made(place: Path, step: int = 0, cap: int = CAP) -> Capacity:
+    (place / ".tiercache" / "tmp").mkdir(parents=True, exist_ok=True)
+    owner = Owner(place, (), lambda status: True)
+    owner.settle(OWNER)
+    return Capacity(counter(place), cap, step, owner)
+
+
+@contextmanager
+def opened(place: Path, step: int = 0, cap: int = CAP) -> Iterator[Capacity]:
+    capacity = made(place, step, cap)
+    capacity.trust()
+    yield capacity
+    capacity.close()
+
+
+def counter(place: Path) -> Path:
+    return place / ".tiercache" / "ledger"
+
+
+def locks(place: Path) -> list[Path]:
+    return list((place / ".tiercache" / "tmp").glob("*.lock"))
+
+
+def write(capacity: Capacity, amount: int) -> bool:
+    """What a write of so many bytes does."""
+    if not capacity.reserve(amount):
+        return False
+    capacity.commit(amount)
+    capacity.settle(amount)
+    return True
+
+
+def delete(capacity: Capacity, amount: int) -> None:
+    capacity.announce(amount)
+    capacity.release(amount, amount)
+
+
+def idle(capacity: Capacity) -> None:
+    """As after a second in which nothing was written, and another one."""
+    capacity.catch_up()
+    capacity.catch_up()
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as capacity:
+        assert write(capacity, CAP - 1)
+        assert not write(capacity, 2)
+        assert capacity.used_bytes == counted_in(counter(tmp_path)) == CAP - 1
+        assert write(capacity, 1)
+
+
+def test_what_others_did_is_known_after_a_refresh_or_a_change(tmp_path: Path) -> None:
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        write(one, 600)
+        assert other.used_bytes == 0, "memory only"
+        assert not write(other, 500)
+        assert other.used_bytes == 600
+        delete(one, 500)
+        assert other.refresh()
+        assert other.used_bytes == 100
+
+
+def test_a_refresh_never_waits_for_the_lock(tmp_path: Path) -> None:
+    with opened(tmp_path) as one, opened(tmp_path) as other:
+        write(one, 10)
+        with one.locked():
+            assert other.refresh() is False
+        assert other.used_bytes == 0
+
+
+def test_bytes_are_reserved_in_steps_and_spent_alone(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        for spent in range(10, 101, 10):
+            assert write(capacity, 10)
+            assert capacity.used_bytes == spent
+            assert counted_in(counter(tmp_path)) == 100
+        delete(capacity, 30)
+        assert (capacity.used_bytes, counted_in(counter(tmp_path))) == (70, 100)
+        assert write(capacity, 30)
+        assert (capacity.used_bytes, counted_in(counter(tmp_path))) == (100, 100)
+
+
+def test_what_is_freed_beyond_a_step_is_everybodys_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        write(capacity, 800)
+        delete(capacity, 500)
+        assert capacity.used_bytes == 300
+        assert counted_in(counter(tmp_path)) == 350, "half a step is kept"
+
+
+def test_steps_shrink_with_the_room_so_that_the_last_bytes_can_be_used(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        several = [stack.enter_context(opened(tmp_path, step=500)) for _ in range(4)]
+        for capacity in several:
+            assert write(capacity, 1)
+        counted_bytes = counted_in(counter(tmp_path))
+        assert counted_bytes is not None and counted_bytes < CAP * 0.6
+        assert write(several[0], 400)
+
+
+def test_a_reservation_comes_back_after_idleness_and_at_the_end(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        write(capacity, 10)
+        capacity.catch_up()
+        assert counted_in(counter(tmp_path)) == 100, "it may be spending"
+        capacity.catch_up()
+        assert counted_in(counter(tmp_path)) == capacity.used_bytes == 10
+        assert not capacity.is_behind
+        write(capacity, 5)
+    assert counted_in(counter(tmp_path)) == 15
+    assert locks(tmp_path) == []
+
+
+def test_what_was_freed_for_a_file_suffices_for_it_above_a_lowered_cap(tmp_path: Path) -> None:
+    with opened(tmp_path) as capacity:
+        write(capacity, CAP)
+    with opened(tmp_path, cap=CAP // 2) as capacity:
+        assert not write(capacity, 100)
+        capacity.announce(150)
+        assert capacity.reserve(100, freed_bytes=150, announced_bytes=150)
+        capacity.cancel(100)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 300), st.lists(st.tuples(st.integers(0, 2), st.integers(-150, 150)), max_size=60))
+def test_the_file_counts_what_is_used_and_what_is_reserved(step: int, changes: list[tuple[int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        place = Path(directory)
+        several = [stack.enter_context(opened(place, step)) for _ in range(3)]
+        used = [0, 0, 0]
+        for number, amount in changes:
+            capacity = several[number]
+            if amount > 0:
+                used[number] += amount if write(capacity, amount) else 0
+            elif amount < 0:
+                freed = min(-amount, used[number])
+                used[number] -= freed
+                delete(capacity, freed)
+            else:
+                capacity.catch_up()
+            for each in several:
+                each.refresh()
+            reserved = sum(each.counted_bytes - each.used_bytes for each in several)
+            assert sum(used) + reserved == several[0].counted_bytes <= CAP
+        for each in several:
+            each.close()
+        assert counted_in(counter(place)) == sum(used)
+
+
+# Recounts
+
+
+def test_a_recount_takes_off_what_is_not_there(tmp_path: Path) -> None:
+    with opened(tmp_path, step=50) as capacity:
+        write(capacity, 500)
+        mark = capacity.mark()
+        assert capacity.recount(mark, 300) == -200
+        assert capacity.used_bytes == 300
+
+
+def test_a_recount_counts_what_gets_its_name_meanwhile(tmp_path: Path) -> None:
+    with opened(tmp_path) as capacity:
+        write(capacity, 300)
+        assert capacity.reserve(100)
+        capacity.commit(100)
+        mark = capacity.mark()
+        capacity.settle(100)  # in a directory that is scanned already
+        write(capacity, 50)
+        assert capacity.recount(mark, 300) == 0
+        assert capacity.recount(mark, 200) == -100
+        assert capacity.used_bytes == 350
+
+
+def test_a_recount_does_not_take_off_twice_what_is_being_deleted(tmp_path: Path) -> None:
+    with opened(tmp_path) as capacity:
+        write(capacity, 300)
+        capacity.announce(100)
+        mark = capacity.mark()
+        assert capacity.recount(mark, 200) == 0, "it is gone, and not yet taken off"
+        capacity.release(100, 100)
+        assert capacity.used_bytes == 200
+
+
+def test_a_count_that_is_too_low_becomes_what_is_there(tmp_path: Path) -> None:
+    """As a power cut leaves it."""
+    with opened(tmp_path) as capacity:
+        write(capacity, 300)
+        assert capacity.recount(capacity.mark(), 500) == 200
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "deletes meanwhile"])
+def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_path: Path, when: str) -> None:
+    with opened(tmp_path, step=100) as capacity, opened(tmp_path, step=100) as other:
+        write(other, 300)
+        if when != "before":
+            idle(other)
+        mark = capacity.mark()
+        if when == "meanwhile":
+            write(other, 10)
+            idle(other)
+        elif when == "deletes meanwhile":
+            other.announce(10)
+        assert capacity.recount(mark, 0) == 0
+        other.release(0, 10 if when == "deletes meanwhile" else 0)
+        idle(other)
+        assert capacity.recount(capacity.mark(), 0) < 0
+        assert capacity.used_bytes == 0
+
+
+# Files that were lost, or never had a content
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"another magic and"])
+def test_a_file_without_a_count_is_not_trusted(tmp_path: Path, content: bytes) -> None:
+    counter(tmp_path).parent.mkdir()
+    counter(tmp_path).write_bytes(content)
+    for knows in (False, True):
+        capacity = made(tmp_path)
+        assert not capacity.trusted, "who comes second knows no more"
+        assert capacity.used_bytes == 0
+        if knows:
+            capacity.trust()
+        capacity.close()
+    capacity = made(tmp_path)
+    assert capacity.trusted
+    capacity.close()
+
+
+@pytest.mark.parametrize("loss", [lambda path: os.truncate(path, 0), os.unlink], ids=["emptied", "deleted"])
+def test_a_count_that_is_lost_meanwhile_is_noticed(tmp_path: Path, loss: object) -> None:
+    with opened(tmp_path) as capacity:
+        write(capacity, 500)
+        loss(counter(tmp_path))  # type: ignore[operator]
+        with pytest.raises(CounterLost):
+            write(capacity, 1)
+
+
+def test_a_process_whose_lock_file_was_deleted_gives_nothing_back(tmp_path: Path) -> None:
+    """Others know nothing of it, and may have counted without what it has reserved."""
+    with opened(tmp_path) as other:
+        with opened(tmp_path, step=50) as capacity:
+            write(other, 300)
+            write(capacity, 20)
+            for lock in locks(tmp_path):
+                lock.unlink()
+        assert counted_in(counter(tmp_path)) == 350
+
+
+def test_what_a_dead_process_had_reserved_in_a_deleted_counter_is_not_taken_from_the_next(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as dead:
+        write(dead, 1)
+        (lock,) = locks(tmp_path)
+        record = lock.read_bytes()
+    counter(tmp_path).unlink()
+    lock.write_bytes(record)
+    with opened(tmp_path) as capacity:
+        write(capacity, 200)
+        capacity.return_dead()
+        assert not lock.exists()
+        assert capacity.used_bytes == counted_in(counter(tmp_path)) == 200
+
+
+def test_a_directory_of_an_earlier_version_is_opened(tmp_path: Path) -> None:
+    (tmp_path / ".tiercache" / "tmp").mkdir(parents=True)
+    counter(tmp_path).write_bytes(struct.pack("<8sQQQ", b"TIERLEDG", 300, 1000, 700))
+    lock = tmp_path / ".tiercache" / "tmp" / f"{'ab' * 16}.lock"
+    lock.write_bytes(struct.pack("<8sQQQ", b"TIERRECD", 100, 50, 50))
+    with opened(tmp_path, step=50) as capacity:
+        assert capacity.used_bytes == 300
+        assert not capacity.mark().is_alone, "nobody knows what it does"
+        capacity.return_dead()
+        assert not lock.exists()
+        assert capacity.used_bytes == 300, "what it had reserved is found by a scan"
+        assert capacity.recount(capacity.mark(), 200) == -100
+
+
+def test_a_closed_counter_holds_no_lock(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        write(capacity, 10)
+        capacity.close()
+        capacity.close()
+        with pytest.raises(OSError, match="closed"):
+            write(capacity, 1)
+    with counter(tmp_path).open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_closed_beside_a_write_that_is_under_way_it_ends_with_that(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        assert capacity.reserve(10)
+        capacity.close()
+        assert len(locks(tmp_path)) == 1
+        with pytest.raises(CounterLost):
+            capacity.commit(10)
+        capacity.cancel(10)
+        assert locks(tmp_path) == []
+        assert counted_in(counter(tmp_path)) == 0
+
+
+def test_what_cannot_be_given_back_at_the_end_is_found_by_the_next(tmp_path: Path) -> None:
+    with opened(tmp_path, step=100) as capacity:
+        write(capacity, 10)
+        with counter(tmp_path).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            capacity.close()
+    assert counted_in(counter(tmp_path)) == 100
+    with opened(tmp_path) as capacity:
+        capacity.return_dead()
+        assert capacity.used_bytes == counted_in(counter(tmp_path)) == 10
+        assert len(locks(tmp_path)) == 1
+
+
+def test_what_was_written_by_a_call_that_failed_is_not_given_back_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may lose the answer to a write that it has done."""
+    pwrite = os.pwrite
+
+    def done_and_failed(*call: object) -> int:
+        pwrite(*call)  # type: ignore[arg-type]
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def failed(*call: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for fails in (done_and_failed, failed):
+        with opened(tmp_path) as capacity:
+            write(capacity, 800 - capacity.counted_bytes)
+            monkeypatch.setattr(os, "pwrite", fails)
+            delete(capacity, 400)
+            monkeypatch.undo()
+            idle(capacity)
+            assert capacity.used_bytes == counted_in(counter(tmp_path)) == 400
+
+
+# Real processes
+
+BUSY = """
+import sys
+from pathlib import Path
+from tests.tiers.test_disk import FINGERPRINT
+from tiercache.errors import TierFull
+from tiercache.testing import chunk
+from tiercache.testing.contract import CHUNK_BYTES
+from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.volume import Volume
+
+place, first, cap, step = Path(sys.argv[1]), *map(int, sys.argv[2:])
+volume = Volume(place, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+volume.open()
+mine = []
+print("ready", flush=True)
+for number in range(first, first + 100_000):
+    key, payload = chunk(number)
+    victims = Victims()
+    while True:
+        try:
+            mine.append((key, volume.write(key, payload, CHUNK_BYTES, victims)))
+            break
+        except TierFull:
+            if not mine:
+                break
+            victims = Victims([mine.pop(0)])
+    if number % 7 == 0 and mine:
+        volume.delete(*mine.pop(0))
+    print(number, flush=True)
+"""
+
+
+def busy(place: Path, first: int, cap: int, step: int) -> "subprocess.Popen[str]":
+    """A process that writes chunks, and deletes its own when there is no room."""
+    command = [sys.executable, "-c", BUSY, *map(str, (place, first, cap, step))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+
+def follow(child: "subprocess.Popen[str]", chunks: int) -> None:
+    for _ in range(chunks):
+        assert child.stdout is not None and child.stdout.readline()
+
+
+def kill(child: "subprocess.Popen[str]") -> None:
+    with child:
+        child.kill()
+
+
+def physical_bytes(place: Path) -> int:
+    """Chunks, and what is half-written."""
+    files = [*place.glob("00/*"), *place.glob(".tiercache/tmp/*.*[0-9]")]
+    return sum(path.lstat().st_blocks * 512 for path in files)
+
+
+def physical_bytes_now(place: Path, children: "list[subprocess.Popen[str]]") -> int:
+    """As they are at one moment: the processes stand still while we count."""
+    for child in children:
+        stop_process(child.pid)
+    found = physical_bytes(place)
+    for child in children:
+        child.send_signal(signal.SIGCONT)
+    return found
+
+
+def directory_bytes(place: Path) -> int:
+    return (place / "00").stat().st_blocks * 512
+
+
+def test_killed_at_any_instant_processes_stay_below_the_cap_and_lose_a_step_each_at_most(tmp_path: Path) -> None:
+    """After a restart nothing is lost."""
+    cap, step = 128 * FILE_BYTES, 6 * FILE_BYTES
+    choose = random.Random()
+    children = [busy(tmp_path, 100_000 * number, cap, step) for number in range(1, 4)]
+    most, killed = 0, 0
+    survivor = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    survivor.open()
+    try:
+        for child in children:
+            follow(child, 60)
+        while children:
+            for child in children:
+                follow(child, choose.randint(1, 30))
+            most = max(most, physical_bytes_now(tmp_path, children))
+            kill(children.pop(choose.randrange(len(children))))
+            killed += 1
+            if killed <= 9:
+                children.append(busy(tmp_path, 100_000 * (killed + 3), cap, step))
+                follow(children[-1], 1)
+        assert cap // 2 < most <= cap
+        for path in list(tmp_path.glob("00/*"))[:4]:
+            assert survivor.delete(bytes.fromhex(path.name), path.lstat().st_blocks * 512)
+        survivor.write(*chunk(1), CHUNK_BYTES, Victims())
+        survivor.capacity.refresh()
+        there = physical_bytes(tmp_path) + directory_bytes(tmp_path)
+        assert there <= survivor.capacity.used_bytes <= there + killed * step
+        assert len(locks(tmp_path)) == 1
+    finally:
+        for child in children:
+            kill(child)
+        survivor.close()
+    volume = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    volume.open()
+    mark, directories = volume.begin_scan()
+    volume.recount(mark, sum(volume.surveyor.scan(name).counted_bytes for name in directories))
+    assert volume.capacity.counted_bytes == physical_bytes(tmp_path) + directory_bytes(tmp_path)
+    volume.close()
+
+
+def test_what_a_killed_process_had_reserved_is_given_back_while_others_live(tmp_path: Path) -> None:
+    cap, step = 1000 * FILE_BYTES, 100 * FILE_BYTES
+    volume = Volume(tmp_path, cap, FINGERPRINT, direct=False, durable=False, step_bytes=step)
+    volume.open()
+    child = busy(tmp_path, 1, cap, step)
+    follow(child, 4)
+    kill(child)
+    volume.capacity.refresh()
+    assert volume.capacity.used_bytes >= step
+    volume.capacity.return_dead()
+    left = volume.capacity.used_bytes - physical_bytes(tmp_path) - directory_bytes(tmp_path)
+    assert 0 <= left <= step / 2 + FILE_BYTES
+    volume.close()
+
+
+@pytest.mark.needs("mount")
+def test_a_full_device_does_not_keep_what_is_left_of_a_killed_process(small_device: Path) -> None:
+    cap, step = 1000 * FILE_BYTES, 10 * FILE_BYTES
+    child = busy(small_device, 1, cap, step)
+    follow(child, 3)
+    kill(child)
+    with pytest.raises(OSError, match="No space"), (small_device / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    volume = Volume(small_device, cap, FINGERPRINT, direct=False, durable=False)
+    volume.open()
+    assert len(locks(small_device)) == 1, "the other one is dead"
+    there = physical_bytes(small_device) + directory_bytes(small_device)
+    assert volume.capacity.used_bytes > there, "what it had reserved could not be given back"
+    mark, _ = volume.begin_scan()
+    volume.recount(mark, volume.surveyor.scan("00").counted_bytes)
+    assert volume.capacity.used_bytes == there
+    volume.close()

@@ -170,7 +170,7 @@ def _show(directory: Path, found: dict[str, Any]) -> None:
     show_figures(table, Console())
     counter = "says nothing" if found["ledger_bytes"] is None else f"says {_mib(found['ledger_bytes'])}"
     print(f"{found['chunks']:,} chunks on {_mib(found['occupied_bytes'])}")
-    print(f"the capacity counter {counter}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
+    print(f"the counter {counter}, there are {_mib(found['counted_bytes'])} (with quarantine and directories)")
     if found["chunks"]:
         print(f"ages: newest {found['newest_s']:,} s, median {found['median_age_s']:,} s, oldest {found['oldest_s']:,} s")
     if found["quarantined"]:

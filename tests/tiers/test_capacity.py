@@ -33,11 +33,11 @@ REPOSITORY = Path(__file__).parents[2]
 CAP = 1000
 
 
-def made(place: Path, step: int = 0, cap: int = CAP) -> Capacity:
+def made(place: Path, step: int = 0, cap: int = CAP, *, synced: bool = False) -> Capacity:
     (place / ".tiercache" / "tmp").mkdir(parents=True, exist_ok=True)
     owner = Owner(place, (), lambda status: True)
     owner.settle(OWNER)
-    return Capacity(counter(place), cap, step, owner)
+    return Capacity(counter(place), cap, step, owner, synced=synced)
 
 
 @contextmanager
@@ -240,6 +240,23 @@ def test_nothing_is_recounted_while_another_process_uses_or_deletes_bytes(tmp_pa
         idle(other)
         assert capacity.recount(capacity.mark(), 0) < 0
         assert capacity.used_bytes == 0
+
+
+def test_other_hosts_see_that_bytes_are_used_before_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not synced may stay in this host's memory: a recount elsewhere would take nobody for active."""
+    seen: list[tuple[bytes, int | None]] = []
+    capacity = made(tmp_path, step=100, synced=True)
+    capacity.trust()
+
+    def sync(descriptor: int) -> None:
+        seen.append((os.pread(descriptor, 64, 0), counted_in(counter(tmp_path))))
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    write(capacity, 10)
+    record, counted_bytes = seen[0]
+    assert counted_bytes == 0, "before the counter is changed"
+    assert record.endswith((1).to_bytes(8, "little")), "active"
+    capacity.close()
 
 
 # Files that were lost, or never had a content

@@ -458,12 +458,14 @@ class Capacity:
         if self._owner.lost:
             raise self._lost("has no lock file of this process beside it")
         with self._state:
-            active = self._is_active if active is None else active
+            was_active = self._is_active
+            active = was_active if active is None else active
             number_bytes = max(0, self._number_bytes - lag_bytes)
             before_bytes = self._written_bytes
             self._written_bytes = max(before_bytes, number_bytes)
         record = Record(number_bytes, self._count.identity, active)
-        self._owner.write(record, synced=self._synced and number_bytes < before_bytes)
+        must_be_seen = number_bytes < before_bytes or (active and not was_active)
+        self._owner.write(record, synced=self._synced and must_be_seen)
         with self._state:
             self._written_bytes, self._is_active = number_bytes, active
 

@@ -9,7 +9,7 @@ import pytest
 from tests.tiers.test_contract import LAYOUT
 from tiercache.errors import ConfigError
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.s3.address import S3Address, read_address
+from tiercache.tiers.remote.s3_settings import S3Address, read_address
 
 
 def place(url: str, **options: Any) -> S3Address:

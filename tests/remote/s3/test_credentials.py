@@ -11,7 +11,7 @@ import pytest
 from tests.tiers.test_contract import LAYOUT
 from tiercache.errors import ConfigError
 from tiercache.tiers.remote.base import RemoteSettings
-from tiercache.tiers.remote.s3.credentials import Identity, identity_of
+from tiercache.tiers.remote.s3_settings import Identity, read_identity
 
 FILES = """
 [default]
@@ -33,7 +33,7 @@ sso_start_url = https://example.com
 
 
 def identity(**options: Any) -> Identity:
-    return identity_of(RemoteSettings("s3", "s3", LAYOUT.fingerprint, 1 << 20, url="s3://kv", options=options))
+    return read_identity(RemoteSettings("s3", "s3", LAYOUT.fingerprint, 1 << 20, url="s3://kv", options=options))
 
 
 def who(identity: Identity) -> tuple[str, str | None]:

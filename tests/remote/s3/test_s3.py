@@ -38,12 +38,12 @@ async def opened(tier: S3Tier) -> AsyncIterator[S3Tier]:
 
 
 async def stored(tier: S3Tier, number: int) -> bytes:
-    answer = await obstore.get_async(tier.client.reads, tier.path(chunk(number)[0]))
+    answer = await obstore.get_async(tier.reads, tier.path(chunk(number)[0]))
     return (await answer.bytes_async()).to_bytes()
 
 
 async def replace(tier: S3Tier, number: int, value: bytes) -> None:
-    await obstore.put_async(tier.client.writes, tier.path(chunk(number)[0]), value)
+    await obstore.put_async(tier.writes, tier.path(chunk(number)[0]), value)
 
 
 async def read(tier: S3Tier, number: int, length: int = CHUNK_BYTES) -> np.ndarray | None:
@@ -95,9 +95,9 @@ async def test_of_two_writers_at_once_one_stores_and_both_are_content(make_tier:
 async def test_a_chunk_that_is_there_is_not_sent_over(make_tier: MakeTier) -> None:
     async with opened(make_tier()) as one, opened(make_tier()) as other:
         await one.write(*chunk(1), CHUNK_BYTES)
-        before = await obstore.head_async(one.client.reads, one.path(chunk(1)[0]))
+        before = await obstore.head_async(one.reads, one.path(chunk(1)[0]))
         assert await other.write(*chunk(1), CHUNK_BYTES)
-        after = await obstore.head_async(one.client.reads, one.path(chunk(1)[0]))
+        after = await obstore.head_async(one.reads, one.path(chunk(1)[0]))
         assert after["last_modified"] == before["last_modified"]
 
 
@@ -184,12 +184,12 @@ async def test_a_cancelled_write_ends_before_its_waiter_hears_of_it(make_tier: M
     async with opened(make_tier(chunk_bytes=LARGE_BYTES)) as tier:
         key, payload = chunk(1, LARGE_BYTES)
         write = asyncio.create_task(tier.write(key, payload, LARGE_BYTES))
-        while not tier.client.pending:
+        while not tier.pending:
             await asyncio.sleep(0)
         write.cancel()
         await asyncio.gather(write, return_exceptions=True)
         assert write.cancelled()
-        assert not tier.client.pending
+        assert not tier.pending
         payload[:] = 0
         found = await read(tier, 1)
         assert found is not None and np.array_equal(found, chunk(1, LARGE_BYTES)[1])
@@ -197,5 +197,5 @@ async def test_a_cancelled_write_ends_before_its_waiter_hears_of_it(make_tier: M
 
 async def test_secrets_are_in_no_repr(make_tier: MakeTier) -> None:
     async with opened(make_tier()) as tier:
-        for shown in (repr(tier), repr(tier.settings), tier.describe(), repr(vars(tier.client)), str(tier.address)):
+        for shown in (repr(tier), repr(tier.settings), tier.describe(), repr(vars(tier)), str(tier.address)):
             assert "secret-of-the-tests" not in shown

@@ -383,7 +383,7 @@ async def test_close_does_not_wait_for_requests_that_hang() -> None:
 
     async with server(once) as endpoint, opened(endpoint, timeout_s=2.5) as tier:
         read = asyncio.create_task(tier.read(chunk(1)[0], page_aligned(CHUNK_BYTES)))
-        while not tier.client.pending:
+        while not tier.pending:
             await asyncio.sleep(0)
         began_s = loop.time()
         await tier.close()

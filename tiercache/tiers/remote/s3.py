@@ -1,0 +1,465 @@
+"""The S3 tier: one object for each chunk, its 88-byte header before the payload, in any store that speaks S3.
+
+- A *get* is one request for a chunk of up to twice `part_bytes`, and several ranges at once for a larger chunk. A worker
+  thread copies each range into the slot when it arrives, since the client (obstore) cannot read into given memory. The
+  ranges cover the largest chunk, so the length of the object need not be known.
+- A *put* is one conditional request, sent from the slot without a copy. If there is an object already, its header is read:
+  a damaged or truncated chunk is replaced, the object of another program is left alone.
+- *Look-ups* are one HEAD for each key, many at once. Names are hashes of chunks, so a listing would have to read the whole
+  layout.
+- Names are `<prefix>/<fingerprint>/<2 hex digits>/<key>`, which spreads them over the store's partitions.
+
+The tier evicts nothing, since a bucket has no limit. The bucket's life-cycle rules may expire objects, which is a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tiercache.core.header import PACKED_BYTES
+from tiercache.core.keys import ChunkKey
+from tiercache.errors import CorruptChunk, TierUnavailable
+from tiercache.memory.workers import Workers
+from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
+from tiercache.tiers.remote.s3_settings import Identity, S3Address, read_address, read_identity
+
+logger = logging.getLogger("tiercache.s3")
+
+T = TypeVar("T")
+
+PART_BYTES = 4 << 20
+_REQUESTS = 32
+"""The largest number of transfers in flight, each with up to two parts of the client's memory, and of other requests."""
+_COPYING_THREADS = 2
+_CLOSE_S = 1.0
+_EXIT_S = 0.5
+_LET_GO_S = 0.02
+_SLOWEST_BYTES_PER_S = 8 << 20
+"""A transfer may exceed `timeout_s` by the time that its bytes take at this rate."""
+_ENDPOINT_VARIABLES = {"AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"}
+
+
+class S3Tier(RemoteTier):
+    def __init__(self, settings: RemoteSettings) -> None:
+        super().__init__(settings)
+        self.compression = settings.make_compression()
+        self.address = read_address(settings)
+        self.conditional = True
+        """True until the store refuses to put an object only if there is none."""
+        self.pending = 0
+        """Requests in flight."""
+        self.reads: Any = None
+        """The client's store for everything but puts."""
+        self.writes: Any = None
+        """The client's store for puts, which has a longer timeout."""
+        self._part_bytes = int(settings.options.get("part_bytes", PART_BYTES))
+        self._directory = "/".join(filter(None, (self.address.prefix, settings.fingerprint.hex())))
+        self._workers = Workers(settings.name, max(_COPYING_THREADS, min(4, settings.concurrency)))
+        self._transfers = asyncio.Semaphore(_REQUESTS)
+        self._questions = asyncio.Semaphore(_REQUESTS)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def describe(self) -> str:
+        return f"{self.name} ({self.address})"
+
+    def path(self, key: ChunkKey) -> str:
+        """Return the name of the chunk's object in the bucket."""
+        return f"{self._directory}/{key.hex()[:2]}/{key.hex()}"
+
+    async def _connect(self) -> None:
+        """Check the settings. A store that does not answer does not stop the start; a store that refuses does."""
+        identity = await self._workers.submit(read_identity, self.settings)
+        self._obstore, self.reads, self.writes = await self._workers.submit(
+            _make_stores, self.settings, self.address, identity, self._part_bytes
+        )
+        _open_tiers.add(self)
+        try:
+            await self._get_range(f"{self._directory}/none", 0, 1)
+        except RequestFailed as error:
+            if error.problem.option:
+                raise self.settings.error(
+                    error.problem.option, f"{self.address} with credentials of {identity.source}: {error.problem.words}"
+                ) from None
+            logger.warning("%s; the tier is used as soon as it answers", error)
+
+    async def _disconnect(self) -> None:
+        """Wait a moment for requests in flight, and for the client's threads to release Python's objects."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._idle.wait()
+            _open_tiers.discard(self)
+        await asyncio.sleep(_LET_GO_S)
+        self._workers.close()
+
+    # Operations
+
+    async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        largest_bytes = min(into.nbytes, self.settings.chunk_bytes or into.nbytes)
+        total_bytes = PACKED_BYTES + largest_bytes + 1  # the byte after the largest chunk reveals a longer object
+        step = -(-total_bytes // max(1, total_bytes // self._part_bytes))
+        header = bytearray(PACKED_BYTES)
+
+        async def fetch(start: int) -> int | None:
+            """Return the number of bytes that the object has in this range, once they are in place."""
+            part = await self._get_range(self.path(key), start, min(start + step, total_bytes))
+            if not part:
+                return None if part is None else 0
+            # The thread takes the buffer out of the list, so that it is freed there and not on the event loop.
+            box = [part]
+            del part
+            return await self._workers.submit(_place, box, start, header, into)
+
+        began_s = time.monotonic()
+        done = await asyncio.gather(*map(fetch, range(0, total_bytes, step)), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if None in done:
+            return None
+        lengths = [length for length in done if isinstance(length, int)]
+        got_bytes = sum(lengths)
+        self.compression.received(got_bytes, time.monotonic() - began_s)
+        if any(length != step for length in lengths[: -(-got_bytes // step) - 1]):
+            raise CorruptChunk(f"{self.name}: {key.hex()}: the object changed while it was read")
+        return await self._workers.submit(
+            self.verified, key, header[:got_bytes], into, max(0, got_bytes - PACKED_BYTES)
+        )
+
+    async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
+        with await self._workers.submit(self.pack, key, payload) as stored:
+            began_s = time.monotonic()
+            is_there = await self._put_body(key, [stored.header.pack(), stored.payload.data])
+            if is_there:
+                self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
+            return is_there
+
+    async def _put_body(self, key: ChunkKey, body: list[Any]) -> bool:
+        """Store the header and the payload, unless there is an object that is not to be replaced."""
+        path = self.path(key)
+        if self.conditional:
+            try:
+                await self._put_object(path, body, "create")
+                return True
+            except RequestFailed as error:
+                if error.problem.exists:
+                    return await self._replace(key, body)
+                if not error.problem.not_implemented:
+                    raise
+                self.conditional = False
+                logger.warning(
+                    "%s: the store has no conditional puts: each chunk costs one look-up more, and two instances that "
+                    "store the same chunk at the same time both send it",
+                    self.name,
+                )
+        if await self._exists(path):
+            return await self._replace(key, body)
+        await self._put_object(path, body, "overwrite")
+        return True
+
+    async def _replace(self, key: ChunkKey, body: list[Any]) -> bool:
+        """Replace an object that is damaged. Returns False if it belongs to another program or was just deleted."""
+        found = await self._get_head(self.path(key))
+        if found is None:
+            return False
+        raw_header, length_bytes = found
+        try:
+            if self.verified_header(key, raw_header).payload_bytes == length_bytes - PACKED_BYTES:
+                return True
+        except NotOurs:
+            logger.warning("%s: the object %s is not ours; it is left alone", self.name, self.path(key))
+            return False
+        except CorruptChunk as error:
+            logger.info("%s; it is replaced", error)
+        await self._put_object(self.path(key), body, "overwrite")
+        return True
+
+    async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
+        there = [False] * len(keys)
+        left = iter(range(len(keys)))
+
+        async def lane() -> None:
+            for position in left:
+                there[position] = await self._exists(self.path(keys[position]))
+
+        # The first failure ends all lanes: a store that does not answer costs one timeout, not one for each key.
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                for _ in range(min(_REQUESTS, len(keys))):
+                    lanes.create_task(lane())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return there
+
+    async def _delete(self, key: ChunkKey) -> bool:
+        path = self.path(key)
+        if not await self._exists(path):
+            return False
+        async with self._questions:
+            await self._ask("delete", self._obstore.delete_async(self.reads, path))
+        return True
+
+    # Requests. Each ends within about `timeout_s` without progress.
+
+    async def _get_range(self, path: str, start: int, end: int) -> Any | None:
+        """Return a buffer with the bytes of an object from `start` to `end`, empty behind its end; None without object."""
+        async with self._transfers:
+            try:
+                return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))
+            except RequestFailed as error:
+                if not error.problem.out_of_range:
+                    raise
+                return b""
+
+    async def _get_head(self, path: str) -> tuple[bytes, int] | None:
+        """Return the first bytes of an object, as many as a header has, and the length of the whole object."""
+        async with self._questions:
+            try:
+                options = {"range": (0, PACKED_BYTES)}
+                result: Any = await self._ask("get", self._obstore.get_async(self.reads, path, options=options))
+                found = None if result is None else await self._ask("get", result.bytes_async())
+            except RequestFailed as error:
+                if not error.problem.out_of_range:
+                    raise
+                return b"", 0
+        return None if found is None else (bytes(found), int(result.meta["size"]))
+
+    async def _put_object(self, path: str, body: Sequence[Any], mode: str) -> None:
+        """Send the buffers of `body` in one request. They are not copied, and are in use until this has ended."""
+        async with self._transfers:
+            # A multipart put takes more requests and cannot be conditional.
+            await self._ask("put", self._obstore.put_async(self.writes, path, body, mode=mode, use_multipart=False))
+
+    async def _exists(self, path: str) -> bool:
+        async with self._questions:
+            return await self._ask("head", self._obstore.head_async(self.reads, path)) is not None
+
+    async def _ask(self, what: str, answer: Awaitable[T]) -> T | None:
+        """Wait for the answer to a request; None if there is no such object. Raises RequestFailed.
+
+        The client's exceptions hold what was sent and received, so they are neither raised nor chained.
+        """
+        self.pending += 1
+        self._idle.clear()
+        try:
+            return await answer
+        except Exception as error:
+            problem = problem_of(error)
+            if isinstance(error, FileNotFoundError) and problem.code != "NoSuchBucket":
+                return None
+        finally:
+            self.pending -= 1
+            if not self.pending:
+                self._idle.set()
+        raise RequestFailed(f"{self.name}: {what} of {self.address}: {problem.words}", problem)
+
+
+_open_tiers: set[S3Tier] = set()
+
+
+@atexit.register
+def _let_go() -> None:
+    """Give the client's threads a moment to return to Python before the interpreter ends: later they would abort it."""
+    until_s = time.monotonic() + _EXIT_S
+    while any(tier.pending for tier in _open_tiers) and time.monotonic() < until_s:
+        time.sleep(_LET_GO_S)
+    if _open_tiers:
+        time.sleep(_LET_GO_S)
+
+
+def _place(box: list[Any], start: int, header: bytearray, into: np.ndarray) -> int:
+    """Copy the buffer in `box`, which begins at byte `start` of the object. Returns its length. Runs in a thread."""
+    part = np.frombuffer(box.pop(), dtype=np.uint8)
+    in_header = max(0, PACKED_BYTES - start)
+    if in_header:
+        head = part[:in_header]
+        header[start : start + head.nbytes] = head.tobytes()
+    payload = part[in_header:]
+    at = start + in_header - PACKED_BYTES
+    target = into[at : at + payload.nbytes]
+    np.copyto(target, payload[: target.nbytes])
+    return part.nbytes
+
+
+# The client library
+
+
+def _make_stores(
+    settings: RemoteSettings, address: S3Address, identity: Identity, part_bytes: int
+) -> tuple[Any, Any, Any]:
+    """Return the module obstore, the store for reads and the one for puts. Reads files: runs in a thread.
+
+    Raises ConfigError.
+    """
+    try:
+        import obstore
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise settings.error(
+            "url", f"the s3 tier needs obstore, which cannot be imported ({error}): pip install 'tiercache[s3]'"
+        ) from None
+    options = _store_options(settings, address, identity)
+
+    def make(silence_s: float, length_bytes: int) -> Any:
+        try:
+            return S3Store(address.bucket, **options, **_timeouts(settings, silence_s, length_bytes))
+        except OSError as error:
+            raise settings.error("tls_ca_file", f"{error.filename} cannot be read: {error.strerror}") from None
+        except Exception as error:
+            option = "tls_ca_file" if settings.options.get("tls_ca_file") else "url"
+            raise settings.error(option, f"the client does not take it ({type(error).__name__})") from None
+
+    # The answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
+    sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
+    writes = make(settings.timeout_s + sending_s, settings.chunk_bytes)
+    return obstore, make(settings.timeout_s, part_bytes), writes
+
+
+def _store_options(settings: RemoteSettings, address: S3Address, identity: Identity) -> dict[str, Any]:
+    options: dict[str, Any] = {"disable_bulk_delete": True}  # some stores lack it, and chunks are deleted one by one
+    if settings.options.get("express"):
+        options["s3_express"] = True
+    if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
+        # The payload has a checksum of its own, and SHA-256 over it would be the slowest part of a put.
+        options["unsigned_payload"] = True
+    if address.endpoint is not None:
+        options["endpoint"] = address.endpoint
+    at_amazon = address.endpoint is None and not os.environ.keys() & _ENDPOINT_VARIABLES
+    by_host = address.virtual_hosted
+    options["virtual_hosted_style_request"] = at_amazon and "." not in address.bucket if by_host is None else by_host
+    region = address.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or identity.region
+    if region:
+        options["region"] = region
+    if identity.anonymous:
+        options["skip_signature"] = True
+    elif identity.provider is not None:
+        options["credential_provider"] = identity.provider
+    return options
+
+
+def _timeouts(settings: RemoteSettings, silence_s: float, length_bytes: int) -> dict[str, Any]:
+    """Limit the wait for the next byte to `silence_s`, and the whole request by its length."""
+    client: dict[str, Any] = {
+        "connect_timeout": timedelta(seconds=settings.timeout_s),
+        "read_timeout": timedelta(seconds=silence_s),
+        "timeout": timedelta(seconds=silence_s + length_bytes / _SLOWEST_BYTES_PER_S),
+    }
+    if settings.options.get("allow_http"):
+        client["allow_http"] = True
+    if ca_file := settings.options.get("tls_ca_file"):
+        client["root_certificate"] = Path(ca_file).read_bytes()
+    retry = {
+        "max_retries": 2,
+        "retry_timeout": timedelta(seconds=settings.timeout_s / 2),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=50),
+            "max_backoff": timedelta(seconds=max(0.1, min(1.0, settings.timeout_s / 4))),
+            "base": 2,
+        },
+    }
+    return {"client_options": client, "retry_config": retry}
+
+
+# The client's exceptions. Their text may hold what was signed, tokens included, so none of it is repeated: a status, a code
+# of S3 and the names of well-known causes are looked for in it.
+
+_STATUS = re.compile(r"status(?: code)?: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*([A-Za-z]{1,32})")
+_BAD_CREDENTIALS = {
+    "InvalidAccessKeyId": "access_key_id",
+    "SignatureDoesNotMatch": "secret_access_key",
+    "InvalidToken": "session_token",
+    "ExpiredToken": "session_token",
+    "InvalidSecurity": "secret_access_key",
+    "TokenRefreshRequired": "session_token",
+}
+_WRONG_REGION = ("AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException")
+_CAUSES = (
+    (r"ConnectionRefused", "the connection was refused"),
+    (r"dns error", "its name is not known"),
+    (r"TimedOut|kind: Timeout", "no answer in time"),
+    (r"ConnectionReset|IncompleteBody|IncompleteMessage|BrokenPipe|UnexpectedEof|kind: Interrupted|ConnectionAborted",
+     "the connection broke"),
+    (r"HostUnreachable|NetworkUnreachable", "it cannot be reached"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The reason why a request failed. `words` hold no secrets."""
+
+    words: str
+    option: str
+    """The setting that the operator has to change; empty if the problem may pass by itself."""
+    status: int
+    code: str
+    kind: str
+    """The name of the client's exception class."""
+
+    @property
+    def exists(self) -> bool:
+        return self.kind == "AlreadyExistsError"
+
+    @property
+    def out_of_range(self) -> bool:
+        """True if the object is shorter than the start of the range."""
+        return self.status == 416
+
+    @property
+    def not_implemented(self) -> bool:
+        return self.status == 501 or self.code in ("NotImplemented", "NotSupported") or self.kind == "NotSupportedError"
+
+
+class RequestFailed(TierUnavailable):
+    """A request to the store failed."""
+
+    def __init__(self, message: str, problem: Problem) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Return the meaning of an exception of the client."""
+    text = str(error)
+    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    code = found[1] if (found := _CODE.search(text)) else ""
+    return Problem(*_meaning(text, status, code), status, code, type(error).__name__)
+
+
+def _meaning(text: str, status: int, code: str) -> tuple[str, str]:
+    if code == "NoSuchBucket":
+        return "there is no such bucket", "url"
+    if code in _BAD_CREDENTIALS:
+        return f"the store does not accept these credentials ({code})", _BAD_CREDENTIALS[code]
+    if "169.254.169.254" in text or "no providers in chain" in text.lower():
+        return "no credentials: neither settings, environment, profile nor instance has any", "access_key_id"
+    if code in _WRONG_REGION or "BareRedirect" in text or "redirect without LOCATION" in text:
+        return "the store says that the bucket is in another region", "region"
+    if status in (401, 403):
+        return f"access is denied ({code or status})", "access_key_id"
+    if found := _CERTIFICATE.search(text):
+        return f"its certificate is not trusted ({found[1]})", "tls_ca_file"
+    if "InvalidContentType" in text or "InvalidMessage" in text:
+        return "it does not speak TLS; for plain HTTP write http:// and allow it", "allow_http"
+    if re.search(r"Parse\(\s*Version", text) or "HTTP request to an HTTPS server" in text:
+        return "it does not speak plain HTTP; write https://", "endpoint"
+    if status or code:
+        return f"the store answered {' '.join(filter(None, (str(status or ''), code)))}", ""
+    for pattern, words in _CAUSES:
+        if re.search(pattern, text):
+            return words, ""
+    return "the request failed", ""

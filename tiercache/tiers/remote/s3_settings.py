@@ -1,0 +1,217 @@
+"""The bucket and the credentials of an S3 tier, from its settings, the environment and the AWS files.
+
+A bucket is written `s3://bucket/prefix`, or `s3://bucket.endpoint` as LMCache does.
+"""
+
+from __future__ import annotations
+
+import configparser
+import ipaddress
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from tiercache.tiers.remote.base import RemoteSettings
+
+_AMAZON = re.compile(r"(?P<bucket>.+)\.s3(express-[a-z0-9-]+)?[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com(\.cn)?")
+_AMAZON_GLOBAL = re.compile(r"(?P<bucket>.+)\.s3\.amazonaws\.com")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}")
+_NEEDS_BOTO3 = ("sso_session", "sso_start_url", "role_arn", "credential_process", "web_identity_token_file")
+
+
+@dataclass(frozen=True)
+class S3Address:
+    """A bucket and the way to reach it. Holds no secrets."""
+
+    bucket: str
+    prefix: str
+    """The beginning of all names, without slashes around it; may be empty."""
+    endpoint: str | None
+    """A URL, which contains the bucket if `virtual_hosted`; None for Amazon's, or the one that the environment names."""
+    virtual_hosted: bool | None
+    """None: virtual-hosted at Amazon, the bucket in the path elsewhere."""
+    region: str | None
+
+    def __str__(self) -> str:
+        where = f" at {self.endpoint}" if self.endpoint else ""
+        return f"s3://{self.bucket}{'/' if self.prefix else ''}{self.prefix}{where}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The credentials of the requests."""
+
+    source: str
+    """The origin of the credentials, for messages."""
+    provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+    """Called by the client for credentials; None if the client finds them by itself."""
+    anonymous: bool = False
+    region: str | None = None
+    """The region in the profile."""
+
+
+def read_address(settings: RemoteSettings) -> S3Address:
+    """Parse the URL and the options. Raises ConfigError, which does not repeat the URL, since that may hold secrets."""
+    options = settings.options
+    url = _split(settings)
+    endpoint = options.get("endpoint") or None
+    region = options.get("region") or None
+    wanted: bool | None = options.get("virtual_hosted")
+    allow_http = bool(options.get("allow_http"))
+    bucket, virtual_hosted = url.netloc, wanted
+    amazon = _AMAZON.fullmatch(url.netloc) or _AMAZON_GLOBAL.fullmatch(url.netloc)
+    if endpoint is not None:
+        endpoint = _endpoint(settings, endpoint, allow_http)
+        if wanted:
+            scheme, _, host = endpoint.partition("://")
+            endpoint = endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"
+    elif amazon is not None:
+        bucket = amazon["bucket"]
+        region = region or amazon.groupdict().get("region")
+    elif (server := _host_behind_bucket(url.netloc)) is not None:
+        bucket = url.netloc.partition(".")[0]
+        virtual_hosted = not _is_ip_address(server) if wanted is None else wanted
+        endpoint = f"{'http' if allow_http else 'https'}://{f'{bucket}.' if virtual_hosted else ''}{server}"
+    if not _BUCKET.fullmatch(bucket):
+        raise settings.error("url", "this is no name of a bucket; write s3://bucket/prefix, and the server as endpoint")
+    parts = [*_names(settings, "url", url.path), *_names(settings, "prefix", str(options.get("prefix", "tiercache")))]
+    return S3Address(bucket, "/".join(parts), endpoint, virtual_hosted, region)
+
+
+def _split(settings: RemoteSettings) -> SplitResult:
+    address = settings.url or str(settings.options.get("url") or "")
+    try:
+        url = urlsplit(address)
+        _ = url.port
+    except ValueError:
+        raise settings.error("url", "this is no URL; write s3://bucket/prefix") from None
+    if url.scheme != "s3" or not url.netloc:
+        raise settings.error("url", "this names no bucket; write s3://bucket/prefix")
+    if "@" in url.netloc:
+        raise settings.error("url", "credentials do not belong here; use access_key_id and secret_access_key")
+    if url.query or url.fragment:
+        raise settings.error("url", "an S3 URL has no ? and no #; other settings have keys of their own")
+    return url
+
+
+def _names(settings: RemoteSettings, option: str, path: str) -> list[str]:
+    """Split a path. Names that the client does not accept are refused here, since they would fail every request."""
+    names = [part for part in path.split("/") if part]
+    if any(name in (".", "..") or _CONTROL.search(name) for name in names):
+        raise settings.error(option, "expected names with / between them, without '..' and control characters")
+    return names
+
+
+def _endpoint(settings: RemoteSettings, endpoint: str, allow_http: bool) -> str:
+    if "://" not in endpoint:
+        endpoint = f"{'http' if allow_http else 'https'}://{endpoint}"
+    try:
+        url = urlsplit(endpoint)
+        usable = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port)
+    except ValueError:
+        usable = False
+    if not usable or "@" in endpoint or url.query or url.fragment:
+        raise settings.error("endpoint", "expected a URL such as https://host:port, without credentials")
+    if url.scheme == "http" and not allow_http:
+        raise settings.error("allow_http", f"{endpoint} is plain HTTP, which has to be allowed; or write https://")
+    return endpoint.rstrip("/")
+
+
+def _host_behind_bucket(netloc: str) -> str | None:
+    """Return the host of LMCache's `bucket.host:port`; None if `netloc` is a bucket alone."""
+    host = netloc.partition(".")[2]
+    name, _, port = host.rpartition(":") if ":" in host else (host, "", "")
+    return host if name and (port or "." in name or name == "localhost") else None
+
+
+def _is_ip_address(host: str) -> bool:
+    name = host.rpartition(":")[0] or host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name == "localhost"
+    return True
+
+
+def read_identity(settings: RemoteSettings) -> Identity:
+    """Find the credentials: in the settings, then the environment, then the profile of the AWS files.
+
+    The client itself finds those of web identities, containers and instances. Reads files: call it in a thread. Raises
+    ConfigError.
+    """
+    options = settings.options
+    named = os.environ.get("AWS_PROFILE", "")
+    profile = _read_profile(settings, named or "default")
+    region = (profile or {}).get("region")
+    key, secret = options.get("access_key_id"), options.get("secret_access_key")
+    if options.get("skip_signature"):
+        return Identity("nobody (skip_signature)", anonymous=True, region=region)
+    if key and secret:
+        # The client would combine settings with an AWS_SESSION_TOKEN that belongs to other credentials; a provider's not.
+        return Identity("the settings", _fixed(key, secret, options.get("session_token")), region=region)
+    if key or secret:
+        missing = "secret_access_key" if key else "access_key_id"
+        raise settings.error(missing, "access_key_id and secret_access_key are given together or not at all")
+    if os.environ.get("AWS_ACCESS_KEY_ID") and not named:
+        return Identity("the environment", region=region)
+    if named and profile is None:
+        raise settings.error(
+            "access_key_id", f"AWS_PROFILE names the profile {named!r}, which the AWS files do not have"
+        )
+    provider = _profile_provider(settings, named or "default", profile or {})
+    return Identity(f"profile {named or 'default'}", provider, region=region)
+
+
+def _fixed(key: str, secret: str, token: str | None) -> Callable[[], dict[str, Any]]:
+    return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+
+
+def _read_profile(settings: RemoteSettings, name: str) -> dict[str, str] | None:
+    """Return the values of a profile in the AWS files; None if neither file has it."""
+    values: dict[str, str] | None = None
+    title = name if name == "default" else f"profile {name}"
+    for variable, usual, section in (
+        ("AWS_CONFIG_FILE", "config", title),
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
+    ):
+        path = Path(os.environ.get(variable) or Path.home() / ".aws" / usual)
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(path)
+        except configparser.Error:
+            raise settings.error("access_key_id", f"{path} is not of the shape of AWS files") from None
+        if parser.has_section(section):
+            values = (values or {}) | dict(parser.items(section))
+    return values
+
+
+def _profile_provider(
+    settings: RemoteSettings, name: str, profile: dict[str, str]
+) -> Callable[[], dict[str, Any]] | None:
+    """Return the provider of a profile's credentials; None if the profile has none."""
+    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
+    if key and secret:
+        return _fixed(key, secret, profile.get("aws_session_token"))
+    if not any(option in profile for option in _NEEDS_BOTO3):
+        return None
+    try:
+        import boto3.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise settings.error(
+            "access_key_id",
+            f"the profile {name!r} gets its credentials by a process, a role or single sign-on, which takes boto3: "
+            "pip install boto3",
+        ) from None
+    try:
+        provider: Callable[[], dict[str, Any]] = Boto3CredentialProvider(boto3.session.Session(profile_name=name))
+        return provider
+    except Exception as error:  # from many libraries, with secrets in their messages
+        raise settings.error(
+            "access_key_id", f"boto3 has no credentials for the profile {name!r} ({type(error).__name__})"
+        ) from None

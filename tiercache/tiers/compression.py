@@ -1,9 +1,8 @@
-"""Payloads compressed on their way into a tier, and made plain on their way out. Synchronous; for worker threads.
+"""Compression of payloads before they are written to a tier, and decompression after they are read.
 
-Blosc (by numcodecs) does the work: it releases the GIL, writes into memory that it is given when it decompresses, makes
-the same of the same bytes, and moves bytes (or bits) of like weight together in the same pass. Measured on the chunks of
-SmolLM2 in bfloat16, one core: with Zstandard 0.68 of the bytes are left, 0.4 GB/s in and 1.8 out; with LZ4 0.79, 0.95 and
-2.4. Larger blocks than 512 KiB gain nothing, nor do higher levels, which take three times as long.
+All functions are synchronous and meant for worker threads. The codecs are Blosc's, by numcodecs: it releases the GIL,
+decompresses into given memory, is deterministic, and shuffles bytes (or bits) of equal significance together in the same
+pass. `docs/benchmarks/` has the ratios and rates, and those of larger blocks and higher levels.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ logger = logging.getLogger("tiercache.compression")
 _BLOCK_BYTES = 512 << 10
 _LEVEL = 1
 _ALGORITHMS = {Codec.LZ4: (b"lz4", 2), Codec.ZSTD: (b"zstd", 1)}
-"""By codec: Blosc's name, and whether bytes (1) or bits (2) are shuffled."""
+"""For each codec Blosc's name, and the kind of its shuffle: 1 for bytes, 2 for bits."""
 _BLOSC_HEADER = struct.Struct("<4xIII")
-"""Plain length, block length, length of the whole."""
+"""Plain length, block length and stored length."""
 _MOST_EXTRA_BYTES = 16
-"""By which Blosc makes longer what it cannot make shorter."""
+"""The most bytes that Blosc adds to incompressible data."""
 _thread = threading.local()
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A chunk as a tier stores it. Its memory is this chunk's until the end of the context."""
+    """A chunk as a tier stores it: a context manager, at whose end its memory may be reused."""
 
     header: Header
     padded: np.ndarray
-    """uint8, page-aligned: the payload as it is stored, with zeroes behind it to a multiple of 4096 bytes."""
+    """uint8, page-aligned: the stored payload, padded with zeroes to a multiple of 4096 bytes."""
     give_back: Callable[[], object] = lambda: None
 
     @property
@@ -73,19 +72,19 @@ class Packed:
 
 
 class Compression:
-    """What one tier does to its payloads. All methods may be called in any thread.
+    """The compression of one tier. All methods may be called in any thread.
 
-    `mode` is none, lz4, zstd or auto (what is read soonest: `CompressionChoice`). Whatever the mode, what is
-    compressed is read. Memory: a buffer of a chunk's length for each write that is under way, kept for the next, and 1 MiB
-    for each thread that reads.
+    `mode` is none, lz4, zstd or auto (`CompressionChoice` picks the fastest to read). Compressed payloads are read in every
+    mode. Memory: one buffer of a chunk's length for each concurrent write, kept for the next one, and 1 MiB for each thread
+    that reads.
     """
 
     def __init__(self, mode: str = "none", item_bytes: int = 1, *, concurrency: int = 4, tier: str = "") -> None:
-        """`item_bytes` is the length of a number of the KV, `concurrency` how many writes the tier does at a time. Raises
-        ConfigError, which names the `tier`, when the library is missing; but `auto` goes without."""
+        """`item_bytes` is the length of a number of the KV, `concurrency` the number of writes at a time, `tier` the name in
+        messages. Raises ConfigError if the library is missing, except for `auto`, which then stores plain payloads."""
         self.mode = mode
         self.stored_bytes = 0
-        """Of all payloads that were sent, as they were sent."""
+        """The total length of all payloads that were sent, after compression."""
         self._item = np.dtype(f"u{item_bytes}")
         self._lock = threading.Lock()
         self._choice = CompressionChoice(concurrency) if mode == "auto" else None
@@ -104,37 +103,30 @@ class Compression:
                 self._choice = None
 
     def pack(self, key: ChunkKey, fingerprint: bytes, padded: np.ndarray, payload_bytes: int) -> Packed:
-        """The chunk as it is to be stored: `padded` itself, whose zeroes may be missing, or a buffer."""
+        """Compress the first `payload_bytes` of `padded` (uint8). Returns the chunk in a buffer, or in `padded` itself if it
+        is stored plain; then the padding is as the caller left it."""
         plain = padded[:payload_bytes]
         codec = self._next_codec(plain)
-        packed = None
         if codec is not Codec.PLAIN:
-            packed = self._compressed(key, fingerprint, plain, codec)
-        if packed is None:
-            packed = Packed(Header(key, fingerprint, payload_bytes, payload_checksum(plain)), padded)
-        return packed
-
-    def _compressed(self, key: ChunkKey, fingerprint: bytes, plain: np.ndarray, codec: Codec) -> Packed | None:
-        """None when it is not worth it."""
-        buffer = self._take_buffer(aligned(plain.nbytes))
-        stored_bytes = compress(plain, codec, self._item, buffer)
-        if not stored_bytes:
+            buffer = self._take_buffer(aligned(payload_bytes))
+            stored_bytes = compress(plain, codec, self._item, buffer)
+            if stored_bytes:
+                stored = buffer[: aligned(stored_bytes)]
+                stored[stored_bytes:] = 0
+                header = Header(key, fingerprint, stored_bytes, payload_checksum(stored[:stored_bytes]), codec)
+                return Packed(header, stored, lambda: self._buffers.append(buffer))
             self._buffers.append(buffer)
-            return None
-        padded = buffer[: aligned(stored_bytes)]
-        padded[stored_bytes:] = 0
-        header = Header(key, fingerprint, stored_bytes, payload_checksum(padded[:stored_bytes]), codec)
-        return Packed(header, padded, lambda: self._buffers.append(buffer))
+        return Packed(Header(key, fingerprint, payload_bytes, payload_checksum(plain)), padded)
 
     def sent(self, stored_bytes: int, seconds: float) -> None:
-        """A transfer to the storage took so long."""
+        """Record a transfer to the storage."""
         with self._lock:
             self.stored_bytes += stored_bytes
             if self._choice is not None:
                 self._choice.sent(stored_bytes, seconds)
 
     def received(self, stored_bytes: int, seconds: float) -> None:
-        """A transfer from the storage took so long."""
+        """Record a transfer from the storage."""
         if self._choice is not None:
             with self._lock:
                 self._choice.received(stored_bytes, seconds)
@@ -150,7 +142,7 @@ class Compression:
             return self._choice.codec
 
     def _try(self, part: np.ndarray) -> None:
-        """What each codec makes of a part, and how quickly."""
+        """Measure the ratio and the times of each codec on a part."""
         assert self._choice is not None
         plain, out = _items(part, self._item), _scratch()[: part.nbytes]
         for codec in COMPRESSING:
@@ -171,8 +163,8 @@ class Compression:
 
 
 def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndarray) -> int:
-    """Lay the compressed payload out in `into` (uint8, no shorter than `plain`). Returns its length; 0 when it is not worth
-    it, which is found out by the first part where all are alike."""
+    """Compress `plain` into `into` (uint8, no shorter than `plain`). Returns the stored length, or 0 if compression is not
+    worthwhile, which the first part shows if all parts are alike."""
     parts, stored, end = parts_of(plain.nbytes), [], packed_bytes(parts_of(plain.nbytes))
     for number in range(parts):
         part = plain[number * PART_BYTES : (number + 1) * PART_BYTES]
@@ -191,10 +183,10 @@ def compress(plain: np.ndarray, codec: Codec, item: np.dtype[Any], into: np.ndar
 
 
 def unpacked(header: Header, into: np.ndarray) -> int:
-    """Make the payload of `header` plain, which lies in `into` and was verified as it is stored. Returns its length.
+    """Decompress the payload of `header`, whose stored bytes are in `into` and match the header's checksum, in place.
 
-    Raises CorruptChunk when it is not what was compressed, whatever it says of itself; nothing beyond `into` is touched.
-    TierUnavailable when the library is missing.
+    Returns the plain length. Writes nothing outside of `into`. Raises CorruptChunk if the plain payload does not match its
+    checksum or the frame is invalid, TierUnavailable if the library is missing.
     """
     if header.codec is Codec.PLAIN:
         return header.payload_bytes
@@ -205,8 +197,8 @@ def unpacked(header: Header, into: np.ndarray) -> int:
 
 
 def decompress(into: np.ndarray, stored_bytes: int) -> int:
-    """Replace the compressed payload in the first bytes of `into` by the plain one, whose length is returned. From the last
-    part to the first, so that none overwrites what is still needed. Raises FrameError."""
+    """Replace the compressed payload in `into[:stored_bytes]` by the plain one, and return its length. Works from the last
+    part to the first, so that no part overwrites one that is still needed. Raises FrameError."""
     frame = Frame.unpack(into[:stored_bytes].data, stored_bytes, into.nbytes)
     scratch = _scratch()
     for number, start in reversed(list(enumerate(frame.starts))):
@@ -221,8 +213,8 @@ def decompress(into: np.ndarray, stored_bytes: int) -> int:
 
 
 def check_compressed(stored: np.ndarray) -> int:
-    """Whether the whole of a compressed payload can be made plain, part by part, without room for all of it. Returns the
-    plain length. Raises FrameError."""
+    """Verify a compressed payload part by part, without memory for all of it. Returns the plain length. Raises
+    FrameError."""
     frame = Frame.unpack(stored.data, stored.nbytes, sys.maxsize)
     digest = xxhash.xxh3_64()
     for number, start in enumerate(frame.starts):
@@ -239,7 +231,8 @@ def _check_plain(frame: Frame, checksum: int) -> None:
 
 
 def _decompress_part(stored: np.ndarray, plain: np.ndarray) -> None:
-    """Into all of `plain`. The decoder sees only what says of itself that it becomes just as long. Raises FrameError."""
+    """Decompress a part into the whole of `plain`. Checks the lengths in Blosc's header before the decoder runs. Raises
+    FrameError."""
     if stored.nbytes < _BLOSC_HEADER.size:
         raise FrameError(f"part: expected at least {_BLOSC_HEADER.size} bytes, found {stored.nbytes}")
     becomes, _, says = _BLOSC_HEADER.unpack(stored[: _BLOSC_HEADER.size].data)
@@ -262,7 +255,7 @@ def _items(part: np.ndarray, item: np.dtype[Any]) -> np.ndarray:
 
 
 def _scratch() -> np.ndarray:
-    """This thread's own, as long as a part can be."""
+    """Return this thread's buffer, which has room for the longest part."""
     scratch: np.ndarray | None = getattr(_thread, "scratch", None)
     if scratch is None:
         scratch = _thread.scratch = _pages(aligned(PART_BYTES + _MOST_EXTRA_BYTES))
@@ -270,7 +263,7 @@ def _scratch() -> np.ndarray:
 
 
 def _pages(size_bytes: int) -> np.ndarray:
-    """Aligned to 4096 bytes; on huge pages where the system has them to give."""
+    """Return memory aligned to 4096 bytes, on huge pages where the system has them."""
     memory = mmap.mmap(-1, size_bytes)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -278,7 +271,7 @@ def _pages(size_bytes: int) -> np.ndarray:
 
 
 def _library() -> Any:
-    """Blosc. Raises TierUnavailable: what is stored compressed may be good, and is left where it is."""
+    """Return Blosc. Raises TierUnavailable, since compressed chunks that cannot be read may still be good."""
     try:
         return _blosc()
     except ImportError as error:
@@ -291,5 +284,5 @@ def _library() -> Any:
 def _blosc() -> Any:
     from numcodecs import blosc
 
-    blosc.use_threads = False  # of its own: there are workers enough, and a call in a thread must not wait for others
+    blosc.use_threads = False  # each call runs in a worker thread already, and must not wait for others
     return blosc

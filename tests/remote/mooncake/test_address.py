@@ -10,7 +10,7 @@ import pytest
 
 from tests.remote.mooncake.conftest import make_tier
 from tiercache.errors import ConfigError
-from tiercache.tiers.remote.mooncake.address import MooncakeAddress, read_address
+from tiercache.tiers.remote.mooncake_settings import MooncakeAddress, read_address
 
 
 def place(url: str = "", **options: Any) -> MooncakeAddress:

@@ -19,7 +19,7 @@ from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.contract import chunk, page_aligned
 from tiercache.testing.mooncake import Holder, Master, running
-from tiercache.tiers.remote.mooncake import client as client_module
+from tiercache.tiers.remote import mooncake as mooncake_module
 
 pytestmark = pytest.mark.needs("libibverbs1")
 
@@ -209,7 +209,7 @@ async def test_a_full_store_says_so_and_takes_chunks_again(tmp_path: Path) -> No
 async def test_memory_of_a_read_that_was_given_up_is_kept_until_the_client_is_left(
     store: tuple[Master, Holder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module.ReadGuard, "_GIVEN_UP_S", 0.0)
+    monkeypatch.setattr(mooncake_module, "_GIVEN_UP_S", 0.0)
     master, holder = store
     tier = make_tier(master.url, chunk_bytes=LENGTH)
     await tier.open()

@@ -1,4 +1,4 @@
-"""Where the store is and how this process takes part in it: from the URL, the options and Mooncake's JSON file."""
+"""The settings of a Mooncake Store client, from the URL, the options and Mooncake's JSON file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FROM_FILE = ("local_hostname", "metadata_server", "master_server_address", "pro
 
 @dataclass(frozen=True)
 class MooncakeAddress:
-    """What `MooncakeDistributedStore.setup` takes."""
+    """The arguments of `MooncakeDistributedStore.setup`."""
 
     master: str = field(repr=False)
-    """host:port, or what Mooncake takes instead of it (`etcd://...` for several masters). May hold credentials."""
+    """host:port, or another form that Mooncake accepts (`etcd://...` for several masters). May hold credentials."""
     local_hostname: str
     metadata_server: str = field(repr=False)
     """May hold credentials."""
@@ -36,12 +36,12 @@ class MooncakeAddress:
 
     @property
     def shown_master(self) -> str:
-        """`master` without credentials."""
+        """Return `master` without credentials."""
         return hidden_url(self.master)
 
     @property
     def master_endpoint(self) -> tuple[str, int] | None:
-        """Host and port of the one master; None where several may be it."""
+        """Return host and port of the only master; None if there may be several."""
         host, _, port = self.master.rpartition(":")
         if "://" in self.master or "," in self.master or not host or not port.isdigit():
             return None
@@ -49,9 +49,9 @@ class MooncakeAddress:
 
 
 def read_address(settings: RemoteSettings) -> MooncakeAddress:
-    """Raises ConfigError. Reads Mooncake's file, where there is one: in a thread.
+    """Read the settings. An option that is not at its default wins over the file, the file over defaults and the URL.
 
-    An option that is not what it is by default wins over the file, the file over defaults and the URL.
+    Reads Mooncake's file, if there is one: call it in a thread. Raises ConfigError.
     """
     file = _file(settings)
     rows = options_of("mooncake")
@@ -97,7 +97,7 @@ def _from_url(settings: RemoteSettings) -> str:
 
 
 def _file(settings: RemoteSettings) -> Mapping[str, Any]:
-    """What Mooncake's JSON file says of `_FROM_FILE`, sizes in bytes."""
+    """Return the values of `_FROM_FILE` in Mooncake's JSON file, with sizes in bytes."""
     given = settings.options.get("config_file")
     path = given or os.environ.get("MOONCAKE_CONFIG_PATH")
     if not path:
@@ -119,7 +119,7 @@ def _file(settings: RemoteSettings) -> Mapping[str, Any]:
 
 
 def _size(settings: RemoteSettings, where: str, found: Any) -> int:
-    """Mooncake writes sizes as numbers and as `"16GB"`."""
+    """Parse a size, which Mooncake writes as a number or as `"16GB"`."""
     text = str(found).strip().lower()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:

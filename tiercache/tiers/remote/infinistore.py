@@ -1,21 +1,22 @@
-"""The InfiniStore tier: chunks in the memory of an InfiniStore server, read and written by RDMA (or TCP).
+"""The InfiniStore tier: chunks in the memory of an InfiniStore server, over RDMA or TCP.
 
-It is written against the published Python API of infinistore 0.2.35 and tested with a fake that follows that API.
-**It has not met a real server**: one needs RDMA hardware.
+Written for the published Python API of infinistore 0.2.35 and tested with a fake of that API. **It has not been run with a
+real server**, which needs RDMA hardware.
 
 An InfiniStore value is one run of memory, and a slot of the arena has no room for a header. So a chunk is two values: its
-payload under `prefix:key:payload`, straight from and into the slot, and then its 88 bytes of header under `prefix:key`. A
-chunk is there when its header is; a header and a payload that do not belong together do not pass verification. The server
-does not say how long a value is: the header does, and a payload is read with exactly that length.
+payload under `prefix:key:payload`, moved straight from and into the slot, and after it the 88-byte header under
+`prefix:key`. A chunk exists if its header does; a header and a payload that do not belong together fail verification. The
+server does not report the length of a value, so the header's length is used to read the payload.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mmap
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -38,18 +39,18 @@ _AGAIN_S = 1.0
 _UNANSWERED = 8
 _OUT_OF_MEMORY = 507
 _BAD_REQUEST = 400
-"""Of a read: the value does not fit."""
+"""The code of a read whose value is longer than the memory for it."""
 
 
 class _Refused(TierUnavailable):
-    """The server takes the request for a wrong one; the connection is as good as before."""
+    """The server refused one request; the connection can still be used."""
 
 
 class InfiniStoreTier(RemoteTier):
-    """One connection. RDMA is asynchronous; what blocks (existence, removal, everything over TCP) takes turns in a thread.
+    """One connection. RDMA transfers are asynchronous; blocking calls (existence, removal, all of TCP) share one thread.
 
-    What does not end in `timeout_s` closes the connection, so that nothing arrives later in memory that has become somebody
-    else's; a new connection is made in the background.
+    An operation that does not end in `timeout_s` closes the connection, so that no byte arrives after its memory was reused.
+    A new connection is made in the background.
     """
 
     def __init__(self, settings: RemoteSettings) -> None:
@@ -64,8 +65,8 @@ class InfiniStoreTier(RemoteTier):
         self._problem = "it is being connected"
         self._connecting: asyncio.Task[None] | None = None
         self._closed: asyncio.Future[None]
-        """Of the connection that was broken last; there is no other before it has ended."""
-        # A header for each transfer, and one payload that lies outside of the arena.
+        """The end of the connection that was closed last. The next connection is made after it."""
+        # A header for each transfer, and a bounce buffer for one payload outside of the arena.
         transfers = 2 * settings.concurrency + 4
         self._headers = np.frombuffer(mmap.mmap(-1, aligned(transfers * _CELL_BYTES)), dtype=np.uint8)
         self._detour = np.frombuffer(mmap.mmap(-1, aligned(settings.chunk_bytes)), dtype=np.uint8)
@@ -86,7 +87,7 @@ class InfiniStoreTier(RemoteTier):
     # Connecting
 
     async def _connect(self) -> None:
-        """A server that is not there is no reason not to start: operations fail until it is."""
+        """Start to connect. A server that is not there does not stop the start: operations fail until it is."""
         try:
             self._api = await self._blocking.submit(_import_infinistore)
         except ImportError as error:
@@ -151,12 +152,12 @@ class InfiniStoreTier(RemoteTier):
         return self._connection
 
     def _break(self, connection: Any, problem: str) -> asyncio.Future[None]:
-        """Close `connection`, however many ask for it, and make another one. Done when nothing travels over it any more."""
+        """Close `connection` once, and make another one. The result ends when nothing travels over it any more."""
         if self._connection is connection:
             self._connection, self._problem = None, problem
             self.known.clear()
             self._closed = self._connector.submit(connection.close)
-            # One thread closes and connects: the new connection comes after the end of the old one.
+            # One thread closes and connects, so the new connection is made after the end of the old one.
             self._connecting = asyncio.create_task(self._keep_trying())
         return self._closed
 
@@ -174,18 +175,13 @@ class InfiniStoreTier(RemoteTier):
             raw = header.tobytes()[:header_bytes]
             payload_bytes = self._announced(key, raw, header_bytes, into)
             target = into[:payload_bytes]
-            if self._wired(target):
-                got_bytes = await self._read(f"{name}:payload", target)
-                if got_bytes is None:
-                    return None
-                return await self._hashers.submit(self.verified, key, raw, target, got_bytes)
-            async with self._detour_lock:
-                place = self._detour[:payload_bytes]
+            async with self._reachable(target) as place:
                 got_bytes = await self._read(f"{name}:payload", place)
                 if got_bytes is None:
                     return None
                 length = await self._hashers.submit(self.verified, key, raw, place, got_bytes)
-                await self._hashers.submit(np.copyto, target, place)
+                if place is not target:
+                    await self._hashers.submit(np.copyto, target, place)
                 return length
         finally:
             self._free.put_nowait(cell)
@@ -197,27 +193,24 @@ class InfiniStoreTier(RemoteTier):
         try:
             header = self._headers[cell : cell + PACKED_BYTES]
             header[:] = np.frombuffer(packed, dtype=np.uint8)
-            if self._wired(payload):
-                await self._write(f"{name}:payload", payload)
-            else:
-                async with self._detour_lock:
-                    place = self._detour[: payload.nbytes]
+            async with self._reachable(payload) as place:
+                if place is not payload:
                     await self._hashers.submit(np.copyto, place, payload)
-                    await self._write(f"{name}:payload", place)
+                await self._write(f"{name}:payload", place)
             await self._write(name, header)
             return True
         finally:
             self._free.put_nowait(cell)
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        """One request. The server bisects: what lies before the last key that it finds is taken for granted."""
+        """Ask with one request. The server bisects, so all keys before the last one that it finds count as present."""
         connection = self._connected()
         names = [self._name(key) for key in keys]
 
         def ask() -> int:
             try:
                 return int(connection.get_match_last_index(names))
-            except Exception:  # "can't find a match", or no answer at all: the next call tells
+            except Exception:  # "can't find a match", or no answer, in which case the next call fails as well
                 return 0 if connection.check_exist(names[0]) else -1
 
         last = await self._ask(ask)
@@ -240,7 +233,8 @@ class InfiniStoreTier(RemoteTier):
     # One value
 
     async def _read(self, name: str, place: np.ndarray) -> int | None:
-        """The value's length, as far as it can be known: more than `place` has where it is longer. None: there is none."""
+        """Read a value into `place`. Returns its length, or any larger one than that of `place` if it does not fit; None if
+        there is no value."""
         connection = self._connected()
         address = int(place.ctypes.data)
         try:
@@ -264,9 +258,11 @@ class InfiniStoreTier(RemoteTier):
             await self._answer(connection, work)
 
     async def _transfer(self, connection: Any, call: Awaitable[Any]) -> None:
-        """Raises InfiniStoreKeyNotFound, TierFull, TierUnavailable; returns or raises when nothing touches the memory."""
-        # Not cancelled before the connection is closed: the API's callback would find a cancelled future. Afterwards the API
-        # settles it no more.
+        """Wait until the transfer has ended and nothing uses its memory any more.
+
+        Raises InfiniStoreKeyNotFound, TierFull, TierUnavailable.
+        """
+        # Cancelled only after the connection is closed: before, the API's callback would find a cancelled future.
         work = asyncio.ensure_future(call)
         await asyncio.wait([work], timeout=self.settings.timeout_s)
         if not work.done():
@@ -288,7 +284,7 @@ class InfiniStoreTier(RemoteTier):
         raise TierUnavailable(f"{self.name}: {error}")
 
     async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
-        """A blocking call that touches no memory of ours, in its turn: left alone when it takes too long."""
+        """Run a blocking call without a payload, and abandon it after `timeout_s`."""
         connection = self._connected()
         if self._blocking.unfinished >= _UNANSWERED + 2 * self.settings.concurrency:
             raise TierUnavailable(f"{self.name}: the server answers none of {self._blocking.unfinished} requests")
@@ -307,7 +303,7 @@ class InfiniStoreTier(RemoteTier):
             raise TierUnavailable(f"{self.name}: {error}") from error
 
     def _announced(self, key: ChunkKey, raw: bytes, value_bytes: int, into: np.ndarray) -> int:
-        """The length that a header gives, once the header is known to be right. Raises CorruptChunk, NotOurs."""
+        """Verify a header and return the payload's length. Raises CorruptChunk, NotOurs."""
         if value_bytes > PACKED_BYTES:
             raise NotOurs(f"{self.name}: {key.hex()}: expected a header of {PACKED_BYTES} bytes, found more")
         payload_bytes = self.verified_header(key, raw).payload_bytes
@@ -315,13 +311,15 @@ class InfiniStoreTier(RemoteTier):
             raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
         return payload_bytes
 
-    def _wired(self, payload: np.ndarray) -> bool:
-        if not self._rdma:
-            return True
-        if self._arena is None:
-            return False
-        offset = int(payload.ctypes.data) - self._arena.address
-        return 0 <= offset <= self._arena.memory.nbytes - payload.nbytes
+    @contextlib.asynccontextmanager
+    async def _reachable(self, payload: np.ndarray) -> AsyncIterator[np.ndarray]:
+        """Yield `payload` itself if the server can reach it, else as many bytes of the bounce buffer. The caller copies."""
+        offset = -1 if self._arena is None else int(payload.ctypes.data) - self._arena.address
+        if not self._rdma or (self._arena is not None and 0 <= offset <= self._arena.memory.nbytes - payload.nbytes):
+            yield payload
+            return
+        async with self._detour_lock:
+            yield self._detour[: payload.nbytes]
 
     def _name(self, key: ChunkKey) -> str:
         return self._prefix + key.hex()
@@ -343,13 +341,13 @@ def _import_infinistore() -> Any:
 
 
 def _code(error: BaseException) -> int | None:
-    """The API says it in the text only: `Failed to write to infinistore, ret = 507`."""
+    """Parse the code, which is only in the text: `Failed to write to infinistore, ret = 507`."""
     found = re.search(r"ret = (-?\d+)", str(error))
     return int(found[1]) if found else None
 
 
 def _read_url(settings: RemoteSettings) -> tuple[str, int, str]:
-    """Host, port, device of `infinistore://host:port/?device=mlx5_0`. Raises ConfigError."""
+    """Return host, port and device of `infinistore://host:port/?device=mlx5_0`. Raises ConfigError."""
     if "," in settings.url:
         raise settings.error("url", "expected one server")
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import mmap
 import re
@@ -89,7 +90,7 @@ class InfiniStoreTier(RemoteTier):
     async def _connect(self) -> None:
         """Start to connect. A server that is not there does not stop the start: operations fail until it is."""
         try:
-            self._api = await self._blocking.submit(_import_infinistore)
+            self._api = await self._blocking.submit(importlib.import_module, "infinistore")
         except ImportError as error:
             raise ConfigError(
                 f"{self.name} needs InfiniStore, which cannot be imported ({error}): pip install "
@@ -173,7 +174,11 @@ class InfiniStoreTier(RemoteTier):
             if header_bytes is None:
                 return None
             raw = header.tobytes()[:header_bytes]
-            payload_bytes = self._announced(key, raw, header_bytes, into)
+            if header_bytes > PACKED_BYTES:
+                raise NotOurs(f"{self.name}: {key.hex()}: expected a header of {PACKED_BYTES} bytes, found more")
+            payload_bytes = self.verified_header(key, raw).payload_bytes
+            if not 0 < payload_bytes <= into.nbytes:
+                raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
             target = into[:payload_bytes]
             async with self._reachable(target) as place:
                 got_bytes = await self._read(f"{name}:payload", place)
@@ -274,7 +279,9 @@ class InfiniStoreTier(RemoteTier):
         if error is None or isinstance(error, self._api.InfiniStoreKeyNotFound):
             work.result()
             return
-        code = _code(error)
+        # The code is only in the text: `Failed to write to infinistore, ret = 507`.
+        found = re.search(r"ret = (-?\d+)", str(error))
+        code = int(found[1]) if found else None
         if code == _OUT_OF_MEMORY:
             raise TierFull(f"{self.name}: {error}")
         if code == _BAD_REQUEST:
@@ -283,12 +290,12 @@ class InfiniStoreTier(RemoteTier):
             await asyncio.shield(self._break(connection, str(error)))
         raise TierUnavailable(f"{self.name}: {error}")
 
-    async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
+    async def _ask(self, call: Callable[[], T]) -> T:
         """Run a blocking call without a payload, and abandon it after `timeout_s`."""
         connection = self._connected()
         if self._blocking.unfinished >= _UNANSWERED + 2 * self.settings.concurrency:
             raise TierUnavailable(f"{self.name}: the server answers none of {self._blocking.unfinished} requests")
-        work = self._blocking.submit(call, *arguments)
+        work = self._blocking.submit(call)
         await asyncio.wait([work], timeout=self.settings.timeout_s)
         if not work.done():
             self._break(connection, f"no answer in {self.settings.timeout_s:g} s")
@@ -301,15 +308,6 @@ class InfiniStoreTier(RemoteTier):
         except Exception as error:  # the API raises plain Exception
             self._break(connection, str(error))
             raise TierUnavailable(f"{self.name}: {error}") from error
-
-    def _announced(self, key: ChunkKey, raw: bytes, value_bytes: int, into: np.ndarray) -> int:
-        """Verify a header and return the payload's length. Raises CorruptChunk, NotOurs."""
-        if value_bytes > PACKED_BYTES:
-            raise NotOurs(f"{self.name}: {key.hex()}: expected a header of {PACKED_BYTES} bytes, found more")
-        payload_bytes = self.verified_header(key, raw).payload_bytes
-        if not 0 < payload_bytes <= into.nbytes:
-            raise CorruptChunk(f"{self.name}: length: expected at most {into.nbytes} bytes, found {payload_bytes}")
-        return payload_bytes
 
     @contextlib.asynccontextmanager
     async def _reachable(self, payload: np.ndarray) -> AsyncIterator[np.ndarray]:
@@ -332,18 +330,6 @@ def _read_tcp(connection: Any, name: str, place: np.ndarray) -> int | None:
     fitting_bytes = min(found.nbytes, place.nbytes)
     np.copyto(place[:fitting_bytes], found[:fitting_bytes])
     return int(found.nbytes)
-
-
-def _import_infinistore() -> Any:
-    import infinistore
-
-    return infinistore
-
-
-def _code(error: BaseException) -> int | None:
-    """Parse the code, which is only in the text: `Failed to write to infinistore, ret = 507`."""
-    found = re.search(r"ret = (-?\d+)", str(error))
-    return int(found[1]) if found else None
 
 
 def _read_url(settings: RemoteSettings) -> tuple[str, int, str]:

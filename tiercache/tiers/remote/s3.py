@@ -434,10 +434,12 @@ class RequestFailed(TierUnavailable):
 
 def problem_of(error: BaseException) -> Problem:
     """Return the meaning of an exception of the client."""
-    text = str(error)
+    text, kind = str(error), type(error).__name__
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
     code = found[1] if (found := _CODE.search(text)) else ""
-    return Problem(*_meaning(text, status, code), status, code, type(error).__name__)
+    if kind == "NotSupportedError":
+        return Problem("the store does not support it", "", status, code, kind)
+    return Problem(*_meaning(text, status, code), status, code, kind)
 
 
 def _meaning(text: str, status: int, code: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Tombstones: a `forget` invalidates every operation that began before it.
 
-A put, a read or a prefetch begins an `Operation`, and asks it before its chunk becomes visible, with no `await` in between.
-What began before a `forget` of its key is discarded; what begins after it is stored.
+A put, a read or a prefetch notes the epoch at which it begins, and asks `Tombstones.forgot` before its chunk becomes
+visible, with no `await` in between. What began before a `forget` of its key is discarded; what begins after it is stored.
 """
 
 from __future__ import annotations
@@ -12,29 +12,6 @@ from tiercache.core.keys import ChunkKey
 
 MAX_TOMBSTONES = 1 << 16
 """Keys, at about 150 bytes each. Beyond these, operations older than the dropped tombstones count as forgotten."""
-
-
-class Operation:
-    """An operation in flight, from `Tombstones.begin` to `Tombstones.end`. Once it has ended it cannot be asked."""
-
-    __slots__ = ("_tombstones", "epoch", "has_ended")
-
-    def __init__(self, tombstones: Tombstones, epoch: int) -> None:
-        self._tombstones = tombstones
-        self.epoch = epoch
-        self.has_ended = False
-
-    def forgot(self, key: ChunkKey) -> bool:
-        """Return True if `key` was forgotten since this operation began."""
-        tombstones = self._tombstones
-        assert not self.has_ended, "its tombstones may be gone"
-        return self.epoch < tombstones.epoch and tombstones.forgot(key, self.epoch)
-
-    def forgotten(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Return those of `keys` that were forgotten since this operation began."""
-        if self.epoch == self._tombstones.epoch:
-            return set()
-        return {key for key in keys if self.forgot(key)}
 
 
 class Tombstones:
@@ -61,19 +38,19 @@ class Tombstones:
         """Operations that have begun and not ended."""
         return sum(self._in_flight.values())
 
-    def begin(self) -> Operation:
-        """Begin an operation. It must be ended."""
+    def begin(self) -> int:
+        """Begin an operation, and return its epoch, with which it must be ended."""
         epoch = self.epoch
         self._in_flight[epoch] = self._in_flight.get(epoch, 0) + 1
-        return Operation(self, epoch)
+        return epoch
 
-    def end(self, operation: Operation) -> None:
-        operation.has_ended = True
-        left = self._in_flight[operation.epoch] - 1
+    def end(self, epoch: int) -> None:
+        """End an operation that began at `epoch`. From now on `forgot` cannot be asked about it."""
+        left = self._in_flight[epoch] - 1
         if left:
-            self._in_flight[operation.epoch] = left
+            self._in_flight[epoch] = left
             return
-        del self._in_flight[operation.epoch]
+        del self._in_flight[epoch]
         oldest = next(iter(self._in_flight), self.epoch)
         forgotten = self._forgotten
         while forgotten and forgotten[key := next(iter(forgotten))] <= oldest:
@@ -92,5 +69,12 @@ class Tombstones:
             self._dropped_epoch = forgotten.pop(next(iter(forgotten)))
 
     def forgot(self, key: ChunkKey, epoch: int) -> bool:
-        """Return True if `key` was forgotten after `epoch`, or if that is not known any more."""
-        return self._forgotten.get(key, 0) > epoch or self._dropped_epoch > epoch
+        """Return True if `key` was forgotten since an operation in flight began at `epoch`, or if that is not known any
+        more."""
+        return epoch < self.epoch and (self._forgotten.get(key, 0) > epoch or self._dropped_epoch > epoch)
+
+    def forgotten(self, keys: Collection[ChunkKey], epoch: int) -> set[ChunkKey]:
+        """Return those of `keys` that `forgot` is true of."""
+        if epoch == self.epoch:
+            return set()
+        return {key for key in keys if self.forgot(key, epoch)}

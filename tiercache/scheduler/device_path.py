@@ -19,7 +19,6 @@ from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.queue import WaitBudget
-from tiercache.core.tombstones import Operation
 from tiercache.device.device import Device
 from tiercache.device.driver import Event, Tensor, host_tensor
 from tiercache.device.paged import DevicePayload
@@ -96,21 +95,21 @@ class DevicePath:
         size = max(1, min(pool.count // 4, self.cpu.most_slots // 4, _BATCH_BYTES // pool.slot_bytes))
         wait_budget = WaitBudget(deadline_s)
         # This also covers the staging tier, since a chunk is forgotten in both at the same time.
-        operation = self.cpu.tombstones.begin()
+        epoch = self.cpu.tombstones.begin()
         try:
             tasks = [
-                asyncio.ensure_future(self._put_batch(chunks[start : start + size], operation, after, wait_budget))
+                asyncio.ensure_future(self._put_batch(chunks[start : start + size], epoch, after, wait_budget))
                 for start in range(0, len(chunks), size)
             ]
             await all_or_none(tasks)
         finally:
-            self.cpu.tombstones.end(operation)
+            self.cpu.tombstones.end(epoch)
         return sum(task.result() for task in tasks)
 
     async def _put_batch(
         self,
         chunks: Sequence[tuple[ChunkKey, DevicePayload]],
-        operation: Operation,
+        epoch: int,
         after: Event | None,
         wait_budget: WaitBudget,
     ) -> int:
@@ -124,7 +123,7 @@ class DevicePath:
         try:
             try:
                 for key, payload in chunks:
-                    if not operation.forgot(key):
+                    if not self.cpu.tombstones.forgot(key, epoch):
                         await self._admit(key, payload, batch, wait_budget.deadline_s)
                 if batch.storing:
                     done = self.device.run(self.device.storing, self._enqueue_put, batch, after)
@@ -136,7 +135,7 @@ class DevicePath:
                 raise
         finally:
             self._puts.release()
-        forgotten = [chunk for chunk in batch.storing if operation.forgot(chunk.key)]
+        forgotten = [chunk for chunk in batch.storing if self.cpu.tombstones.forgot(chunk.key, epoch)]
         for chunk in forgotten:
             self._abandon(chunk)
             batch.storing.remove(chunk)

@@ -11,7 +11,6 @@ import numpy as np
 from tiercache.core.budget import WRITE
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.queue import WaitBudget
-from tiercache.core.tombstones import Operation
 from tiercache.memory.slots import Fill, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
@@ -34,7 +33,8 @@ Item = tuple[ChunkKey, int, Source]
 class _Put:
     """One call of `put`, which may take several batches."""
 
-    operation: Operation
+    epoch: int
+    """The epoch of the tombstones at which it began."""
     wait_budget: WaitBudget
     parents: Mapping[ChunkKey, ChunkKey]
     """The chunk before each one, where the chunks are a prefix."""
@@ -93,9 +93,10 @@ class Ingest:
         try:
             await self._put_all(items, put)
         except NotBegun:
-            put.skipped = sum(key not in self.cpu.residents and not put.operation.forgot(key) for key in keys)
+            absent = [key for key in keys if key not in self.cpu.residents]
+            put.skipped = len(absent) - len(self.cpu.tombstones.forgotten(absent, put.epoch))
         finally:
-            self.cpu.tombstones.end(put.operation)
+            self.cpu.tombstones.end(put.epoch)
             self.skipped += put.skipped
         if prefix:
             self.cpu.link(keys, time)  # a chunk that was inserted before its parent has no link to it
@@ -138,15 +139,15 @@ class Ingest:
 
     def _reserve(self, items: Sequence[Item], put: _Put) -> dict[ChunkKey, Slot]:
         """Reserve slots for the items that need one, up to the first one that gets none."""
-        residents, forgot = self.cpu.residents, put.operation.forgot
-        return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key)])
+        residents, forgot, epoch = self.cpu.residents, self.cpu.tombstones.forgot, put.epoch
+        return self.cpu.try_reserve_all([key for key, _, _ in items if key not in residents and not forgot(key, epoch)])
 
     def _begin(self, items: Sequence[Item], slots: dict[ChunkKey, Slot], put: _Put) -> _Batch | None:
         """Hand chunks with their `slots` to the threads, up to the first that lacks a slot. None if the first does."""
         batch = _Batch()
         try:
             for key, length, source in items:
-                if not put.operation.forgot(key):
+                if not self.cpu.tombstones.forgot(key, put.epoch):
                     if (lease := self.cpu.lease(key, writes=True)) is not None:
                         batch.leases.append(lease)
                     elif key in slots:
@@ -207,7 +208,7 @@ class Ingest:
         for copy in batch.copies:
             await self.copiers.ended_by(copy, put.wait_budget.deadline_s)
         cpu, fills, leases = self.cpu, batch.fills, batch.leases
-        if forgotten := put.operation.forgotten(fills):
+        if forgotten := cpu.tombstones.forgotten(fills, put.epoch):
             for key in forgotten:
                 cpu.abandon(fills[key][0], WRITE)
             fills = {key: fill for key, fill in fills.items() if key not in forgotten}

@@ -20,7 +20,6 @@ from tiercache.core.distribution import SECONDS, Distribution
 from tiercache.core.estimate import TransferEstimate, worth_waiting_s
 from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
-from tiercache.core.tombstones import Operation
 from tiercache.errors import CorruptChunk
 from tiercache.memory.slots import Slot, zero_padding
 from tiercache.memory.wait_queue import WaitQueue, done_by
@@ -85,19 +84,20 @@ class TierReadStatistics:
 class InFlight:
     """The read of one chunk through the cascade, and its waiters."""
 
-    __slots__ = ("begun", "deadline_s", "key", "operation", "parent", "purpose", "task", "time", "waiters")
+    __slots__ = ("begun", "deadline_s", "epoch", "key", "parent", "purpose", "task", "time", "waiters")
 
     def __init__(
         self,
         key: ChunkKey,
-        operation: Operation,
+        epoch: int,
         purpose: Purpose,
         deadline_s: float,
         parent: ChunkKey | None,
         time: int | None,
     ) -> None:
         self.key = key
-        self.operation = operation
+        self.epoch = epoch
+        """The epoch of the tombstones at which it began."""
         self.purpose = purpose
         self.parent = parent
         """The chunk before it in its prefix; None where that is not known."""
@@ -109,11 +109,6 @@ class InFlight:
         """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
         self.waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = []
         self.task: asyncio.Task[None] | None = None
-
-    @property
-    def forgotten(self) -> bool:
-        """True if the key was forgotten since this began: nothing is published, and later callers do not join."""
-        return self.operation.forgot(self.key)
 
     async def arrival(self, purpose: Purpose, deadline_s: float) -> Lease | None:
         """Wait for a lease on the chunk; None on a miss. Raises TimeoutError at the deadline; holds nothing if cancelled."""
@@ -160,7 +155,7 @@ class _Read:
     purpose: Purpose
     parent: ChunkKey | None
     time: int | None
-    operation: Operation
+    epoch: int
     task: asyncio.Task[_Outcome]
     joined: int = 0
     """Callers that joined it after it was abandoned."""
@@ -302,16 +297,20 @@ class TierReader:
     async def read(self, request: InFlight) -> Lease | None:
         """Return a lease on the chunk if the tier has it, by the deadlines of the tier and of the waiters. After those, and
         when this is cancelled, the read goes on as an abandoned one."""
-        if request.forgotten or not self.may_have(request.key):
+        if self._unwanted(request) or not self.may_have(request.key):
             return None
         abandoned = self._abandoned_by_key.get(request.key)
-        if abandoned is not None and not abandoned.operation.forgot(request.key):
+        if abandoned is not None and not self.cpu.tombstones.forgot(request.key, abandoned.epoch):
             landed = await self._join(abandoned, request)
         else:
             landed = await self._read(request)
         if landed is not None:
             self.counters.hits[self.name] += 1
         return landed
+
+    def _unwanted(self, request: InFlight) -> bool:
+        """Return True if the key was forgotten since the request began: nothing is published."""
+        return self.cpu.tombstones.forgot(request.key, request.epoch)
 
     async def _read(self, request: InFlight) -> Lease | None:
         if not self.serves(self.estimate.concurrency):
@@ -346,7 +345,7 @@ class TierReader:
                     placed = slot is not None and await self._place(request)
                 elif slot is None:
                     slot = await self._slot(request)
-            if not placed or (slot is None and needs_slot) or request.forgotten or not self.may_have(key):
+            if not placed or (slot is None and needs_slot) or self._unwanted(request) or not self.may_have(key):
                 return None
             task = asyncio.create_task(self._transfer(key, slot, purpose))
             if purpose is READ or not self._apart:
@@ -450,7 +449,7 @@ class TierReader:
                 self._timed_out(began_s)
                 return None
             self._end_abandoned(abandoned)
-            return None if request.forgotten else (self.mapped or self.cpu).pin(request.key)
+            return None if self._unwanted(request) else (self.mapped or self.cpu).pin(request.key)
         finally:
             abandoned.joined -= 1
             if not abandoned.joined and abandoned.landed is not None:
@@ -498,8 +497,8 @@ class TierReader:
         lease = outcome if isinstance(outcome, Lease) else None
         if outcome is not None and began_s is not None:
             self.estimate.add(now_s - began_s, now_s)  # abandoned reads included
-        unwanted = self._closed or read.operation.forgot(read.key)
-        self.cpu.tombstones.end(read.operation)
+        unwanted = self._closed or self.cpu.tombstones.forgot(read.key, read.epoch)
+        self.cpu.tombstones.end(read.epoch)
         if lease is not None and unwanted:
             lease.release()
             lease = None
@@ -677,8 +676,8 @@ class Reader:
             self.counters.misses += 1
             return None
         read = self.in_flight.get(key)
-        if read is not None and read.forgotten:
-            read = None
+        if read is not None and self.cpu.tombstones.forgot(key, read.epoch):
+            read = None  # nothing of it is published
         if read is not None and read.purpose is PREFETCH and purpose is READ:
             if self.on_demand is not None:
                 self.on_demand(key)
@@ -717,7 +716,7 @@ class Reader:
     def _begin(self, read: InFlight) -> None:
         self.in_flight[read.key] = read
         read.task = asyncio.create_task(self._read(read), name="tiercache-read")
-        read.task.add_done_callback(lambda _: self.cpu.tombstones.end(read.operation))
+        read.task.add_done_callback(lambda _: self.cpu.tombstones.end(read.epoch))
 
     async def _read(self, read: InFlight) -> None:
         landed: Lease | None = None

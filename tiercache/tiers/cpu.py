@@ -346,17 +346,17 @@ class CpuTier(Tier):
         slot = self.try_reserve(WRITE, None, key)
         if slot is None:
             return False
-        operation, filling = self.tombstones.begin(), []
+        epoch, filling = self.tombstones.begin(), []
         try:
             _, source = source_of(payload[:payload_bytes])
             filling = [self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source)]
             await wait_shielded(filling[0])
-            forgotten = operation.forgot(key)
+            forgotten = self.tombstones.forgot(key, epoch)
         except BaseException:
             once_ended(filling, lambda: self.abandon(slot, WRITE))
             raise
         finally:
-            self.tombstones.end(operation)
+            self.tombstones.end(epoch)
         if forgotten:
             self.abandon(slot, WRITE)
             return False

@@ -406,17 +406,17 @@ class SharedMemoryTier(FileTier):
         def begin(volume: Volume) -> asyncio.Future[int | None]:
             return self._mover.map(volume, key, mapped, ahead=ahead)
 
-        operation = mappings.tombstones.begin()
+        epoch = mappings.tombstones.begin()
         try:
             length = await (self._read_from(shelf, key, begin) if ahead else self._read(key, begin))
             if length is None:
                 return None
-            findable = not operation.forgot(key)
+            findable = not mappings.tombstones.forgot(key, epoch)
             if findable and key not in shelf.index:
                 shelf.add(key, file_bytes(length))  # the news of a deletion are of known chunks
             lease = mappings.add(key, mapped[0], purpose, findable=findable)
         finally:
-            mappings.tombstones.end(operation)
+            mappings.tombstones.end(epoch)
         self._mover.check([key])
         return lease
 

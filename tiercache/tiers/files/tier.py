@@ -15,7 +15,6 @@ from collections.abc import Callable, Container, Sequence
 import numpy as np
 
 from tiercache.core.admission import REMEMBERED_KEYS, Governor, make_admission
-from tiercache.core.blame import Blame
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import added_up, shown
@@ -38,6 +37,8 @@ from tiercache.tiers.files.volume import Volume
 logger = logging.getLogger("tiercache.disk")
 
 _ATTEMPTS = 4
+_FILES_TO_DOUBT = 3
+"""After so many unreadable files in a row the device is tested by reading something else: bad files may lie together."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
 
 BeginRead = Callable[[Volume], "asyncio.Future[int | None]"]
@@ -67,7 +68,8 @@ class FileTier(DeviceTier):
         self.governor = Governor(settings.bytes_per_day)
         self._statistics = self.shelves.counters
         self._said_uncounted = False
-        self._blame = Blame()
+        self._unreadable: set[ChunkKey] = set()
+        """The first files that could not be read since a read succeeded, at most `_FILES_TO_DOUBT`."""
         self._evicted_for_quotas = 0
 
     @property
@@ -195,7 +197,7 @@ class FileTier(DeviceTier):
         finally:
             is_latest = shelf.looked(key, began)
             self.shelves.catch_up_soon(shelf)
-        self._blame.succeeded()
+        self._unreadable.clear()
         if length is None:
             if is_latest:  # else it was stored after we had looked
                 shelf.index.remove(key)
@@ -217,10 +219,12 @@ class FileTier(DeviceTier):
             return True
         if error.errno not in self.shelves.mover.perhaps_files:
             return False
-        if self._blame.casts_doubt(key):
+        if len(self._unreadable) < _FILES_TO_DOUBT:
+            self._unreadable.add(key)
+        if len(self._unreadable) >= _FILES_TO_DOUBT:
             if not await self.shelves.metadata.submit(reads_back, volume.root):
                 return False
-            self._blame.succeeded()
+            self._unreadable.clear()
         return True
 
     # Writing

@@ -21,8 +21,8 @@ from tiercache.tiers.hf3fs.engine import RingEngine
 from tiercache.tiers.hf3fs.ring import RingSettings
 
 FINGERPRINT = b"3" * 16
-RINGS = RingSettings(entries=16, rings=2, hang_s=10.0)
-HASTY = RingSettings(entries=16, rings=2, hang_s=0.2)
+RINGS = RingSettings(entries=16, rings=2, timeout_s=10.0)
+HASTY = RingSettings(entries=16, rings=2, timeout_s=0.2)
 """For tests in which something hangs."""
 
 install()
@@ -117,9 +117,8 @@ def opened(memory: Memory) -> Opened:
     async def make(
         *places: Path, cap_bytes: int = 64 << 20, rings: RingSettings = RINGS, **values: Any
     ) -> AsyncIterator[Hf3fsTier]:
-        settings = Hf3fsSettings(
-            places, cap_bytes, threads=2, chunk_bytes=CHUNK_BYTES, iov_bytes=4 << 20, rings=rings, **values
-        )
+        values = {"threads": 2, "chunk_bytes": CHUNK_BYTES, "iov_bytes": 4 << 20} | values
+        settings = Hf3fsSettings(places, cap_bytes, rings=rings, **values)
         tier = Hf3fsTier(settings, FINGERPRINT)
         if memory.arena is not None:
             tier.use_arena(memory.arena)

@@ -1,4 +1,4 @@
-"""Daemons that die or stop at inconvenient times: while nobody asks them, twice, while rings drain, and at both ends."""
+"""Daemons that die or stop at inconvenient times: while nothing is asked, twice, with abandoned transfers, at both ends."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,6 @@ from tiercache.tiers.files import metadata
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
-from tiercache.tiers.hf3fs.ring import RingSettings
 
 LONGEST_LAG_S = 1.0
 """Of the loop, on a busy machine; a mount that hangs stops it until somebody wakes the daemon."""
@@ -63,7 +62,7 @@ async def responsive() -> AsyncIterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((engine, "_END_S"), (tier_module, "_END_S"), (metadata, "_CLOSE_S")):
+    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (metadata, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 
@@ -130,39 +129,28 @@ async def test_daemon_that_dies_before_its_predecessors_mount_was_taken_back(
         await get(tier3, memory, 1)
 
 
-async def test_daemon_that_dies_while_worn_out_rings_drain(
+async def test_daemon_that_dies_while_it_has_abandoned_transfers(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory
 ) -> None:
-    rings = RingSettings(entries=16, rings=2, hang_s=2.5)
-    async with opened(mortal.mount / "chunks", rings=rings) as tier3:
+    """Its rings were dropped before: its death is seen by the files that were opened on its mount."""
+    async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
         await put(tier3, memory, 1, 2)
+        await get(tier3, memory, 1)
         await tier3.scanned()
-        gate, examine = asyncio.Event(), tier3.mover.engine._examine
-
-        async def examine_later() -> None:
-            await gate.wait()
-            await examine()
-
-        tier3.mover.engine._examine = examine_later
-        half = 16 * (1 if memory.arena is None else 2)
-        mortal.control.lose(half, direction="write")
+        mortal.control.hang()
+        read = asyncio.create_task(tier3.read(chunk(1)[0], memory.make()))
         writes = [asyncio.create_task(put(tier3, memory, number)) for number in range(10, 26)]
-        await until(tier3.mover.engine, lambda: sum(each.ended.done() for each in tier3.mover.engine._unfinished()) == 16)
-        mortal.control.delay(30.0, 1, "read")
-        slow = asyncio.create_task(tier3.read(chunk(2)[0], memory.make()))
         await until(tier3.mover.engine, lambda: tier3.mover.engine.in_flight == 17)
-        gate.set()  # not before: nothing is begun any more on rings that are known to be worn out
-        async with asyncio.timeout(PATIENCE_S):
-            while not tier3.mover.engine._draining:
-                with contextlib.suppress(TierUnavailable):
-                    await get(tier3, memory, 1)
+        await until(tier3.mover.engine, lambda: not tier3.mover.engine.serves)
+        assert tier3.mover.engine.in_flight == 17, "the daemon may still touch their memory"
         mortal.kill()
         await asyncio.to_thread(mortal.restart)
-        await asyncio.wait_for(asyncio.gather(slow, *writes, return_exceptions=True), PATIENCE_S)
+        outcomes = await asyncio.wait_for(asyncio.gather(read, *writes, return_exceptions=True), PATIENCE_S)
+        assert all(isinstance(outcome, TierUnavailable) for outcome in outcomes)
         await written(tier3, memory, 50)
-        await get(tier3, memory, 50)
-        await get(tier3, memory, 1)
-        assert tier3.mover.engine.in_flight == 0, "the dead touch nothing"
+        for number in (50, 1, 2):
+            await get(tier3, memory, number)
+        assert tier3.mover.engine.in_flight == 0
         assert tier3.mover.engine.buffers._free.qsize() == tier3.mover.engine.buffers.count
 
 

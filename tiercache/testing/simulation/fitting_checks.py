@@ -39,8 +39,10 @@ def check_fittings(cache: TierCache) -> None:
         if isinstance(mover, RingMover) and mover.engine is not None:
             engine = mover.engine
             unheard = engine.library.client.unheard  # each costs its place until the rings are made anew
-            lost = engine.buffers.count - engine.buffers._free.qsize()
+            assert engine._buffers is not None
+            lost = engine._buffers.count - engine._buffers._free.qsize()
             kept |= {
+                f"missing rings of {tier.name}": not engine.serves,
                 f"transfers of {tier.name}": max(0, len(engine._unfinished()) - unheard),
                 f"transfer buffers of {tier.name}": max(0, lost - unheard),
                 f"calls of {tier.name}": mover.active,

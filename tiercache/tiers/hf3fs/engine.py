@@ -1,13 +1,11 @@
-"""All rings of a tier, their memory, and what happens when the daemon behind them dies or hangs."""
+"""All rings of a tier and their memory, made anew when the daemon behind them dies or stops answering."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-import math
 import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +18,19 @@ from tiercache.tiers.hf3fs.ring import Buffers, Part, Piece, RegisteredMemory, R
 
 logger = logging.getLogger("tiercache.hf3fs")
 
+PART_BYTES = 4 << 20
+DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 5.0
+"""Bounds of the pause between two examinations of a daemon that may be dead or hang."""
+_SUSPECT_S = 1.0
+"""Age of an unanswered transfer at which the daemon is examined."""
+_JOIN_S = 2.0
+_CLOSE_S = 5.0
+
+
 def load_library() -> ModuleType:
-    """`hf3fs_fuse.io`. Raises ConfigError with what is missing."""
+    """Return `hf3fs_fuse.io`. Raises ConfigError that names what is missing."""
     try:
         import hf3fs_fuse.io
     except ImportError as error:
@@ -33,150 +42,54 @@ def load_library() -> ModuleType:
     return module
 
 
-_JOIN_S = 2.0
-_LET_GO_S = 1.0
-"""How long a daemon may take to unmap what is not registered any more."""
-DEAD_MOUNT = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV)
-
-
-
-@dataclass
-class Equipment:
-    """What one daemon knows of us."""
-
-    rings: dict[bool, list[Ring]]
-    """By direction: True reads."""
-    buffers: Buffers
-    registrations: int
-    """A descriptor of the daemon's list of registrations: whether it can be read says whether that daemon is alive."""
-
-    @property
-    def works(self) -> bool:
-        return all(ring.works for ring in self.all_rings)
-
-    @property
-    def all_rings(self) -> list[Ring]:
-        return self.rings[True] + self.rings[False]
-
-
-def equip(
-    library: Any,
-    mount: Path,
-    settings: RingSettings,
-    make_buffers: Callable[[], Buffers],
-    loop: asyncio.AbstractEventLoop,
-    settled: Callable[[list[Transfer]], None],
-) -> Equipment:
-    """Nothing is kept when it raises (OSError, ConfigError)."""
-    registrations = os.open(mount / "3fs-virt" / "iovs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    rings: dict[bool, list[Ring]] = {True: [], False: []}
-    buffers = None
+def is_dead(registrations: int, name: str | None = None) -> bool:
+    """Return True if the daemon behind a descriptor of its directory of registrations is dead, or if `name` is given and no
+    registration of the memory of that name is left: then another daemon has replaced it. Blocks while the mount hangs."""
     try:
-        # Rings first: they cost little, and a mount that refuses them is found out before memory is touched.
-        for read in (True, False):
-            for number in range(settings.rings):
-                name = f"hf3fs-{'read' if read else 'write'}-{number}"
-                # No variable refers to the native ring: its thread takes it away, or this one if that cannot be started.
-                rings[read].append(
-                    Ring(
-                        library.make_ioring(
-                            str(mount), settings.entries, read, settings.io_depth, None, None, settings.numa
-                        ),
-                        settings, read=read, loop=loop, settled=settled, name=name,
-                    )
-                )  # fmt: skip
-        buffers = make_buffers()
-        buffers.registered.register(library, str(mount), settings.numa)
-    except BaseException:
-        _stop(rings[True] + rings[False])
-        if buffers is not None:
-            buffers.close()
-        os.close(registrations)
-        raise
-    return Equipment(rings, buffers, registrations)
-
-
-def is_dead(registrations: int, name: str) -> bool:
-    """Whether the daemon behind this descriptor is dead, or another one is there that never knew memory of this name."""
-    try:
-        return not any(
+        links = os.listdir(registrations)
+        return name is not None and not any(
             os.path.basename(os.readlink(link, dir_fd=registrations)) == name
-            for link in os.listdir(registrations)
+            for link in links
             if not link.startswith("submit-ios")
         )
     except OSError as error:
         return error.errno in DEAD_MOUNT
 
 
-def has_died(registrations: int) -> bool:
-    """Return True if the daemon behind this descriptor is dead, whoever serves the mount now."""
-    try:
-        os.listdir(registrations)
-    except OSError as error:
-        return error.errno in DEAD_MOUNT
-    return False
+@dataclass
+class RingSet:
+    """The rings that are in use at one time, all of the same daemon."""
 
+    reads: list[Ring]
+    writes: list[Ring]
+    registrations: int
+    """Descriptor of the daemon's directory of registrations. Reading it tells whether that daemon is alive."""
 
-def withdraw(arena: RegisteredMemory) -> bool:
-    """Take the arena's registration away; whether nobody else has it mapped then."""
-    arena.unregister()
-    until_s = time.monotonic() + _LET_GO_S
-    while not arena.is_ours_alone():
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_LET_GO_S / 100)
-    return True
+    @property
+    def all(self) -> list[Ring]:
+        return self.reads + self.writes
 
-
-def take_away_and_look(equipment: Equipment | None) -> bool:
-    """Whether the daemon died meanwhile. Looked at before the registrations go, by which it is known."""
-    dead = equipment is not None and is_dead(equipment.registrations, equipment.buffers.registered.name)
-    take_away(equipment)
-    return dead
-
-
-def take_away(equipment: Equipment | None) -> None:
-    if equipment is not None:
-        _stop(equipment.all_rings)
-        equipment.buffers.close()
-        os.close(equipment.registrations)
-
-
-def _stop(rings: list[Ring]) -> None:
-    for ring in rings:
-        ring.close()
-    for ring in rings:
-        ring.join(_JOIN_S)
-
-
-PART_BYTES = 4 << 20
-_LOOK_S = 0.25
-_SUSPECT_S = 1.0
-"""After so long without an answer somebody looks whether the daemon is alive."""
-_LONGEST_PAUSE_S = 5.0
-_END_S = 5.0
-_WORTH_IT = 16
-"""Rings are made anew when a 16th of the arena is lost."""
-_QUIET_AFTER_S = 10.0
-"""So late nobody expects an answer any more: rings are made anew for a single slot, when nothing else is under way."""
-_FIRST_TAKE_BACK_PAUSE_S = 10.0
-_LONGEST_TAKE_BACK_PAUSE_S = 300.0
-
-
-class StillInUse(TierUnavailable):
-    """The daemon lives and may yet touch the transfer's memory and file: see `Transfer.over`."""
+    def stop(self) -> None:
+        """End the threads of the rings and drop the rings. Blocks while the mount hangs."""
+        for ring in self.all:
+            ring.close()
+        for ring in self.all:
+            ring.join(_JOIN_S)
 
 
 class RingEngine:
-    """All methods belong to the event loop; what may block runs in threads of its own.
+    """Moves data between registered memory and registered files.
 
-    `make_buffers` makes the tier's own shared memory; `arena` is registered beside it. `revive` is awaited before the
-    rings of another daemon are used: descriptors of the mount that died are of no use any more. It may raise OSError or
-    TierCacheError, and is called again later then.
+    All methods belong to the event loop; calls that may block run in one thread of the engine's own.
 
-    A transfer is over when its ring says so, when the daemon that had it is dead, or when the engine is closed. One that a
-    living daemon never answers costs its place and its entries. When half of either is lost that way while others are
-    served, rings and buffers are made anew; an arena's slot stays lost until the daemon has let go of the arena, or ends.
+    A transfer fails when it is not answered within `settings.timeout_s`. The daemon may still use its memory and its file,
+    so both stay reserved until the transfer is over: its ring answers after all, or the engine is closed, or the rings were
+    dropped and no other process has the registered memory mapped any more. 3FS keeps the memory of an operation mapped for
+    as long as the operation may touch it.
+
+    Rings are dropped, and the memory is unregistered, when the daemon dies, when the thread of a ring fails, and when a
+    transfer is not answered within twice the timeout. All transfers in flight are abandoned then, and new rings are made
+    when these are over. So a lost answer costs no memory for good, and only one set of rings ever has abandoned transfers.
     """
 
     def __init__(
@@ -188,51 +101,55 @@ class RingEngine:
         arena: RegisteredMemory | None = None,
         revive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """`make_buffers` is called once, in the engine's thread; `arena` is registered beside these buffers.
+
+        `revive` is awaited before rings of another daemon are used, since descriptors on the mount of a dead one are of no
+        use. It may raise OSError or TierCacheError, and is called again later then.
+        """
         self.library = library
         self.mount = mount
         self.settings = settings
         self.arena = arena
         self.restarts = 0
-        """Times that rings were made anew."""
+        """How often rings were made anew."""
         self._make_buffers = make_buffers
         self._revive = revive
-        self._died = False
-        self._used_mount: int | None = None
-        """A descriptor of the list of registrations on the mount that the tier's files were opened on. Rings come and go
-        between: whether it can be read says whether those files are of any use. The thread's."""
-        self._suspected = False
-        self._draining = False
-        self._workers = Workers("hf3fs-rings", 1)
-        self._now: Equipment | None = None
-        self._fresh: Equipment | None = None
-        """Made by the thread, not yet in use."""
-        self._unanswered: list[Transfer] = []
-        """What a living daemon may yet be doing for rings that we gave up."""
-        self._served_s = 0.0
-        """When the youngest transfer began that was served."""
         self._loop = asyncio.get_running_loop()
+        self._workers = Workers("hf3fs-rings", 1)
+        self._memories: list[RegisteredMemory] = [] if arena is None else [arena]
+        self._buffers: Buffers | None = None
+        self._rings: RingSet | None = None
+        self._fresh: RingSet | None = None
+        """Made by the thread, and not yet in use."""
+        self._registrations: int | None = None
+        """That of the rings during whose use the tier's files were opened. It is kept while there are no rings, because it
+        answers ENOTCONN if that daemon dies in the meantime."""
+        self._died = False
+        """True from the death of a daemon until the files are open on the mount of the next one."""
+        self._abandoned: list[Transfer] = []
+        """Transfers of rings that were dropped, until they are over."""
+        self._first_pause_s = min(_FIRST_PAUSE_S, settings.timeout_s / 4)
+        self._pause_s = self._first_pause_s
+        self._examine_at_s = 0.0
+        self._suspected = False
         self._watch: asyncio.TimerHandle | None = None
         self._examination: asyncio.Task[None] | None = None
-        self._examine_at_s = 0.0
-        self._awaits_arena = False
-        """Given up, and waiting for the arena."""
-        self._took_back_s = -math.inf
-        self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
-        self._look_s = min(_LOOK_S, settings.hang_s / 4)
-        self._pause_s = self._look_s
         self._closed = False
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
         """Register the memory and make the rings. Raises OSError when the mount refuses, ConfigError for a bad size."""
         try:
-            await self._begin()
+            await self._make_rings()
         except (Exception, asyncio.CancelledError):
             await self.close()
             raise
 
     async def close(self) -> None:
-        """End the threads and give rings, registrations and memory back. What is in flight fails. Idempotent."""
+        """End the threads and release rings, registrations and buffers. Transfers in flight fail. Idempotent.
+
+        Calls that hang with the mount are waited for 10 s at most, and go on in their thread.
+        """
         if self._closed:
             return
         self._closed = True
@@ -240,112 +157,72 @@ class RingEngine:
             self._watch.cancel()
         if self._examination is not None:
             self._examination.cancel()
-            await asyncio.wait([self._examination], timeout=_END_S)  # what it began in a thread may hang with the mount
-        left = self._give_up(TierUnavailable(f"3FS at {self.mount} is closed"), over=True)
-        # In the one thread, so after whatever it may still be making.
-        await asyncio.wait([self._workers.submit(self._end, left)], timeout=_END_S)
+            await asyncio.wait([self._examination], timeout=_CLOSE_S)
+        rings = self._drop_rings(f"3FS at {self.mount} is closed")
+        self._end_abandoned()
+        # There is one thread, so this runs after any call that an examination began.
+        await asyncio.wait([self._workers.submit(self._release, rings)], timeout=_CLOSE_S)
         self._workers.close()
 
     @property
     def serves(self) -> bool:
-        """Whether a transfer may begin."""
-        return self._now is not None and not self._draining
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what transfers that begin, end or come to be late, and rings that are made anew, make true. For tests."""
-        while not condition():
-            await self._changed.wait()
+        """Return True if a transfer may begin."""
+        return self._rings is not None
 
     @property
     def in_flight(self) -> int:
-        """Transfers that the daemon is or may be working on."""
-        return len(self._unfinished()) + len(self._unanswered)
+        """Number of transfers that the daemon may be working on."""
+        return len(self._unfinished()) + len(self._abandoned)
 
     @property
     def buffers(self) -> Buffers:
-        """Raises TierUnavailable while there is no daemon."""
-        return self._equipment().buffers
+        """Raises TierUnavailable while there are no rings."""
+        self._require_rings()
+        assert self._buffers is not None
+        return self._buffers
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` is true. It is evaluated whenever a transfer begins, ends or times out, and when rings are
+        dropped or made. Used by tests."""
+        while not condition():
+            await self._changed.wait()
 
     def suspect(self) -> None:
-        """A call on the mount failed as on a dead one: look whether its daemon is alive, though nothing is in flight."""
+        """Examine the daemon soon although no transfer is late: a call on the mount failed as on a dead one."""
         self._suspected = True
         self._watch_soon()
 
     def transfer(self, descriptor: int, pieces: Sequence[tuple[Piece, int]], *, read: bool) -> Transfer:
-        """Move pieces of shared memory from or to a registered file; each has its offset in the file.
+        """Begin to move pieces of registered memory from or to a registered file. Each comes with its offset in the file.
 
-        Raises TierUnavailable when the memory is not registered any more. `ended` is StillInUse when nobody answers in time.
+        Returns at once; `Transfer.ended` has the outcome. Raises TierUnavailable while there are no rings.
         """
-        rings = self._equipment().rings[read]
+        rings = self._require_rings()
         parts: list[Part] = []
         for (memory, start, length), offset in pieces:
-            if memory.iov is None:
-                raise TierUnavailable(f"3FS at {self.mount}: the daemon that knew this memory is gone")
             parts += in_parts(memory.iov, start, length, offset, PART_BYTES)
         loop = self._loop
         transfer = Transfer(descriptor, parts, loop.create_future(), loop.create_future(), loop.time())
-        if read:
-            transfer.arena_bytes = sum(length for (memory, _, length), _ in pieces if memory is self.arena)
-        min(rings, key=lambda ring: len(ring.unfinished)).submit(transfer)
+        min(rings.reads if read else rings.writes, key=lambda ring: len(ring.unfinished)).submit(transfer)
         self._watch_soon()
-        self._tell()
+        self._notify()
         return transfer
 
-    def _equipment(self) -> Equipment:
-        if self._now is None or self._draining:
-            raise TierUnavailable(f"3FS at {self.mount} is not there")
-        return self._now
+    def _require_rings(self) -> RingSet:
+        if self._rings is None:
+            raise TierUnavailable(f"3FS at {self.mount} does not serve")
+        return self._rings
 
-    def _tell(self) -> None:
+    def _unfinished(self) -> list[Transfer]:
+        return [] if self._rings is None else [each for ring in self._rings.all for each in ring.unfinished]
+
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _unfinished(self) -> list[Transfer]:
-        return [] if self._now is None else [each for ring in self._now.all_rings for each in ring.unfinished]
-
-    async def _begin(self) -> None:
-        try:
-            await self._workers.submit(self._make)
-        except OSError as error:
-            if error.errno in (*DEAD_MOUNT, errno.ENOENT):
-                await self._on_daemon_death(None)  # it may have died since we looked
-            raise
-        try:
-            # Only now: until rings could be made, what lies at the mount point may be the directory below it.
-            if self._died:
-                self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
-                if self._revive is not None:
-                    await self._revive()
-                await self._workers.submit(self._use, self._fresh)
-        except BaseException:
-            # The arena too: when we try again it may be with yet another daemon, which does not know it.
-            fresh, self._fresh = self._fresh, None
-            await self._workers.submit(self._close_dead, fresh)
-            raise
-        self._now, self._fresh = self._fresh, None
-        self._died = self._draining = False
-
-    def _give_up(self, error: TierUnavailable, *, over: bool) -> Equipment | None:
-        """Fail all that is in flight. `over`: the daemon is dead, or nobody will use the memory again.
-
-        Returns what is to be taken away, in a thread.
-        """
-        equipment, self._now = self._now, None
-        if equipment is not None:
-            for transfer in [each for ring in equipment.all_rings for each in ring.close()]:
-                if not transfer.ended.done():
-                    transfer.ended.set_exception(error)
-                self._unanswered.append(transfer)
-        if over:
-            left, self._unanswered = self._unanswered, []
-            for transfer in left:
-                transfer.over.set_result(None)
-        self._tell()
-        return equipment
-
     def _settled(self, transfers: list[Transfer]) -> None:
+        """Called by a ring with transfers that were answered."""
         for transfer in transfers:
-            self._served_s = max(self._served_s, transfer.began_s)
             transfer.over.set_result(None)
             if transfer.ended.done():
                 continue
@@ -353,187 +230,176 @@ class RingEngine:
                 transfer.ended.set_exception(transfer.error)
             else:
                 transfer.ended.set_result(transfer.moved_bytes)
-        self._tell()
+        self._notify()
 
-    # When nothing comes back
+    async def _make_rings(self) -> None:
+        try:
+            await self._workers.submit(self._make)
+        except OSError as error:
+            if error.errno in (*DEAD_MOUNT, errno.ENOENT):
+                self._died = True
+            raise
+        try:
+            # Not before rings could be made: until then the mount point may be the directory below it.
+            if self._died and self._revive is not None:
+                await self._revive()
+            await self._workers.submit(self._use)
+        except BaseException:
+            await self._workers.submit(self._discard)
+            raise
+        self._rings, self._fresh = self._fresh, None
+        self._died = False
+
+    def _drop_rings(self, reason: str) -> RingSet | None:
+        """Abandon all transfers in flight. Returns the rings, which a thread has to stop."""
+        rings, self._rings = self._rings, None
+        for transfer in [] if rings is None else [each for ring in rings.all for each in ring.close()]:
+            if not transfer.ended.done():
+                transfer.ended.set_exception(TierUnavailable(reason))
+            self._abandoned.append(transfer)
+        self._notify()
+        return rings
+
+    def _end_abandoned(self) -> None:
+        """Release what abandoned transfers use. Called when no other process has their memory, or on closing."""
+        abandoned, self._abandoned = self._abandoned, []
+        for transfer in abandoned:
+            transfer.over.set_result(None)
+        self._notify()
+
+    # Examining the daemon
 
     def _watch_soon(self) -> None:
         if self._watch is None and not self._closed:
-            self._watch = self._loop.call_later(self._look_s, self._look)
+            self._watch = self._loop.call_later(self._first_pause_s, self._look)
 
     def _look(self) -> None:
+        """Fail transfers that are late, and begin an examination if there is a reason for it."""
         self._watch = None
-        now_s, hang_s = self._loop.time(), self.settings.hang_s
+        now_s, timeout_s = self._loop.time(), self.settings.timeout_s
         unfinished = self._unfinished()
-        late = [each for each in unfinished if not each.ended.done() and now_s - each.began_s > hang_s]
-        if late:
-            logger.warning("3FS at %s: no answer to %d transfers for %.1f s", self.mount, len(late), hang_s)
+        late = [each for each in unfinished if not each.ended.done() and now_s - each.began_s > timeout_s]
         for transfer in late:
-            transfer.ended.set_exception(StillInUse(f"3FS at {self.mount} did not answer for {hang_s:.1f} s"))
-            self._tell()
-        oldest_s = min((each.began_s for each in unfinished), default=now_s)
-        suspect = (
-            self._suspected or self._now is None or not self._now.works or now_s - oldest_s > min(_SUSPECT_S, hang_s)
-        ) or (self._held_bytes > 0 and self._may_take_back())
-        if not suspect:
-            self._pause_s = self._look_s
+            transfer.ended.set_exception(TierUnavailable(f"3FS at {self.mount} did not answer for {timeout_s:.1f} s"))
+        if late:
+            logger.warning("3FS at %s: no answer to %d transfers for %.1f s", self.mount, len(late), timeout_s)
+            self._notify()
+        is_suspect = (
+            self._suspected
+            or self._rings is None
+            or not all(ring.works for ring in self._rings.all)
+            or self._has_unanswered(min(_SUSPECT_S, timeout_s))
+        )
+        if not is_suspect:
+            self._pause_s = self._first_pause_s
         elif self._examination is None and now_s >= self._examine_at_s:
             self._suspected = False
             self._examination = self._loop.create_task(self._examine(), name="tiercache-hf3fs-examine")
             self._examination.add_done_callback(self._examined)
-        if suspect or unfinished or self._held_bytes:
+        if is_suspect or unfinished:
             self._watch_soon()
+
+    def _has_unanswered(self, age_s: float) -> bool:
+        """Return True if the daemon has a transfer that is older than `age_s`."""
+        return any(self._loop.time() - transfer.began_s > age_s for transfer in self._unfinished())
 
     def _examined(self, examination: asyncio.Task[None]) -> None:
         self._examination = None
         self._examine_at_s = self._loop.time() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if not examination.cancelled() and (error := examination.exception()) is not None:
-            logger.warning("3FS at %s cannot be used yet: %s", self.mount, str(error))  # its frames keep rings
+            # As text: the frames of the exception would keep rings.
+            logger.warning("3FS at %s cannot be used yet: %s", self.mount, str(error))
 
     async def _examine(self) -> None:
-        """Begin anew where the daemon that knew our memory is dead, and where too much was lost in a living one."""
-        now = self._now
-        if now is not None:
-            if await self._workers.submit(is_dead, now.registrations, now.buffers.registered.name):
-                logger.warning("3FS at %s: the daemon died", self.mount)
-                await self._on_daemon_death(self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True))
-            elif not now.works or self._lost_too_much(now):
-                logger.warning("3FS at %s: too many transfers were never answered; making the rings anew", self.mount)
-                # What is still served is waited for: nobody would ever learn that it is over. The rest is late by then.
-                self._draining = True
-                served = self._serves_others(now)
-                if in_time := [each.ended for each in self._unfinished() if not each.ended.done()]:
-                    await asyncio.wait(in_time)
-                silent = StillInUse(f"3FS at {self.mount} does not answer")
-                left = self._give_up(silent, over=False)
-                dead = await self._workers.submit(take_away_and_look, left)
-                if dead:
-                    await self._on_daemon_death(None)
-                elif not await self._take_arena_back() and not served:
-                    # New rings would only lose more of the arena: nobody was served by the old ones either.
-                    self._awaits_arena = True
+        """Drop rings that are useless, and make new ones as soon as no other process uses the memory."""
+        if (rings := self._rings) is not None:
+            assert self._buffers is not None
+            dead = await self._workers.submit(is_dead, rings.registrations, self._buffers.registered.name)
+            if dead:
+                self._died = True
+                reason = "the daemon died"
+            elif not all(ring.works for ring in rings.all):
+                reason = "the thread of a ring ended"
+            elif self._has_unanswered(2 * self.settings.timeout_s):
+                reason = f"the daemon did not answer for {2 * self.settings.timeout_s:.1f} s"
             else:
                 return
-        if self._awaits_arena and not await self._take_arena_back():
-            return
-        await self._begin()
+            logger.warning("3FS at %s: %s; making the rings anew", self.mount, reason)
+            self._drop_rings(f"3FS at {self.mount}: {reason}")
+            await self._workers.submit(self._stop, rings)
+        if self._abandoned:
+            if not await self._workers.submit(self._is_released):
+                logger.warning("3FS at %s: a daemon still has the memory of abandoned transfers mapped", self.mount)
+                return
+            self._end_abandoned()
+        await self._make_rings()
         self.restarts += 1
-        self._tell()
+        self._notify()
         logger.info("3FS at %s: rings made anew", self.mount)
 
-    async def _on_daemon_death(self, equipment: Equipment | None) -> None:
-        """The daemon is dead: nobody touches what it was given, and all that is open on its mount is of no use."""
-        self._died = True
-        self._give_up(TierUnavailable(f"3FS at {self.mount} died"), over=True)
-        await self._workers.submit(self._close_dead, equipment)
-
-    async def _take_arena_back(self) -> bool:
-        """Whether nothing of the arena is lost any more.
-
-        Reads that were never answered are over once the daemon has the arena mapped no more: 3FS keeps the memory of an
-        operation for as long as that may write to it, also when it is not registered any more."""
-        if self.arena is None or not self._held_bytes:
-            self._awaits_arena = False
-            return True
-        self._took_back_s = self._loop.time()
-        if not await self._workers.submit(withdraw, self.arena):
-            logger.warning(
-                "3FS at %s still has the arena mapped: what it never answered stays lost for now", self.mount
-            )
-            self._take_back_pause_s = min(2 * self._take_back_pause_s, _LONGEST_TAKE_BACK_PAUSE_S)
-            return False
-        self._take_back_pause_s = _FIRST_TAKE_BACK_PAUSE_S
-        self._awaits_arena = False
-        over = [transfer for transfer in self._unanswered if transfer.arena_bytes]
-        self._unanswered = [transfer for transfer in self._unanswered if not transfer.arena_bytes]
-        for transfer in over:
-            transfer.over.set_result(None)
-        self._tell()
-        return True
-
-    @property
-    def _held_bytes(self) -> int:
-        """Of the arena, by reads of rings that were given up."""
-        return sum(transfer.arena_bytes for transfer in self._unanswered)
-
-    def _lacks_slots(self, late: list[Transfer]) -> bool:
-        """Whether so much of the arena is lost that it is worth an interruption, and how long ago the last one was."""
-        if self.arena is None:
-            return False
-        held_bytes, lost_bytes = self._held_bytes, sum(transfer.arena_bytes for transfer in late)
-        if held_bytes and not self._may_take_back():
-            return False
-        if _WORTH_IT * (held_bytes + lost_bytes) >= self.arena.memory.nbytes:
-            return True
-        # A slot is little, but its chunk cannot be removed: in a quiet moment it costs nobody anything.
-        lost_s = [each.began_s for each in (*self._unanswered, *late) if each.arena_bytes]
-        return self._is_quiet and self._loop.time() - min(lost_s, default=self._loop.time()) > _QUIET_AFTER_S
-
-    def _may_take_back(self) -> bool:
-        """Whether the last attempt was long enough ago, which may have interrupted others and freed nothing."""
-        pause_s = min(self._take_back_pause_s, _QUIET_AFTER_S) if self._is_quiet else self._take_back_pause_s
-        return self._loop.time() >= self._took_back_s + pause_s
-
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether nothing is under way that may still be answered in time."""
-        return all(each.ended.done() for each in self._unfinished())
-
-    def _lost_too_much(self, now: Equipment) -> bool:
-        """Whether half of the places, or of a ring's entries, are lost, or too much of the arena. While nobody is served it
-        may only hang."""
-        late = {ring: [each for each in ring.unfinished if each.ended.done()] for ring in now.all_rings}
-        lost = [(ring.lost_entries(late[ring]), ring.entries) for ring in late]
-        lost.append((sum(map(len, late.values())), now.buffers.count))
-        if self._serves_others(now):
-            in_arena = self._lacks_slots([each for part in late.values() for each in part])
-            return in_arena or any(2 * count >= room for count, room in lost)
-        # Without any room nobody can be served.
-        return any(count >= room for count, room in lost)
-
-    def _serves_others(self, now: Equipment) -> bool:
-        """Whether something was served that began after all that is late."""
-        late_s = [each.began_s for ring in now.all_rings for each in ring.unfinished if each.ended.done()]
-        return self._served_s > max(late_s, default=0.0)
-
-    # In the thread
+    # Calls of the thread
 
     def _make(self) -> None:
-        """Nothing is kept when it raises."""
-        fresh = equip(self.library, self.mount, self.settings, self._make_buffers, self._loop, self._settled)
+        """Make rings and register the memory. Keeps nothing if it raises (OSError, ConfigError)."""
+        settings = self.settings
+        registrations = os.open(self.mount / "3fs-virt" / "iovs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fresh = fresh = RingSet([], [], registrations)
         try:
-            if self._used_mount is None:
-                self._use(fresh)
-            elif has_died(self._used_mount):
-                self._died = True  # between two rounds of rings
-            if self.arena is not None and self.arena.iov is not None:
-                self._died = self._died or is_dead(fresh.registrations, self.arena.name)
-                if self._died:
-                    self.arena.unregister()
-            if self.arena is not None and self.arena.iov is None:
-                self.arena.register(self.library, str(self.mount), self.settings.numa)
+            # Rings come first: they are cheap, and a mount that refuses them is found before memory is touched.
+            for rings, read in ((fresh.reads, True), (fresh.writes, False)):
+                for number in range(settings.rings):
+                    name = f"hf3fs-{'read' if read else 'write'}-{number}"
+                    # No variable refers to the native ring: its thread drops it, or this one if that cannot be started.
+                    rings.append(
+                        Ring(
+                            self.library.make_ioring(
+                                str(self.mount), settings.entries, read, settings.io_depth, None, None, settings.numa
+                            ),
+                            settings, read=read, loop=self._loop, settled=self._settled, name=name,
+                        )
+                    )  # fmt: skip
+            if self._buffers is None:
+                self._buffers = self._make_buffers()
+                self._memories.insert(0, self._buffers.registered)
+            for memory in self._memories:
+                memory.register(self.library, str(self.mount), settings.numa)
+            if self._registrations is not None and is_dead(self._registrations):
+                self._died = True
         except BaseException:
-            take_away(fresh)
+            self._discard()
             raise
-        self._fresh = fresh
 
-    def _end(self, equipment: Equipment | None) -> None:
+    def _use(self) -> None:
+        """From now on files are opened on the mount of the fresh rings."""
+        assert self._fresh is not None
+        stale, self._registrations = self._registrations, self._fresh.registrations
+        if stale is not None:
+            os.close(stale)
+
+    def _discard(self) -> None:
+        """Stop fresh rings. The memory is unregistered as well: the next attempt may meet another daemon."""
         fresh, self._fresh = self._fresh, None
-        for each in (equipment, fresh):
-            take_away(each)
-        self._use(None)
+        self._stop(fresh)
+        if fresh is not None and fresh.registrations != self._registrations:
+            os.close(fresh.registrations)
+
+    def _stop(self, rings: RingSet | None) -> None:
+        """Stop rings and unregister the memory."""
+        if rings is not None:
+            rings.stop()
+        for memory in self._memories:
+            memory.unregister()
+
+    def _is_released(self) -> bool:
+        return all(memory.is_ours_alone() for memory in self._memories)
+
+    def _release(self, rings: RingSet | None) -> None:
+        self._discard()
+        self._stop(rings)
+        if self._registrations is not None:
+            os.close(self._registrations)
         if self.arena is not None:
             self.arena.release()
-
-    def _use(self, equipment: Equipment | None) -> None:
-        """Files are opened on the mount of this equipment from now on."""
-        before, self._used_mount = self._used_mount, None if equipment is None else os.dup(equipment.registrations)
-        if before is not None:
-            os.close(before)
-
-    def _close_dead(self, equipment: Equipment | None) -> None:
-        """What a daemon left that died."""
-        take_away(equipment)
-        if self.arena is not None:
-            self.arena.unregister()
+        if self._buffers is not None:
+            self._buffers.close()

@@ -1,4 +1,4 @@
-"""Descriptors registered with 3FS, opened and closed by its rules. Blocks; for worker threads."""
+"""Descriptors that are registered with 3FS, opened and closed by its rules. Calls block; they are made in worker threads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from tiercache.tiers.files.access import occupied_bytes, open_regular
 
 _OPEN_FILES = 128
-_LEFT_BEHIND = 2 * _OPEN_FILES
-"""Numbers that a tier, closed while its mount was dead, may have left registered."""
+_STALE_NUMBERS = 2 * _OPEN_FILES
+"""Upper bound of the numbers that a tier may leave registered when it is closed while its mount is dead."""
 _GET_MAGIC = 0x80046802
-"""3FS's ioctl that every file of its mount answers; a plain directory of the emulator says ENOTTY."""
+"""ioctl that every file of a 3FS mount answers. A plain directory, as the emulator may use, returns ENOTTY."""
 
 
 class RegisteredFile:
-    """An open file that rings know."""
+    """An open file that rings can read and write, with the number of its users."""
 
     __slots__ = ("descriptor", "users")
 
@@ -29,33 +29,26 @@ class RegisteredFile:
         self.users = 1
 
 
-class _Opening:
-    """Of a file to read, while it lasts."""
-
-    __slots__ = ("forgotten",)
-
-    def __init__(self) -> None:
-        self.forgotten = False
-
-
 class RegisteredFiles:
-    """Files for reading are kept open, the last used ones longest: opening one takes two calls of the metadata service.
+    """Opens and registers files. Files for reading stay open, the 128 used last: to open one takes two metadata calls.
 
-    A file is deregistered before it is closed: afterwards its number would go on meaning the old file. Where its mount has
-    died it cannot be, so it stays open until another file of a living mount has lent it its place.
+    A file is deregistered before it is closed; afterwards its number would still mean the old file. That is impossible while
+    its mount is dead, so such a file stays open until another file of a living mount is put in its place.
     """
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._kept: OrderedDict[str, RegisteredFile] = OrderedDict()
-        self._opening: dict[str, set[_Opening]] = {}
+        self._opening: dict[str, object] = {}
+        """A mark for each path that is being opened to be kept. `forget` removes it."""
         self._orphans: list[int] = []
+        """Descriptors of dead mounts, which are to be deregistered."""
         self._keeps = True
         self._closed = False
         self._lock = threading.Lock()
 
     def kept(self, path: str) -> RegisteredFile | None:
-        """The file if it is open already. Does not block."""
+        """Return the file, with one more user, if it is open already. Non-blocking."""
         with self._lock:
             file = self._kept.get(path)
             if file is not None:
@@ -64,21 +57,23 @@ class RegisteredFiles:
             return file
 
     def open_to_read(self, path: str) -> RegisteredFile:
-        """What is forgotten meanwhile is not kept: another file may soon have the path. Raises OSError."""
-        opening = _Opening()
+        """Open a file and keep it open, unless the path is forgotten in the meantime: then it may soon name another file.
+
+        Raises OSError.
+        """
+        mark = object()
         with self._lock:
-            self._opening.setdefault(path, set()).add(opening)
+            self._opening[path] = mark
         try:
             file = self._open(path, os.O_RDONLY)
         except BaseException:
             with self._lock:
-                self._ended(path, opening)
+                self._is_still_wanted(path, mark)
             raise
         surplus = []
         with self._lock:
-            self._ended(path, opening)
-            if path not in self._kept and self._keeps and not opening.forgotten:
-                file.users += 1  # one is ours
+            if self._is_still_wanted(path, mark) and path not in self._kept and self._keeps:
+                file.users += 1
                 self._kept[path] = file
                 while len(self._kept) > _OPEN_FILES:
                     surplus.append(self._kept.popitem(last=False)[1])
@@ -86,59 +81,67 @@ class RegisteredFiles:
             self.release(each)
         return file
 
-    def _ended(self, path: str, opening: _Opening) -> None:
-        """With the lock held."""
-        others = self._opening[path]
-        others.discard(opening)
-        if not others:
-            del self._opening[path]
+    def _is_still_wanted(self, path: str, mark: object) -> bool:
+        """Remove the mark of an opening and return True if it was there. Called with the lock held."""
+        if self._opening.get(path) is not mark:
+            return False
+        del self._opening[path]
+        return True
 
     def create(self, path: str) -> RegisteredFile:
         """Raises FileExistsError, OSError."""
         return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def release(self, file: RegisteredFile) -> None:
+        """Remove one user. The last one closes the file."""
         if self.drop(file):
             self.close_file(file)
 
     def drop(self, file: RegisteredFile) -> bool:
-        """One user fewer; whether that was the last and the file is to be closed. Does not block."""
+        """Remove one user, and return True if it was the last: then the file is to be closed. Non-blocking."""
         with self._lock:
             file.users -= 1
             return not file.users
 
     def close_file(self, file: RegisteredFile) -> None:
-        """Deregister and close a file that nobody uses."""
+        """Deregister and close a file without users."""
         self._close(file.descriptor)
 
     def forget(self, path: str) -> None:
-        """The file is gone, or is not what it was: the next read opens it anew."""
+        """Stop keeping the file, which is deleted or was replaced. The next read opens it anew."""
         with self._lock:
             file = self._kept.pop(path, None)
-            for opening in self._opening.get(path, ()):
-                opening.forgotten = True
+            self._opening.pop(path, None)
         if file is not None:
             self.release(file)
 
+    def forget_all(self) -> None:
+        with self._lock:
+            files, self._kept = list(self._kept.values()), OrderedDict()
+            self._opening.clear()
+        for file in files:
+            self.release(file)
+
     def close_deleted(self) -> int:
-        """Others delete chunks too: a file that stays open here takes its space, below no cap. How many there were."""
+        """Stop keeping files that other processes have deleted, and return their number. An open file still occupies its
+        space, which no cap counts."""
         closed = 0
         with self._lock:
             kept = list(self._kept.items())
             for _, file in kept:
-                file.users += 1  # so that its number stays its own
+                file.users += 1  # so that its number is not reused
         for path, file in kept:
             if _is_deleted(file.descriptor):
                 with self._lock:
-                    ours = self._kept.get(path) is file
-                if ours:
+                    still_kept = self._kept.get(path) is file
+                if still_kept:
                     self.forget(path)
                     closed += 1
             self.release(file)
         return closed
 
     def refresh(self, path: str) -> None:
-        """Make `stat` say the true length of a file that somebody's rings wrote."""
+        """Make `stat` return the true length of a file that rings wrote, of this process or another. Raises OSError."""
         descriptor = open_regular(path, os.O_RDONLY)
         try:
             self._library.force_fsync(descriptor)
@@ -146,26 +149,17 @@ class RegisteredFiles:
             os.close(descriptor)
 
     def settle(self, file: RegisteredFile, *, durable: bool) -> int:
-        """Everything that rings wrote is in the file, and in its length. Returns the bytes that it occupies."""
+        """Bring the data that rings wrote into the file and its length. Returns the bytes that it occupies."""
         if durable:
             os.fsync(file.descriptor)
         else:
             self._library.force_fsync(file.descriptor)
         return occupied_bytes(os.fstat(file.descriptor))
 
-    def forget_all(self) -> None:
-        with self._lock:
-            files, self._kept = list(self._kept.values()), OrderedDict()
-            for openings in self._opening.values():
-                for opening in openings:
-                    opening.forgotten = True
-        for file in files:
-            self.release(file)
-
     def close(self, living: str) -> None:
-        """Nothing is kept open from now on. Files in use are closed by whoever releases them.
+        """Close all files but those in use, which their users close.
 
-        `living` is a file of the mount, for files of one that died to be deregistered by.
+        `living` is the path of a file of the mount. It is used to deregister descriptors of a mount that died.
         """
         self._keeps = False
         self.forget_all()
@@ -193,15 +187,15 @@ class RegisteredFiles:
         return RegisteredFile(descriptor)
 
     def _register(self, descriptor: int) -> None:
-        for _ in range(_LEFT_BEHIND):
+        """Register a descriptor. Its number may still be registered for a file of a dead mount, and so may the next number,
+        which the duplicate of the library gets. Both can be deregistered now that they are on a living mount."""
+        for _ in range(_STALE_NUMBERS):
             try:
                 self._library.register_fd(descriptor)
                 return
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-            # The number, or the next one, which the library's duplicate would get, belongs to a file of a dead mount that
-            # somebody closed. On a living one it can be deregistered.
             self._library.deregister_fd(descriptor)
             spare = os.dup(descriptor)
             self._library.deregister_fd(spare)
@@ -210,14 +204,15 @@ class RegisteredFiles:
 
     def _close(self, descriptor: int) -> None:
         self._library.deregister_fd(descriptor)
-        if _mount_lives(descriptor) or self._closed:  # if it lives it did before, so the file is deregistered
+        if _mount_lives(descriptor) or self._closed:  # a mount that lives now did so above, where it deregistered the file
             _close(descriptor)
         else:
             with self._lock:
                 self._orphans.append(descriptor)
 
     def _close_orphans(self, living: int) -> None:
-        """Deregister files of a dead mount. 3FS looks whether a number is on a living mount, so they are made to be."""
+        """Deregister and close files of a dead mount. 3FS deregisters only numbers that are on a living mount, so each first
+        becomes a duplicate of `living`."""
         with self._lock:
             orphans, self._orphans = self._orphans, []
         for descriptor in orphans:
@@ -242,5 +237,5 @@ def _mount_lives(descriptor: int) -> bool:
 
 
 def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # of a dead mount
+    with contextlib.suppress(OSError):  # its mount may be dead
         os.close(descriptor)

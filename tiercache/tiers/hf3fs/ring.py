@@ -1,11 +1,11 @@
-"""One ring of 3FS, in one direction, with a thread that keeps it full and takes what has ended.
+"""One ring of 3FS, which works in one direction, with its thread, and the registered memory that rings use.
 
-A transfer moves a chunk file's header and its payload. With buffers of our own both lie side by side and a worker thread
-copies the payload; where the arena lies in shared memory it is registered itself, and only headers have a place of ours.
+A transfer moves the header and the payload of a chunk file. If the arena is not in shared memory, both go through a transfer
+buffer, and a worker thread copies the payload. If it is, the arena itself is registered, and buffers hold headers only.
 
-One thread and not two, a submitter and a waiter: the native `prepare` publishes an operation before it notes which slice it
-is for, with the GIL released in between, and where another thread's `wait` sees it end by then it aborts the process. So the
-thread prepares whatever is queued, waits for the first completion or a millisecond, and looks again.
+Each ring has one thread, which prepares the queued operations, waits for the first completion or a millisecond, and starts
+again. A second thread that only waits would abort the process: the native `prepare` publishes an operation before it notes
+the slice of the operation, with the GIL released in between, and a `wait` that sees the completion by then finds no slice.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ logger = logging.getLogger("tiercache.hf3fs")
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.01
-"""How long what is queued may wait for a ring whose operations do not end."""
-_PADDING_BYTES = 4096
+"""Bounds of one wait for completions. New transfers are prepared after it."""
+_BLOCK_BYTES = 256 << 10
 
 Part = tuple[Any, int]
 """A slice of a registered iovec, for one operation, and its offset in the file."""
@@ -49,36 +49,38 @@ class RingSettings:
     entries: int = 256
     io_depth: int = 0
     rings: int = 4
-    """In each direction, with a thread each."""
+    """Number of rings in each direction."""
     numa: int = -1
-    hang_s: float = 5.0
-    """A transfer that takes longer has failed. What it uses is not used again before it is over all the same."""
+    timeout_s: float = 5.0
+    """Time after which a transfer fails. Its memory and file stay reserved until it is over."""
 
 
 @dataclass(eq=False)
 class Transfer:
-    """Parts of one file that are moved together."""
+    """One or more parts of a file that are moved together."""
 
     descriptor: int
     parts: list[Part]
     ended: asyncio.Future[int]
-    """The bytes moved; OSError when any part failed, TierUnavailable when nobody will say."""
+    """The bytes moved; OSError if any part failed, TierUnavailable if there was no answer in time."""
     over: asyncio.Future[None]
-    """Done when the daemon touches neither the memory nor the file any more. Not before `ended`, perhaps long after."""
+    """Done when the daemon no longer uses the memory and the file: together with `ended`, or any time after a timeout."""
     began_s: float
-    arena_bytes: int = 0
-    """Of the arena's, that it reads into: they stay with it until it is over."""
     missing: int = 0
+    """Number of parts without a result."""
     moved_bytes: int = 0
     error: OSError | None = None
 
 
-Operation = tuple[Transfer, Any, int, bool]
-"""What it belongs to, slice, offset in the file, whether its result counts (that of a batch's padding does not)."""
+Operation = tuple[Transfer, Any, int]
+"""A transfer, and one of its parts."""
 
 
 class Ring:
-    """`submit` and `close` belong to the event loop; `settled` is called on it, with transfers that ended, in batches."""
+    """Keeps a ring full, and reports transfers that ended by calling `settled` on the event loop, many at a time.
+
+    `submit` and `close` belong to the event loop.
+    """
 
     def __init__(
         self,
@@ -92,24 +94,19 @@ class Ring:
     ) -> None:
         self.entries = settings.entries
         self.unfinished: dict[Transfer, None] = {}
-        """Transfers that were submitted and have not been settled, the oldest first. The loop's."""
-        self.jammed = False
-        """Whether the last operation found no room though entries were free: one before it has not ended. The thread's."""
+        """Transfers that were submitted and not settled, the oldest first. Used by the loop only."""
         self._ring = ring
         del ring
         self._read = read
-        self._batch = max(1, settings.io_depth)
         self._loop = loop
         self._settled = settled
         self._queue: SimpleQueue[Transfer | None] = SimpleQueue()
         self._closed = False
         self._done: deque[Transfer] = deque()
         self._wake_pending = False
-        # All that follows is the thread's.
+        # The thread alone uses the following.
         self._waiting: deque[Operation] = deque()
         self._in_flight: dict[int, Operation] = {}
-        self._partial: Operation | None = None
-        self._partial_count = 0
         self._pause_s = _FIRST_PAUSE_S
         self._thread = threading.Thread(target=self._run, name=f"tiercache-{name}", daemon=True)
         try:
@@ -120,7 +117,7 @@ class Ring:
 
     @property
     def works(self) -> bool:
-        """Whether its thread lives."""
+        """Return True if the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, transfer: Transfer) -> None:
@@ -128,12 +125,8 @@ class Ring:
         self.unfinished[transfer] = None
         self._queue.put(transfer)
 
-    def lost_entries(self, late: list[Transfer]) -> int:
-        """All of them where the room behind an operation that is never answered is used up."""
-        return self.entries if late and self.jammed else sum(each.missing for each in late)
-
     def close(self) -> list[Transfer]:
-        """Let the thread end and take the ring away. Does not wait. Returns what had not ended."""
+        """Tell the thread to end and to drop the ring. Non-blocking. Returns the transfers that had not ended."""
         self._closed = True
         self._queue.put(None)
         left, self.unfinished = list(self.unfinished), {}
@@ -149,52 +142,36 @@ class Ring:
                 if self._in_flight:
                     self._reap()
         except Exception:
-            # As text: frames of the exception would keep the ring.
+            # As text: the frames of the exception would keep the ring.
             logger.error("%s ended: %s", self._thread.name, traceback.format_exc())
-        # Takes away its registration, which is a call to a mount that may hang: nobody waits for this thread then.
+        # This removes its registration, by a call that may hang with the mount.
         self._ring = None
 
     def _fill(self) -> None:
-        """Prepare what is queued as far as there is room; wait for something where nothing is in flight."""
+        """Prepare queued operations while there is room. Waits for a transfer if none is in flight."""
         try:
             while (transfer := self._queue.get(block=not self._waiting and not self._in_flight)) is not None:
-                self._waiting.extend((transfer, piece, offset, True) for piece, offset in transfer.parts)
+                self._waiting.extend((transfer, piece, offset) for piece, offset in transfer.parts)
         except Empty:
             pass
         refused: list[tuple[Operation, int]] = []
         prepared = 0
-        while not self._closed and len(self._in_flight) < self.entries and (operation := self._next()) is not None:
+        while self._waiting and not self._closed and len(self._in_flight) < self.entries:
+            operation = transfer, piece, offset = self._waiting.popleft()
             try:
-                self._ring.prepare(operation[1], self._read, operation[0].descriptor, operation[2])
+                self._ring.prepare(piece, self._read, transfer.descriptor, offset)
             except BlockingIOError:
-                # An operation that takes long holds back the room of all that came after it, although entries are free.
-                if operation[3]:
-                    self._waiting.appendleft(operation)
-                self.jammed = True
+                # Entries are reused in order: a slow operation holds back all entries behind it.
+                self._waiting.appendleft(operation)
                 break
             except OSError as error:
                 refused.append((operation, -(error.errno or errno.EIO)))
                 continue
             prepared += 1
-            self.jammed = False
-            self._in_flight[id(operation[1])] = operation
-            self._partial_count = (self._partial_count + 1) % self._batch
-            self._partial = operation if self._partial_count else None
-            if not operation[3]:
-                operation[0].missing += 1
+            self._in_flight[id(piece)] = operation
         if prepared:
             self._ring.submit()
         self._completed(refused)
-
-    def _next(self) -> Operation | None:
-        """What is to be prepared next. Where the ring issues whole batches only, one that is not full is filled up with the
-        first bytes of its last operation, once more: it cannot have begun, so its memory and file are still its own."""
-        if self._waiting:
-            return self._waiting.popleft()
-        if self._partial is None:
-            return None
-        transfer, piece, offset, _ = self._partial
-        return transfer, piece[:_PADDING_BYTES], offset, False
 
     def _reap(self) -> None:
         done = self._ring.wait(max_results=self.entries, min_results=1, timeout=self._pause_s)
@@ -202,21 +179,21 @@ class Ring:
         self._completed((self._in_flight.pop(id(piece)), piece.result) for piece in done)
 
     def _completed(self, ended: Iterable[tuple[Operation, int]]) -> None:
-        """Count parts; transfers whose parts have all ended go to the loop."""
+        """Take the results of operations, and tell the loop of transfers whose parts have all ended."""
         whole = False
-        for (transfer, _, _, counts), result in ended:
+        for (transfer, _, _), result in ended:
             if result < 0:
                 transfer.error = transfer.error or OSError(-result, os.strerror(-result))
-            elif counts:
+            else:
                 transfer.moved_bytes += result
             transfer.missing -= 1
             if not transfer.missing:
                 self._done.append(transfer)
                 whole = True
-        # The flag is set after the append and cleared before the loop drains: nothing is left without a wake-up behind it.
+        # The flag is set after the append and cleared before the loop drains, so every transfer has a wake-up behind it.
         if whole and not self._wake_pending:
             self._wake_pending = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._settle)
 
     def _settle(self) -> None:
@@ -232,27 +209,24 @@ class Ring:
 
 
 def in_parts(iov: Any, start: int, length: int, offset: int, part_bytes: int) -> list[Part]:
-    """A run of registered memory cut where its place in the memory is a multiple of `part_bytes`."""
+    """Cut a run of registered memory at multiples of `part_bytes` from the beginning of the memory."""
     boundaries = range((start // part_bytes + 1) * part_bytes, start + length, part_bytes)
     cuts = itertools.pairwise([start, *boundaries, start + length])
     return [(iov[begin:end], offset + begin - start) for begin, end in cuts]
 
 
-_BLOCK_BYTES = 256 << 10
-
 Piece = tuple["RegisteredMemory", int, int]
-"""Registered memory, an offset in it, a length."""
+"""Registered memory, an offset in it and a length, both in bytes."""
 
 
 class RegisteredMemory:
-    """One run of shared memory, with the two attributes that `make_iovec` asks of a SharedMemory.
+    """A run of shared memory with the two attributes of a SharedMemory that `make_iovec` uses, `name` and `buf`.
 
-    That class of the standard library has a second process remove the memory of whoever it thinks is gone; our arenas
-    have a lock for that.
+    SharedMemory of the standard library has a resource tracker that may remove memory that is in use; arenas have a lock.
     """
 
     def __init__(self, name: str, memory: np.ndarray, is_ours_alone: Callable[[], bool] = lambda: False) -> None:
-        """`is_ours_alone`: whether certainly no other process has the memory mapped."""
+        """`is_ours_alone` returns True if certainly no other process has the memory mapped."""
         self.name = name
         self.is_ours_alone = is_ours_alone
         self.buf = memory.data
@@ -263,10 +237,10 @@ class RegisteredMemory:
         self.iov = library.make_iovec(self, mount, 0, numa)
 
     def unregister(self) -> None:
-        """Blocks while the mount hangs.
+        """Remove the registration. Blocks while the mount hangs. Idempotent.
 
-        The iovec's finaliser unlinks the registration. It raises, where nobody can catch it, when that has gone with its
-        daemon; so it is called here first, and finds a link of its own when it is called again.
+        The finaliser of an iovec unlinks the registration, and raises where it cannot be caught if that has gone with its
+        daemon. So it is called here first, and is given a temporary file to unlink when it is called again.
         """
         iov, self.iov = self.iov, None
         if iov is None:
@@ -278,14 +252,14 @@ class RegisteredMemory:
             os.close(stand_in)
 
     def release(self) -> None:
-        """The registration goes before the memory does."""
+        """Remove the registration and then the reference to the memory."""
         self.unregister()
         self.buf.release()
         self.memory = np.empty(0, dtype=np.uint8)
 
 
 class Buffers:
-    """`count` places for a transfer each, in shared memory of `size_bytes` that is ours and goes with us."""
+    """`count` transfer buffers of `place_bytes` each, in shared memory of their own that is removed with this process."""
 
     def __init__(self, size_bytes: int, place_bytes: int, what: str) -> None:
         self.place_bytes = place_bytes
@@ -296,26 +270,26 @@ class Buffers:
             )
         self._arena = Arena(ArenaSettings(size_bytes=size_bytes, shm_name=f"iov-{os.getpid()}-{uuid.uuid4().hex}"))
         assert self._arena.shm_path is not None
-        self.registered = RegisteredMemory(self._arena.shm_path.name, self._arena.memory)
+        self.registered = RegisteredMemory(self._arena.shm_path.name, self._arena.memory, self._arena.is_ours_alone)
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         for place in range(self.count - 1, -1, -1):
             self._free.put_nowait(place)
 
-    async def take(self, patience_s: float) -> int:
-        """A free place. Raises TierUnavailable when there is none for so long: transfers that hang have them all."""
+    async def take(self, timeout_s: float) -> int:
+        """Wait for a free place and return it. Raises TierUnavailable if there is none within `timeout_s`."""
         if not self._free.empty():
             return self._free.get_nowait()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 return await self._free.get()
         except TimeoutError:
-            raise TierUnavailable(f"no transfer buffer was free for {patience_s:.1f} s") from None
+            raise TierUnavailable(f"no transfer buffer was free for {timeout_s:.1f} s") from None
 
     def give_back(self, place: int) -> None:
         self._free.put_nowait(place)
 
     def view(self, place: int) -> np.ndarray:
-        """Empty when the buffers were closed meanwhile."""
+        """Return the memory of a place, or an empty array if the buffers were closed."""
         start = place * self.place_bytes
         return self.registered.memory[start : start + self.place_bytes]
 
@@ -323,13 +297,13 @@ class Buffers:
         return self.registered, place * self.place_bytes + start, length_bytes
 
     def close(self) -> None:
-        """Blocks while the mount hangs."""
+        """Remove the registration and the memory. Blocks while the mount hangs."""
         self.registered.release()
         self._arena.close()
 
 
 def copy_with_checksum(source: np.ndarray, target: np.ndarray) -> int:
-    """As `payload_checksum(source)`, copied on the way: each block is read once from memory and once from the cache."""
+    """Copy `source` to `target` and return `payload_checksum(source)`. Works in blocks that stay in the CPU's cache."""
     digest = xxhash.xxh3_64()
     for start in range(0, source.nbytes, _BLOCK_BYTES):
         block = source[start : start + _BLOCK_BYTES]
@@ -339,12 +313,12 @@ def copy_with_checksum(source: np.ndarray, target: np.ndarray) -> int:
 
 
 def transfer_bytes(chunk_bytes: int) -> int:
-    """Of a whole chunk file."""
+    """Return the bytes of a chunk file with a payload of `chunk_bytes`."""
     return HEADER_BYTES + aligned(chunk_bytes)
 
 
 def registered_arena(arena: Arena) -> RegisteredMemory | None:
-    """The arena, to be registered; None where it does not lie in shared memory."""
+    """Return the arena as memory to register, or None if it is not in shared memory."""
     if arena.shm_path is None or arena.shm_path.parent != SHM_DIRECTORY or not os.path.exists(arena.shm_path):
         return None
     return RegisteredMemory(arena.shm_path.name, arena.memory, arena.is_ours_alone)

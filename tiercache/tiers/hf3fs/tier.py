@@ -1,8 +1,8 @@
-"""The 3FS tier: the disk tier's files and rules on a 3FS mount, with payloads moved by rings instead of FUSE.
+"""The 3FS tier: a file tier on a 3FS mount whose header and payload bytes are moved by rings instead of FUSE.
 
-Metadata (open, rename, unlink, stat, the capacity counter) goes through the mount, in worker threads. A chunk's header and
-payload go through a ring, all pieces of many chunks at once. Threads only verify and, where the arena is not registered
-itself, copy.
+Metadata calls (open, rename, unlink, stat, the capacity counter) go through the mount, in worker threads. The header and the
+payload of a chunk go through a ring, with many chunks in flight. Threads verify and, if the arena is not registered itself,
+copy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from tiercache.tiers.files.shelves import Shelves
 from tiercache.tiers.files.threads import places_of
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
-from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, StillInUse, load_library
+from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, load_library
 from tiercache.tiers.hf3fs.files import RegisteredFile, RegisteredFiles
 from tiercache.tiers.hf3fs.ring import (
     Buffers,
@@ -54,40 +54,47 @@ logger = logging.getLogger("tiercache.hf3fs")
 T = TypeVar("T")
 
 _IN_FLIGHT = 32
-_FILE_THREADS = _IN_FLIGHT
-"""For opening, making and naming files: calls that wait for the metadata service, each 0.5 to 2 ms, while the rings move
-other chunks. So many are enough for writes of 2 MiB (four such calls, one after the other) at 3 GB/s."""
-_END_S = 5.0
+"""Most reads, and most writes, at a time. As many threads open, make and name files: such a call waits for the metadata
+service while rings move other chunks."""
+_CLOSE_S = 5.0
+_OPEN_S = 60.0
 _HEADERS_BYTES = 2 << 20
-_PERHAPS_THE_FILE = frozenset({errno.EBADF, errno.EIO})
-"""Results of a ring: the daemon does not know the descriptor, or something is wrong that is no RPC."""
+_MAYBE_BAD_FILE = frozenset({errno.EBADF, errno.EIO})
+"""Results of a ring that say the descriptor is unknown, or that something other than an RPC failed."""
 
 
 class RingMover(Mover):
-    """Payloads of the arena by rings; what lies elsewhere, where the arena itself is registered, through the mount."""
+    """Moves chunks by rings. If the arena itself is registered, payloads outside of it go through the mount."""
 
     sees_remounts = True
-    perhaps_files = Mover.perhaps_files - {errno.EREMOTEIO}  # an RPC of a ring that failed says nothing about the file
+    perhaps_files = Mover.perhaps_files - {errno.EREMOTEIO}  # a failed RPC of a ring says nothing about the file
 
     def __init__(self, shelves: Shelves, mount: Path | None, rings: RingSettings, iov_bytes: int) -> None:
-        """`mount`: None takes the one that the directories lie on."""
+        """If `mount` is None, the mount of the directories is taken."""
         threads = shelves.settings.threads
         self._shelves = shelves
         self.places = places_of(threads)
         self._readers = Workers(f"{shelves.name}-read", threads)
-        """They verify what rings have read, and read through the mount what rings cannot."""
+        """Verify chunks that rings have read, and read the others through the mount."""
         self._writers = Workers(f"{shelves.name}-write", threads)
         self.arena: Arena | None = None
-        """Set before `prepare`: payloads lie in it. Where it is shared memory, rings move them with no copy."""
+        """Arena of the payloads, set before `prepare`. If it is shared memory, rings move them without a copy."""
         self.engine: RingEngine | None = None
         self.files: RegisteredFiles
         self.active: set[asyncio.Task[Any]] = set()
-        self.file_threads = Workers(f"{shelves.name}-files", _FILE_THREADS)
+        self.file_threads = Workers(f"{shelves.name}-files", _IN_FLIGHT)
         self._mount = mount
+        if rings.io_depth > 1:
+            logger.warning(
+                "hf3fs_io_depth: with %d 3FS would issue whole batches only and leave partial ones waiting; using 0, which "
+                "issues every request at once",
+                rings.io_depth,
+            )
+            rings = replace(rings, io_depth=0)
         self._rings = rings
         self._iov_bytes = iov_bytes
         self._hashing = threading.BoundedSemaphore(threads)
-        """Of the threads that make files, so many hash and copy at a time: the others wait for 3FS, not for a CPU."""
+        """Limits how many of the threads that make files hash and copy at a time."""
 
     async def prepare(self) -> None:
         shelves = self._shelves
@@ -96,12 +103,6 @@ class RingMover(Mover):
             mount = await shelves.metadata.submit(self._find_mount, library)
         except OSError as error:
             raise ConfigError(f"{shelves.option}: {error}") from error
-        if self._rings.io_depth > 1:
-            logger.warning(
-                "hf3fs_io_depth: %d makes 3FS issue exact batches only: every partial one is filled up with repeated "
-                "requests; 0 serves each request at once",
-                self._rings.io_depth,
-            )
         arena = registered_arena(self.arena) if self.arena is not None else None
         self.files = RegisteredFiles(library)
         place_bytes = HEADER_BYTES if arena is not None else transfer_bytes(shelves.settings.chunk_bytes)
@@ -124,7 +125,7 @@ class RingMover(Mover):
         if engine is not None:
             await engine.close()
             if self.active:
-                await asyncio.wait(self.active, timeout=_END_S)
+                await asyncio.wait(self.active, timeout=_CLOSE_S)
             roots = [shelf.volume.root for shelf in self._shelves.all] or self._shelves.settings.directories
             self._shelves.metadata.later(self.files.close, str(roots[0] / MANIFEST))
         for workers in (self.file_threads, self._readers, self._writers):
@@ -159,17 +160,17 @@ class RingMover(Mover):
         return await self._shelves.metadata.submit(self.files.close_deleted)
 
     def failed(self, error: OSError) -> None:
-        """The first to know, perhaps the only one: rings may be idle."""
+        """Examine the daemon if a call failed as on a dead mount: rings may be idle and notice nothing."""
         if error.errno in DEAD_MOUNT:
             self.suspect()
 
     def suspect(self) -> None:
-        """What looks like another directory may be another mount."""
+        """Examine the daemon: a directory that was replaced may be one of another mount."""
         if self.engine is not None:
             self.engine.suspect()
 
     def _find_mount(self, library: Any) -> Path:
-        """The one mount that all directories lie on. Blocks."""
+        """Return the mount of all directories. Blocks. Raises ConfigError if it is none of 3FS or not the same for all."""
         option, found = self._shelves.option, {}
         for directory in self._shelves.settings.directories:
             place = directory
@@ -185,7 +186,7 @@ class RingMover(Mover):
         return Path(expected)
 
     async def _revive(self) -> None:
-        """Another daemon serves the mount: what was open on it is of no use any more."""
+        """Drop all that is open on the mount of the previous daemon, and open the directories anew."""
         await self._shelves.metadata.submit(self.files.forget_all)
         await self._shelves.remount()
 
@@ -195,7 +196,7 @@ class RingMover(Mover):
         return self.engine
 
     def _out_of_reach(self, memory: np.ndarray) -> bool:
-        """Where the arena is registered there are no places for payloads that lie elsewhere: the mount moves those."""
+        """Return True if rings cannot move a payload there: the arena is registered, and the memory is not part of it."""
         arena = self._engine().arena
         return arena is not None and _inside(arena, memory, memory.nbytes) is None
 
@@ -224,10 +225,10 @@ class RingMover(Mover):
         except CorruptChunk as error:
             doubt = str(error)
         except OSError as error:
-            if error.errno not in _PERHAPS_THE_FILE:
+            if error.errno not in _MAYBE_BAD_FILE:
                 raise
             doubt = f"{path}: {error.strerror}, says the daemon"
-        # The file is to blame only when it is found bad by another way too: anew, with its true length, and without a ring.
+        # The file is bad only if it is also bad when it is opened anew, has its true length, and is read without rings.
         logger.info("%s; reading it again through the mount", doubt)
         return await self._readers.submit(self._read_through_mount, volume, key, path, into)
 
@@ -242,33 +243,34 @@ class RingMover(Mover):
         return volume.read(key, into)
 
     async def _transfer_in(self, key: ChunkKey, path: str, file: RegisteredFile, into: np.ndarray) -> int:
-        """As much as there is room for: a read ends at the end of the file, whatever `stat` would say. Releases `file`."""
+        """Read by a ring as many bytes as there is room for, since `stat` may lag, and verify them. Releases `file`."""
         buffers, place, transfer = None, -1, None
         try:
             engine = self._engine()
             buffers = engine.buffers
-            place = await buffers.take(self._rings.hang_s)
+            place = await buffers.take(self._rings.timeout_s)
             direct = _inside(engine.arena, into, into.nbytes)
             room_bytes = into.nbytes if direct is not None else min(into.nbytes, buffers.place_bytes - HEADER_BYTES)
             transfer = engine.transfer(file.descriptor, _pieces(buffers, place, direct, room_bytes), read=True)
             try:
                 moved_bytes = await transfer.ended
-            except StillInUse:
+            except TierUnavailable:
                 if direct is not None:
-                    # The daemon may yet write into the arena: the slot stays with this read until it cannot any more.
+                    # The daemon may still write into the slot, which stays reserved while this read goes on.
                     await transfer.over
                 raise
             view = buffers.view(place)
             return await self._readers.submit(self._verify, key, path, view, direct is not None, into, moved_bytes)
         finally:
-            self._let_go(file, buffers, place, transfer)
+            self._release_once_over(file, buffers, place, transfer)
 
     def _verify(
         self, key: ChunkKey, path: str, view: np.ndarray, in_place: bool, into: np.ndarray, moved_bytes: int
     ) -> int:
-        """`view` is a place of the rings' memory: the header, and the payload after it if that is not in place already."""
+        """Verify a chunk and unpack it into `into`. `view` is a transfer buffer with its header, and with its payload unless
+        that is `in_place` in `into`."""
         if not view.nbytes:
-            raise TierUnavailable(f"{self._shelves.name}: the rings were closed meanwhile")
+            raise TierUnavailable(f"{self._shelves.name} is closed")
         raw_header = view[:PACKED_BYTES].data
         if in_place:
             checksum = host_checksum(into)
@@ -280,8 +282,10 @@ class RingMover(Mover):
         header = verify_chunk(path, raw_header, key, self._shelves.fingerprint, moved_bytes, moved_bytes, checksum)
         return unpacked(header, into)
 
-    def _let_go(self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None) -> None:
-        """Of what a transfer uses, when nobody uses it any more."""
+    def _release_once_over(
+        self, file: RegisteredFile, buffers: Buffers | None, place: int, transfer: Transfer | None
+    ) -> None:
+        """Release the file and the buffer of a transfer as soon as the daemon no longer uses them."""
 
         def release(_: object = None) -> None:
             if buffers is not None and place >= 0:
@@ -303,7 +307,7 @@ class RingMover(Mover):
             return await self._writers.submit(volume.write, key, payload, payload_bytes, victims)
         engine = self._engine()
         buffers = engine.buffers
-        place = await buffers.take(self._rings.hang_s)
+        place = await buffers.take(self._rings.timeout_s)
         padded = payload[: aligned(payload_bytes)]
         direct = _inside(engine.arena, padded, padded.nbytes)
 
@@ -312,7 +316,7 @@ class RingMover(Mover):
             try:
                 view = buffers.view(place)
                 if not view.nbytes:
-                    raise TierUnavailable(f"{self._shelves.name}: the rings were closed meanwhile")
+                    raise TierUnavailable(f"{self._shelves.name} is closed")
                 with self._hashing:
                     if direct is None:
                         target = view[HEADER_BYTES : HEADER_BYTES + padded.nbytes]
@@ -340,14 +344,14 @@ class RingMover(Mover):
             if moved_bytes != whole_bytes:
                 raise OSError(errno.EIO, f"short write: {moved_bytes} of {whole_bytes} bytes", pending.path)
         except OSError:
-            # Nobody writes to it any more, and its space may be what the next attempt needs.
+            # The transfer is over. The next attempt may need the space of its file.
             buffers.give_back(place)
             await self.file_threads.submit(self._discard, volume, pending, file)
             raise
         except BaseException:
-            # Its name goes. Its descriptor stays while the daemon may write to it, so nobody else gets its inode.
+            # The name is removed. The descriptor stays open while the daemon may write, so that its inode is not reused.
             self._shelves.metadata.later(volume.discard, pending)
-            self._let_go(file, buffers, place, transfer)
+            self._release_once_over(file, buffers, place, transfer)
             raise
         buffers.give_back(place)
         return await self.file_threads.submit(self._publish, volume, pending, file)
@@ -358,7 +362,7 @@ class RingMover(Mover):
         self.files.release(file)
 
     def _publish(self, volume: Volume, pending: PendingFile, file: RegisteredFile) -> int:
-        """Releases `file`: it has its name only when nobody can write to it any more."""
+        """Release `file` and then give it its final name, when no process can write to it any more."""
         try:
             occupied_bytes = self.files.settle(file, durable=self._shelves.settings.durable)
         except BaseException:
@@ -370,7 +374,7 @@ class RingMover(Mover):
 
 
 def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: int) -> Piece | None:
-    """Where `memory` lies in the registered arena; None where it does not."""
+    """Return the position of `memory` in the registered arena, or None if it is not part of it."""
     if arena is None:
         return None
     start = memory.ctypes.data - arena.memory.ctypes.data
@@ -380,30 +384,27 @@ def _inside(arena: RegisteredMemory | None, memory: np.ndarray, length_bytes: in
 
 
 def _pieces(buffers: Buffers, place: int, direct: Piece | None, payload_bytes: int) -> list[tuple[Piece, int]]:
-    """A chunk file as pieces of shared memory, with their offsets in the file."""
+    """Return the pieces of shared memory that hold a chunk file, with their offsets in the file."""
     if direct is None:
         return [(buffers.piece(place, 0, HEADER_BYTES + payload_bytes), 0)]
     return [(buffers.piece(place, 0, HEADER_BYTES), 0), (direct, HEADER_BYTES)]
 
 
-_OPEN_S = 60.0
-
-
 @dataclass(frozen=True)
 class Hf3fsSettings(FileSettings):
-    """`cap_bytes` of all base paths together."""
+    """`cap_bytes` is the cap of all base paths together."""
 
     many_hosts: bool = True
-    """Two locked changes of the count for each chunk are as many calls of 3FS as the rest of a write takes."""
+    """Reserve in steps: to count every chunk under the lock would double the calls of a write."""
     mount: Path | None = None
-    """None: the mount that the directories lie on."""
+    """If it is None, the mount of the directories is taken."""
     iov_bytes: int = 200 << 20
     rings: RingSettings = field(default_factory=RingSettings)
 
 
 class Hf3fsTier(FileTier):
     open_s = _OPEN_S + 10.0
-    """Its own deadline comes first, and knows more."""
+    """Longer than the deadline in `open`, whose message names the cause."""
 
     def __init__(self, settings: Hf3fsSettings, fingerprint: bytes, *, name: str = "hf3fs") -> None:
         super().__init__(
@@ -428,5 +429,5 @@ class Hf3fsTier(FileTier):
             async with asyncio.timeout(_OPEN_S):
                 await super().open()
         except TimeoutError:
-            # Any mount of 3FS that hangs on this machine: looking for ours asks all of them.
+            # To find the mount of a path asks all 3FS mounts of the machine, so any of them may be the one that hangs.
             raise ConfigError(f"{self.option}: a 3FS mount did not answer for {_OPEN_S:.0f} s") from None

@@ -28,7 +28,7 @@ from tiercache.device.paged import DevicePayload, device_payload
 from tiercache.errors import ConfigError, DeviceError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
-from tiercache.memory.workers import GIVE_UP_S, Workers, once_ended, retrieve_exception, wait_shielded, wait_uncancelled
+from tiercache.memory.workers import GIVE_UP_S, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.ingest import Ingest
@@ -475,7 +475,7 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     for workers in (copiers, fillers):
         stack.callback(workers.close)
     if device is not None:
-        await wait_shielded(copiers.submit(device.pin, arena.memory, pool.slot_bytes))
+        await in_thread("device", DEVICE_S, device.pin, arena.memory, pool.slot_bytes, give_up_s=GIVE_UP_S)
     cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     stack.push_async_callback(closing.settle)

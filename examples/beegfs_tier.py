@@ -12,9 +12,9 @@ Put this file where Python finds it, and name it in the configuration:
 
 from pathlib import Path
 
-from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.index import FollowedIndex
+from tiercache.tiers.files.io_posix import TwiceMover
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 

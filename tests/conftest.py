@@ -14,7 +14,7 @@ from tests import needs
 from tests.leaks import nothing_left, watch_slots
 from tests.made import SHARED_MEMORY, watch_what_is_made
 from tiercache.core.layout import Layout
-from tiercache.tiers.files.mounts import file_system_of
+from tiercache.tiers.files.access import file_system_of
 
 # What lives as long as the process is no leak of whichever test is the first to need it.
 resource_tracker.ensure_running()

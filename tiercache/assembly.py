@@ -29,8 +29,8 @@ from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.mounts import file_system_of
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.access import file_system_of
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier

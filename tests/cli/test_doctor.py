@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.commands.doctor import NOTE, OK, PROBLEM, Finding, examine
-from tiercache.tiers.files.mounts import Mount, file_system_of, mounts
+from tiercache.tiers.files.access import Mount, file_system_of, mounts
 
 
 def by_topic(findings: list[Finding]) -> dict[str, Finding]:

@@ -6,7 +6,7 @@ import pytest
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, alignment_of, explain
-from tiercache.tiers.files.mounts import mount_of, parse_mountinfo
+from tiercache.tiers.files.access import mount_of, parse_mountinfo
 
 TABLE = r"""
 22 28 0:20 / /sys rw,nosuid,nodev,noexec,relatime shared:7 - sysfs sysfs rw

@@ -19,8 +19,8 @@ from tiercache.testing import page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.chunk_file import write_chunk_file
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.format import write_chunk_file
+from tiercache.tiers.files.shelves import FileSettings
 
 FINGERPRINT = b"f" * 16
 FILE_BYTES = file_bytes(CHUNK_BYTES)

@@ -15,7 +15,7 @@ from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver
-from tiercache.tiers.files.device_files import DeviceFiles
+from tiercache.tiers.files.io_gds import DeviceFiles
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from tiercache.core.keys import KEY_BYTES
 from tiercache.testing.contract import page_aligned
 from tiercache.testing.simulation.files import Disk, FileCalls, Torn
-from tiercache.tiers.files import allocation, publishing
-from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files import directory as directory_module
+from tiercache.tiers.files import format as chunk_format
+from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.volume import Volume
 
 ROOT = "/simulated/disk0"
@@ -227,7 +228,7 @@ class Real:
     """`os` and what of C tiercache calls beside it."""
 
     flock = staticmethod(fcntl.flock)
-    rename_new = staticmethod(publishing.rename_new)
+    rename_new = staticmethod(directory_module.rename_new)
     fallocate = staticmethod(lambda descriptor, offset, length: os.posix_fallocate(descriptor, offset, length))
 
     def __getattr__(self, name: str) -> Any:
@@ -667,11 +668,11 @@ def in_the_place_of_os(calls: FileCalls, patch: pytest.MonkeyPatch) -> Iterator[
             patched.setattr(os, name, routed(getattr(calls, name), getattr(os, name)))
         patched.setattr(fcntl, "flock", routed(calls.flock, fcntl.flock))
         patched.setattr(
-            allocation,
+            chunk_format,
             "_fallocate",
             like_c(lambda descriptor, mode, at, length: calls.fallocate(descriptor, mode, at.value, length.value)),
         )
-        patched.setattr(publishing, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new)))
+        patched.setattr(directory_module, "_renameat2", like_c(lambda at, old, to, new, flags: calls.rename_new(old, new)))
         yield
 
 

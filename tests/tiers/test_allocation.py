@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.tiers.files.allocation import reserve, spread
-from tiercache.tiers.files.mounts import file_system_of
+from tiercache.tiers.files.access import file_system_of
+from tiercache.tiers.files.format import reserve, spread
 
 
 def test_blocks_are_there_before_anything_is_written(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.files.access import OWNER
 from tiercache.tiers.files.capacity import Capacity, CounterLost, counted_in
-from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.owners import Owner
 from tiercache.tiers.files.volume import Volume
 
@@ -394,7 +394,7 @@ from tests.tiers.test_disk import FINGERPRINT
 from tiercache.errors import TierFull
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.volume import Volume
 
 place, first, cap, step = Path(sys.argv[1]), *map(int, sys.argv[2:])

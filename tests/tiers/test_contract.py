@@ -16,7 +16,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 

@@ -10,8 +10,8 @@ import pytest
 from tests.tiers.test_disk import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files import device_turns
-from tiercache.tiers.files.device_turns import EVERYBODYS, LARGE_BYTES, DeviceTurns
+from tiercache.tiers.files import format as chunk_format
+from tiercache.tiers.files.format import EVERYBODYS, LARGE_BYTES, DeviceTurns
 
 
 def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thread, threading.Event]:
@@ -29,7 +29,7 @@ def in_thread(turns: DeviceTurns, until: threading.Event) -> tuple[threading.Thr
 
 
 def test_turn_comes_when_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
     turns, end_first, end = DeviceTurns(1), threading.Event(), threading.Event()
     first, first_began = in_thread(turns, end_first)
     assert first_began.wait(10.0)
@@ -43,7 +43,7 @@ def test_turn_comes_when_another_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 0.001)
     turns, end = DeviceTurns(1), threading.Event()
     hung, began = in_thread(turns, end)
     assert began.wait(10.0)
@@ -55,7 +55,7 @@ def test_write_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_went_without_a_turn_gives_none_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 0.001)
     turns = DeviceTurns(1)
     with turns.taken(LARGE_BYTES):
         with turns.taken(LARGE_BYTES):
@@ -64,7 +64,7 @@ def test_who_went_without_a_turn_gives_none_back(monkeypatch: pytest.MonkeyPatch
 
 
 def test_turn_of_a_write_that_failed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
     turns = DeviceTurns(1)
     for _ in range(2):
         with pytest.raises(OSError, match="full"), turns.taken(LARGE_BYTES):
@@ -77,7 +77,7 @@ def test_without_places_nobody_waits() -> None:
 
 
 def test_small_write_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
     turns = DeviceTurns(1)
     with turns.taken(LARGE_BYTES), turns.taken(LARGE_BYTES - 1):
         pass
@@ -86,8 +86,8 @@ def test_small_write_needs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_disk_writes_with_more_threads_than_hand_over_bytes_at_a_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(device_turns, "_PATIENCE_S", 60.0)
-    monkeypatch.setattr(device_turns, "LARGE_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(chunk_format, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(chunk_format, "LARGE_BYTES", CHUNK_BYTES)
     counting, pwritev = threading.Lock(), os.pwritev
     at_device, most_at_device, writing = 0, 0, threading.Barrier(2)
 

@@ -19,9 +19,8 @@ from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailabl
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.survey import Scanned
+from tiercache.tiers.files.directory import Scanned, Victims
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.volume import Volume
 
 FINGERPRINT = b"f" * 16

@@ -40,8 +40,8 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.processes import stop_process
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.capacity import Mark
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.directory import Victims
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.volume import Volume
 
 __all__ = ["small_device"]
@@ -68,7 +68,7 @@ BEGINNERS = """
 import asyncio, sys
 from pathlib import Path
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 
 async def begin(place):
     tier = DiskTier(FileSettings((place,), 1 << 24), b"f" * 16)
@@ -410,9 +410,9 @@ from pathlib import Path
 from tests.remote.fs.test_fs import opened
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files import allocation
+from tiercache.tiers.files import format as chunk_format
 
-allocation._fallocate = None  # as on file systems that cannot reserve room
+chunk_format._fallocate = None  # as on file systems that cannot reserve room
 
 async def main():
     async with opened(Path(sys.argv[1]), max_size=float(sys.argv[2])) as tier:

@@ -24,7 +24,7 @@ from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator, install, why_no_fuse
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier

@@ -18,7 +18,7 @@ from tiercache.testing import FaultyTier, MemoryTier, chunk, page_aligned
 from tiercache.testing.simulation.own import BehindWeather
 from tiercache.testing.wrapped import WrappedTier
 from tiercache.tiers.base import DeviceTier, Tier
-from tiercache.tiers.files.parts import Knowledge, Mover
+from tiercache.tiers.files.shelves import Knowledge, Mover
 from tiercache.tiers.remote.base import RemoteTier
 from tiercache.tiers.remote.fs import FsTier
 from tiercache.tiers.remote.redis import RedisTier

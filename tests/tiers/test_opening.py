@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiers.test_disk import FINGERPRINT
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.weka import WekaSettings, WekaTier
 

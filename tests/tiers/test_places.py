@@ -14,7 +14,7 @@ from tests.tiers.test_disk import fill, is_hit, opened, small_device
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
 

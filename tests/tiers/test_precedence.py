@@ -15,9 +15,10 @@ from tiercache.errors import CorruptChunk
 from tiercache.memory.workers import Workers
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files import chunk_file, precedence
-from tiercache.tiers.files.chunk_file import read_chunk_file, write_chunk_file
-from tiercache.tiers.files.precedence import Precedence
+from tiercache.tiers.files import format as chunk_format
+from tiercache.tiers.files import io_posix
+from tiercache.tiers.files.format import read_chunk_file, write_chunk_file
+from tiercache.tiers.files.io_posix import Precedence
 
 A, B = b"a" * 24, b"b" * 24
 
@@ -56,7 +57,7 @@ class Line:
 
 @asynccontextmanager
 async def line(monkeypatch: pytest.MonkeyPatch, patience_s: float = 60.0) -> AsyncIterator[Line]:
-    monkeypatch.setattr(precedence, "_PATIENCE_S", patience_s)
+    monkeypatch.setattr(io_posix, "_PATIENCE_S", patience_s)
     workers = Workers("prefetch", 2)
     async with asyncio.timeout(10.0):
         yield Line(workers)
@@ -111,7 +112,7 @@ def written(path: Path, key: bytes, payload: np.ndarray) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many parts a chunk is read in."""
-    monkeypatch.setattr(chunk_file, "PART_BYTES", 4096)
+    monkeypatch.setattr(chunk_format, "PART_BYTES", 4096)
     return CHUNK_BYTES // max(4096, CHUNK_BYTES // 8)
 
 
@@ -143,7 +144,7 @@ def test_chunk_that_is_bad_in_its_last_part_is_refused(tmp_path: Path, harm: str
 async def test_reads_find_a_thread_while_every_prefetch_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_parts: int
 ) -> None:
-    monkeypatch.setattr(precedence, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(io_posix, "_PATIENCE_S", 60.0)
     async with opened(tmp_path, threads=1) as tier:
         for number in (1, 2):
             key, payload = chunk(number)

@@ -11,8 +11,7 @@ import pytest
 from tests.tiers.test_disk import FINGERPRINT, allocated_bytes
 from tiercache.testing import chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.publishing import Publish, link_new, rename_new
+from tiercache.tiers.files.directory import Publish, Victims, link_new, rename_new
 from tiercache.tiers.files.volume import Volume
 
 WAYS: dict[str, tuple[Publish, ...]] = {"renameat2": (rename_new,), "link": (link_new,), "lock": ()}
@@ -89,7 +88,7 @@ from pathlib import Path
 from tests.tiers.test_publishing import opened
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.directory import Victims
 
 def half(temporary, path):
     os.link(temporary, path)

@@ -18,13 +18,12 @@ from tiercache.errors import TierUnavailable
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files import listing
-from tiercache.tiers.files.changes import PendingFile
-from tiercache.tiers.files.survey import Scanned, Surveyor
+from tiercache.tiers.files import index
+from tiercache.tiers.files.directory import PendingFile, Scanned, Surveyor
 from tiercache.tiers.files.volume import Volume
 
 KEY = chunk(1)[0]
-_sizes = listing.sizes
+_sizes = index.sizes
 
 
 async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
@@ -43,7 +42,7 @@ async def test_chunk_that_was_listed_before_its_removal_is_stored_anew(
                 asyncio.run_coroutine_threadsafe(tier.remove(KEY), loop).result(10.0)
             return found
 
-        monkeypatch.setattr(listing, "sizes", sizes_then_removed)
+        monkeypatch.setattr(index, "sizes", sizes_then_removed)
         await tier.refreshed()
         assert seen.is_set()
         await weka.store(tier, range(1, 2))
@@ -72,7 +71,7 @@ async def test_chunk_that_was_listed_while_its_removal_had_begun_is_stored_anew(
         monkeypatch.setattr(Volume, "delete", delete_late)
         removal = asyncio.create_task(tier.remove(KEY))
         await asyncio.sleep(0)
-        monkeypatch.setattr(listing, "sizes", sizes_then_removed)
+        monkeypatch.setattr(index, "sizes", sizes_then_removed)
         await tier.refreshed()
         assert removal.done() and await removal
         await weka.store(tier, range(1, 2))

@@ -15,8 +15,8 @@ from tiercache.core.budget import PREFETCH, READ
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files import deletions
-from tiercache.tiers.files.inotify import Inotify
+from tiercache.tiers.files import index
+from tiercache.tiers.files.index import Inotify
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier, max_mappings
 
 
@@ -231,7 +231,7 @@ async def test_without_watches_a_sweep_finds_what_others_deleted(
     def no_more(self: Inotify) -> None:
         raise OSError(24, "no watches left")
 
-    monkeypatch.setattr(deletions, "Inotify", type("None_", (), {"__init__": no_more}))
+    monkeypatch.setattr(index, "Inotify", type("None_", (), {"__init__": no_more}))
     async with opened(in_memory) as tier:
         await store(tier, 1, 2, 3)
         for number in (1, 2):

@@ -18,8 +18,8 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.files import deletions
-from tiercache.tiers.files.inotify import OVERFLOW, Happening, Inotify
+from tiercache.tiers.files import index
+from tiercache.tiers.files.index import OVERFLOW, Happening, Inotify
 
 SOON_S = 30.0
 
@@ -193,15 +193,15 @@ async def test_after_an_overflow_the_loop_goes_on_between_slices_of_the_index(
 ) -> None:
     """What the loop does in one turn is a slice, however many chunks there are."""
     asked: list[int] = []
-    missing = deletions._missing
+    missing = index._missing
 
     def counted(volume: object, part: list[ChunkKey]) -> list[ChunkKey]:
         asked.append(len(part))
         return missing(volume, part)  # type: ignore[arg-type]
 
     happened = Inotify.happened
-    monkeypatch.setattr(deletions, "_AT_ONCE", 3)
-    monkeypatch.setattr(deletions, "_missing", counted)
+    monkeypatch.setattr(index, "_AT_ONCE", 3)
+    monkeypatch.setattr(index, "_missing", counted)
     async with opened(tmp_path) as tier:
         followed = Followed(tier)
         await fill(tier, range(20))
@@ -220,7 +220,7 @@ async def test_without_watches_the_tier_serves_and_says_what_is_lacking(
     def refuse() -> Inotify:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(deletions, "Inotify", refuse)
+    monkeypatch.setattr(index, "Inotify", refuse)
     async with opened(tmp_path) as tier:
         followed = Followed(tier)
         await fill(tier, range(4))

@@ -15,8 +15,8 @@ from tiercache.core.keys import ChunkKey, tenant_tag
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files import capacity, listing
-from tiercache.tiers.files.listing import Refresher, pauses_s
+from tiercache.tiers.files import capacity, index
+from tiercache.tiers.files.index import Refresher, pauses_s
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 __all__ = ["small_device"]
@@ -104,7 +104,7 @@ def test_refreshing_takes_a_tenth_of_the_time_at_most(took_s: float, least_s: fl
 async def test_a_mount_that_hung_twice_is_refreshed_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refresh, answered = Refresher._refresh, listing.answered
+    refresh, answered = Refresher._refresh, index.answered
     hangs_s: list[float] = []
     refreshes = 0
 
@@ -121,7 +121,7 @@ async def test_a_mount_that_hung_twice_is_refreshed_soon_after(
         return await answered(work, what)
 
     monkeypatch.setattr(Refresher, "_refresh", refresh_late)
-    monkeypatch.setattr(listing, "answered", answered_late)
+    monkeypatch.setattr(index, "answered", answered_late)
     loop = asyncio.get_running_loop()
     async with opened(tmp_path) as tier:
         while refreshes < 2:

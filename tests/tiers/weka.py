@@ -12,8 +12,7 @@ from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
 from tiercache.core.keys import ChunkKey
 from tiercache.testing import JumpingClockLoop, chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.listing import Refresher
+from tiercache.tiers.files.index import FollowedIndex, Refresher
 from tiercache.tiers.weka import WekaSettings, WekaTier
 
 

@@ -523,7 +523,7 @@ class Driver:
         code = (
             "import asyncio, pathlib, sys\n"
             "from tiercache.tiers.disk import DiskTier\n"
-            "from tiercache.tiers.files.settings import FileSettings\n"
+            "from tiercache.tiers.files.shelves import FileSettings\n"
             "async def main():\n"
             "    tier = DiskTier(FileSettings((pathlib.Path(sys.argv[1]),), int(sys.argv[2])), b'f' * 16)\n"
             "    await tier.open()\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.tiers.files.chunk_file import supports_direct_io
+from tiercache.tiers.files.format import supports_direct_io
 
 
 class FileCeiling:

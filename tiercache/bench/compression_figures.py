@@ -26,7 +26,7 @@ from tiercache.testing.s3 import BUCKET, KEY, SECRET, S3Server, weed
 from tiercache.tiers.base import Tier
 from tiercache.tiers.compression import Compression, unpacked
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.files.settings import FileSettings
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.registry import make_remote
 

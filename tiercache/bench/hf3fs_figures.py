@@ -22,7 +22,7 @@ from tiercache.bench.workload import MIB, Plan, in_turn, new_keys, size_name
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.testing.hf3fs import Hf3fsEmulator, Pace, install, why_no_fuse
-from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.directory import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import PART_BYTES, load_library
 from tiercache.tiers.hf3fs.ring import RegisteredMemory, RingSettings, in_parts, registered_arena

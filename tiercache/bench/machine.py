@@ -10,8 +10,8 @@ from typing import Any
 
 from tiercache import __version__
 from tiercache.commands.doctor import huge_page_mode
-from tiercache.tiers.files.chunk_file import supports_direct_io
-from tiercache.tiers.files.mounts import file_system_of
+from tiercache.tiers.files.access import file_system_of
+from tiercache.tiers.files.format import supports_direct_io
 
 
 def machine(directory: Path) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from pathlib import Path
 import aiofiles
 from aiofiles import ospath
 
-from tiercache.tiers.files.manifest import MANIFEST
-from tiercache.tiers.files.place import found_place
-from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
+from tiercache.tiers.files.directory import CHUNK_NAME, MANIFEST, TOP_LEVELS, found_place
 
 
 async def problem_with(directory: Path) -> str | None:

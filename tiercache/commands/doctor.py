@@ -16,10 +16,10 @@ from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.commands.storage import Place, access_to, alignment_of, explain, has_nvidia_fs
 from tiercache.config import Config
 from tiercache.errors import ConfigError
+from tiercache.tiers.files.access import mount_of, mounts
 from tiercache.tiers.files.capacity import counted_in
-from tiercache.tiers.files.chunk_file import supports_direct_io
-from tiercache.tiers.files.mounts import mount_of, mounts
-from tiercache.tiers.files.place import found_place
+from tiercache.tiers.files.directory import found_place
+from tiercache.tiers.files.format import supports_direct_io
 from tiercache.tiers.shared_memory import require_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

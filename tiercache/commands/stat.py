@@ -14,10 +14,8 @@ from tiercache.commands.directory import problem_with
 from tiercache.commands.findings import complain
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.tiers.files.capacity import counted_in
+from tiercache.tiers.files.directory import CHUNK_NAME, QUARANTINED_NAME, TOP_LEVELS, found_place
 from tiercache.tiers.files.owners import PENDING_NAME
-from tiercache.tiers.files.place import found_place
-from tiercache.tiers.files.quarantine import QUARANTINED_NAME
-from tiercache.tiers.files.survey import CHUNK_NAME, TOP_LEVELS
 
 
 def stat_command(directory: Path, as_json: bool) -> int:

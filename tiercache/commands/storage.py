@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tiercache.commands.findings import NOTE, OK, PROBLEM, Finding
 from tiercache.core.header import HEADER_BYTES
-from tiercache.tiers.files.mounts import NFS, Mount, local_locks
-from tiercache.tiers.files.place import found_place
+from tiercache.tiers.files.access import NFS, Mount, local_locks
+from tiercache.tiers.files.directory import found_place
 
 CUFILE_KINDS = frozenset({"ext4", "xfs", "wekafs", "lustre", "nfs", "nfs4", "beegfs", "gpfs"})
 """File systems that GPUDirect Storage supports, https://docs.nvidia.com/gpudirect-storage/nvidia_fs/index.html."""

@@ -25,9 +25,8 @@ from tiercache.core.layout import FINGERPRINT_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.compression import check_compressed
 from tiercache.tiers.files.access import access_as_found, open_regular
-from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
-from tiercache.tiers.files.place import found_place
-from tiercache.tiers.files.survey import has_our_header
+from tiercache.tiers.files.directory import found_place, has_our_header
+from tiercache.tiers.files.format import host_checksum, verify_chunk
 from tiercache.tiers.files.volume import Volume
 
 _THREADS = 4

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.threads import ThreadMover
+from tiercache.tiers.files.io_posix import ThreadMover
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 
 

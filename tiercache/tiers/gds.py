@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercache.device.device import Device
-from tiercache.tiers.files.device_files import DeviceFiles
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.threads import DeviceMover
+from tiercache.tiers.files.io_gds import DeviceFiles
+from tiercache.tiers.files.io_posix import DeviceMover
+from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
 
 

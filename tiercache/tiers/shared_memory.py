@@ -26,11 +26,10 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
 from tiercache.tiers.base import Tier, TierStatistics
+from tiercache.tiers.files.access import mount_of
+from tiercache.tiers.files.io_posix import ThreadMover
 from tiercache.tiers.files.mapped_file import Inode, MappedFile, inode_at, map_chunk_file
-from tiercache.tiers.files.mounts import mount_of
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.shelves import Shelves
-from tiercache.tiers.files.threads import ThreadMover
+from tiercache.tiers.files.shelves import FileSettings, Shelves
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.leases import ONE, Lease, pins_in

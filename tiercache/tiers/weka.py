@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercache.device.device import Device
-from tiercache.tiers.files.device_files import DeviceFiles
-from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.threads import DeviceMover
+from tiercache.tiers.files.index import FollowedIndex
+from tiercache.tiers.files.io_gds import DeviceFiles
+from tiercache.tiers.files.io_posix import DeviceMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.gds import GdsSettings
 

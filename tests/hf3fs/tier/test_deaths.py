@@ -18,7 +18,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
-from tiercache.tiers.files import metadata
+from tiercache.tiers.files import shelves
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module
 from tiercache.tiers.hf3fs.files import RegisteredFiles
@@ -62,7 +62,7 @@ async def responsive() -> AsyncIterator[None]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (metadata, "_CLOSE_S")):
+    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (shelves, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
 
 

@@ -17,7 +17,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client import descriptors
-from tiercache.tiers.files import metadata
+from tiercache.tiers.files import shelves
 from tiercache.tiers.hf3fs import Hf3fsTier, engine
 from tiercache.tiers.hf3fs import tier as tier_module
 
@@ -244,7 +244,7 @@ async def test_paused_daemon_hangs_threads_and_not_the_loop(
 async def test_close_does_not_wait_for_a_paused_daemon(
     mortal: Hf3fsEmulator, opened: Opened, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (metadata, "_CLOSE_S")):
+    for module, name in ((engine, "_CLOSE_S"), (tier_module, "_CLOSE_S"), (shelves, "_CLOSE_S")):
         monkeypatch.setattr(module, name, 0.1)
     async with opened(mortal.mount / "chunks", rings=HASTY) as tier3:
         await put(tier3, memory, 1)

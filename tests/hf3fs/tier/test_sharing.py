@@ -16,7 +16,7 @@ from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.testing.hf3fs.client.descriptors import _registered
-from tiercache.tiers.files.changes import PendingFile
+from tiercache.tiers.files.directory import PendingFile
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs import Hf3fsTier
 

@@ -24,7 +24,7 @@ from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.hf3fs import Hf3fsEmulator
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files import shelves
-from tiercache.tiers.files.changes import Victims
+from tiercache.tiers.files.directory import Victims
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs import Hf3fsSettings, Hf3fsTier
 from tiercache.tiers.hf3fs.engine import load_library

@@ -26,8 +26,8 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.testing import TierContract, chunk, page_aligned
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
+from tiercache.tiers.files.access import Mount
 from tiercache.tiers.files.capacity import Capacity
-from tiercache.tiers.files.mounts import Mount
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.remote.fs import FsTier, make_fs_tier
 

@@ -17,8 +17,7 @@ from tiercache.bench.workload import new_keys
 from tiercache.core.header import HEADER_BYTES
 from tiercache.device.device import Device
 from tiercache.errors import CorruptChunk
-from tiercache.tiers.files.device_files import DeviceFiles, KvikioFiles, import_kvikio
-from tiercache.tiers.files.gds_probe import probe_gds
+from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, import_kvikio, probe_gds
 from tiercache.tiers.gds import GdsSettings, GdsTier
 
 MIB = 1 << 20

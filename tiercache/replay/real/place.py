@@ -17,7 +17,7 @@ from tiercache.core.layout import Layout
 from tiercache.memory.arena import HUGE_PAGE_BYTES
 from tiercache.memory.slots import FEWEST_SLOTS
 from tiercache.replay.setting import Setting, SettingError
-from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.directory import TOP_LEVELS
 from tiercache.tiers.files.tier import FileTier
 
 DISK = "disk"

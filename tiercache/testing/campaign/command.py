@@ -22,7 +22,7 @@ from tiercache.testing.campaign.processes import Nursery
 from tiercache.testing.campaign.referee import CALL_S, Referee
 from tiercache.testing.campaign.report import Report
 from tiercache.testing.campaign.usage import growth, left_behind, shared_memory_of
-from tiercache.tiers.files.mounts import mounts
+from tiercache.tiers.files.access import mounts
 
 WORKER = "tiercache.testing.campaign.worker"
 _OF_A_CAMPAIGN = re.compile(r"campaign-\d+-(\d+)/")

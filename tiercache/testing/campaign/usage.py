@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from tiercache.memory.arena import SHM_DIRECTORY
-from tiercache.tiers.files.mounts import mounts
+from tiercache.tiers.files.access import mounts
 
 SOAK_S = 600.0
 """A campaign that lasts so long is a soak."""

@@ -11,7 +11,7 @@ from tiercache.testing.simulation.node import Node
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.places import Place, is_good
 from tiercache.testing.simulation.plan import FILE_BYTES
-from tiercache.tiers.files.knowledge import FollowedIndex
+from tiercache.tiers.files.index import FollowedIndex
 from tiercache.tiers.files.scanning import Shelf
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.files import RegisteredFiles

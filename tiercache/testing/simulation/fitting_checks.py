@@ -11,7 +11,7 @@ from tiercache.core.budget import Purpose
 from tiercache.errors import TierCacheError
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
-from tiercache.tiers.files.threads import DeviceMover
+from tiercache.tiers.files.io_posix import DeviceMover
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.hf3fs.tier import RingMover
 

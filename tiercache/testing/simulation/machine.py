@@ -30,8 +30,8 @@ from tiercache.testing.simulation.system import ROOT, Stand, changed
 from tiercache.testing.simulation.twin import DeviceWeather, SimulatedTwin
 from tiercache.testing.simulation.usrbio import library_of
 from tiercache.testing.simulation.weather import Weather
-from tiercache.tiers.files.mounts import Mount
-from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.access import Mount
+from tiercache.tiers.files.directory import TOP_LEVELS
 from tiercache.tiers.hf3fs import Hf3fsSettings
 from tiercache.tiers.hf3fs.ring import transfer_bytes
 
@@ -98,14 +98,14 @@ class Machine:
     def installed(self) -> Iterator[None]:
         """After the system."""
         replacements: list[tuple[str, str, Any]] = [
-            ("tiercache.tiers.files.mounts", "mounts", self._mounts),
+            ("tiercache.tiers.files.access", "mounts", self._mounts),
             ("tiercache.tiers.files.volume", "TOP_LEVELS", self._top_levels),
-            ("tiercache.tiers.files.listing", "TOP_LEVELS", self._top_levels),
+            ("tiercache.tiers.files.index", "TOP_LEVELS", self._top_levels),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
             ("tiercache.assembly", "CpuDriver", self._make_twin),
-            ("tiercache.tiers.files.threads", "probe_gds", _gds_works),
-            ("tiercache.tiers.files.device_files", "import_kvikio", make_kvikio),
+            ("tiercache.tiers.files.io_posix", "probe_gds", _gds_works),
+            ("tiercache.tiers.files.io_gds", "import_kvikio", make_kvikio),
             ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),
             ("tiercache.memory.arena", "mmap", Stand(mmap, mmap=self.memory.mmap)),
             (

@@ -15,7 +15,7 @@ from tiercache.core.keys import HEX_KEY
 from tiercache.testing.simulation.disk import Disk
 from tiercache.testing.simulation.inodes import Directory, File
 from tiercache.testing.simulation.oracle import Violation
-from tiercache.tiers.files.place import SUBDIRECTORY
+from tiercache.tiers.files.directory import SUBDIRECTORY
 
 _TOP = re.compile(r"[0-9a-f]{2}")
 _CHUNK = re.compile(HEX_KEY)

@@ -84,15 +84,15 @@ class System:
             stack.enter_context(changed(os, "urandom", self._urandom(os.urandom)))
             stack.enter_context(changed(os, "getpid", self._getpid(os.getpid)))
             for module_name, function, answer in (
-                ("tiercache.tiers.files.allocation", "_fallocate", self._fallocate),
-                ("tiercache.tiers.files.publishing", "_renameat2", self._renameat2),
+                ("tiercache.tiers.files.format", "_fallocate", self._fallocate),
+                ("tiercache.tiers.files.directory", "_renameat2", self._renameat2),
             ):
                 module = sys.modules[module_name]
                 stack.enter_context(changed(module, function, answer))
             # An arena is rounded up to huge pages: a handful of slots would be 512.
             stack.enter_context(changed(sys.modules["tiercache.memory.arena"], "HUGE_PAGE_BYTES", _PAGE_BYTES))
             # Nor are its chunks as long as parts of real ones.
-            stack.enter_context(changed(sys.modules["tiercache.tiers.files.chunk_file"], "PART_BYTES", _PAGE_BYTES))
+            stack.enter_context(changed(sys.modules["tiercache.tiers.files.format"], "PART_BYTES", _PAGE_BYTES))
             yield
 
     def _instead_of(self, value: Any) -> Any:

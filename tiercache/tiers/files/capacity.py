@@ -25,9 +25,8 @@ from typing import NamedTuple
 
 from tiercache.core.sharing import pause_s
 from tiercache.errors import TierUnavailable
-from tiercache.tiers.files.access import ABSENT, OWNER, Access, open_regular
-from tiercache.tiers.files.allocation import NO_ROOM
-from tiercache.tiers.files.locking import lock_within
+from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_regular
+from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.owners import Owner, Record
 
 _FILE = struct.Struct("<8sQQQ")

@@ -22,7 +22,7 @@ from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.files.access import Access, open_found
-from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
+from tiercache.tiers.files.format import host_checksum, verify_chunk
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _map, _unmap = _libc.mmap, _libc.munmap

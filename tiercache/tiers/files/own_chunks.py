@@ -7,8 +7,8 @@ import os
 from tiercache.core.header import PACKED_BYTES, Header, HeaderError
 from tiercache.core.keys import ChunkKey
 from tiercache.tiers.files.access import NotAFile, open_regular
-from tiercache.tiers.files.listing import list_keys
-from tiercache.tiers.files.survey import TOP_LEVELS
+from tiercache.tiers.files.directory import TOP_LEVELS
+from tiercache.tiers.files.index import list_keys
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
 

@@ -17,8 +17,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.core.lru import PARTS
 from tiercache.core.sharing import pause_s
 from tiercache.memory.workers import Workers
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.survey import Scanned
+from tiercache.tiers.files.directory import Scanned, Victims
 from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")

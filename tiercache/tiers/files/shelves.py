@@ -7,30 +7,270 @@ import asyncio
 import contextlib
 import errno
 import logging
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
+from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
-from tiercache.errors import ConfigError, TierFull, TierUnavailable
+from tiercache.device.driver import Tensor
+from tiercache.errors import ConfigError, DeviceError, TierFull, TierUnavailable
+from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.base import TierStatistics
 from tiercache.tiers.compression import Compression
 from tiercache.tiers.files.access import ACCESS
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.manifest import WrongFormat
-from tiercache.tiers.files.metadata import MetadataWorkers
-from tiercache.tiers.files.only_read import OnlyRead
-from tiercache.tiers.files.parts import Knowledge, Mover
-from tiercache.tiers.files.place import found_place, make_place
+from tiercache.tiers.files.directory import Victims, WrongFormat, default_cap, found_place, make_place
 from tiercache.tiers.files.scanning import Shelf, scan
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.space import default_cap
-from tiercache.tiers.files.volume import Volume
+from tiercache.tiers.files.volume import OnlyRead, Volume
 
 logger = logging.getLogger("tiercache.disk")
+
+_CLOSE_S = 5.0
+
+
+class MetadataWorkers(Workers):
+    """The mount may hang, and the loop must not: whatever is closed is closed here."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        super().__init__(f"{name}-metadata", threads)
+        self.background = Workers(f"{name}-scan", threads)
+        """For scans, and deletions after one: look-ups do not wait for them. The next scan waits for those deletions."""
+        self._cleanups: set[asyncio.Future[Any]] = set()
+
+    async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
+        """Call `open_it` in a thread. Where it fails or the caller is cancelled, `close_it` is called when it has ended."""
+        unwanted = threading.Event()
+
+        def run() -> None:
+            try:
+                open_it()
+            finally:
+                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
+                    close_it()
+
+        opening = self.submit(run)
+        try:
+            await asyncio.shield(opening)
+        except BaseException:
+            # Cancelled, it may still be at work in its thread.
+            unwanted.set()
+            opening.add_done_callback(retrieve_exception)
+            opening.add_done_callback(lambda _: self.later(close_it))
+            self.watch(opening)
+            raise
+
+    def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
+        """Do it in a thread. Nobody waits for it but `cleaned_up`; when the threads are closed, one is made for it."""
+
+        def run() -> None:
+            try:
+                clean_up(*arguments)
+            except OSError as error:
+                logger.info("%s: could not clean up: %s", self.name, error)
+
+        try:
+            work = self.submit(run)
+        except RuntimeError:  # closed meanwhile
+            threading.Thread(target=run, name=f"tiercache-{self.name}-late", daemon=True).start()
+            return
+        self.watch(work)
+
+    def close(self) -> None:
+        super().close()
+        self.background.close()
+
+    def watch(self, work: asyncio.Future[Any]) -> None:
+        """Something that is still at work, though nobody waits for it any more."""
+        self._cleanups.add(work)
+        work.add_done_callback(self._cleanups.discard)
+
+    async def cleaned_up(self) -> None:
+        """Wait for all that, but not for long, and let the threads end."""
+        until_s = asyncio.get_running_loop().time() + _CLOSE_S
+        try:
+            while self._cleanups and (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+                await asyncio.wait(self._cleanups, timeout=left_s)
+        finally:
+            self.close()
+
+
+_LARGEST_STEP_BYTES = 64 << 20
+_STEPS = 64
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    directories: tuple[Path, ...]
+    cap_bytes: int
+    """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
+    tier opens."""
+    threads: int = 4
+    """For reads; as many again for writes, or more. 1: one chunk after the other, in the order in which they were asked
+    for."""
+    direct: bool | None = None
+    """O_DIRECT: True, False, or None to use it where it works."""
+    durable: bool = True
+    """fdatasync each file before it gets its name. Its name follows with the file system's next commit (seconds): a power
+    cut can lose the newest chunks but never show half of one. Without, all that was written lately may be lost, and what is
+    torn is found by verification. Neither matters for kill -9."""
+    admission: str = "all"
+    """Which chunks are worth writing, see tiercache.core.admission."""
+    bytes_per_day: float = 0.0
+    """The most that is written a day; 0: no limit."""
+    file_access: str = "owner"
+    """Who may read what is stored: "owner" (0600, directories 0700) or "group" (0660, 2770). Directories that exist already
+    keep their modes, except those below them that are ours."""
+    chunk_bytes: int = 0
+    """The largest payload. Needed by those that move chunks through buffers of their own."""
+    many_hosts: bool = False
+    """Other hosts use the directories, too, and must see what this one has reserved when it is gone."""
+    compression: str = "none"
+    """What is done to payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
+    item_bytes: int = 1
+    """Length of a number in them."""
+    tenant_bytes: int = 0
+    """What each tenant may have of all directories together, of each an equal share; 0: no quota."""
+    beside: bool = True
+    """A file is made in the directory in which it will have its name, see `Volume`."""
+
+    @property
+    def tenant_share_bytes(self) -> int:
+        """Of one directory."""
+        return self.tenant_bytes // len(self.directories)
+
+    def step_of(self, cap_bytes: int) -> int:
+        """In how large steps a process reserves bytes of a directory with that cap."""
+        return min(_LARGEST_STEP_BYTES, cap_bytes // _STEPS)
+
+
+class Mover(ABC):
+    """Who moves bytes between memory and files. What a call promises is what `Volume.read` and `Volume.write` promise; what
+    has been begun goes on when its future is cancelled."""
+
+    places: int
+    """How many reads it takes on at a time. Known once it is open."""
+    sees_remounts = False
+    """Whether it finds out itself that another mount is in the place of its own, and calls `Shelves.remount`."""
+    perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
+    """Errors of a read that are the file's fault, or the device's."""
+
+    async def prepare(self) -> None:  # noqa: B027 - most have nothing to do then
+        """Before the directories are opened. Raises ConfigError."""
+
+    async def open(self) -> None:  # noqa: B027
+        """The directories are open. Raises ConfigError."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Idempotent; does not wait for what hangs."""
+
+    @property
+    def write_places(self) -> int:
+        """How many writes it takes on at a time."""
+        return self.places
+
+    @property
+    def serves_device(self) -> bool:
+        """Whether it moves device memory. Known once it is open."""
+        return False
+
+    @property
+    def keeps_files_open(self) -> bool:
+        """A deleted file takes its space until it is closed."""
+        return False
+
+    def describe(self) -> str:
+        """A phrase for a log line, or nothing."""
+        return ""
+
+    @abstractmethod
+    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        """As `Volume.read`."""
+
+    @property
+    def prefetches_apart(self) -> bool:
+        """As `Traits.prefetches_apart`."""
+        return False
+
+    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
+        """As `read`; it may stand still while there are reads."""
+        return self.read(volume, key, into)
+
+    def hurry(self, key: ChunkKey) -> None:  # noqa: B027
+        """As `Tier.hurry`."""
+
+    @abstractmethod
+    def write(
+        self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
+    ) -> asyncio.Future[int]:
+        """As `Volume.write`."""
+
+    def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
+        """As `Volume.read`, into device memory."""
+        raise DeviceError("there is no device; only host memory is served")
+
+    def write_device(
+        self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
+    ) -> asyncio.Future[int]:
+        """As `Volume.write`, from device memory."""
+        raise DeviceError("there is no device; only host memory is served")
+
+    def forget(self, path: str) -> None:  # noqa: B027
+        """The file at `path` is gone, or is being deleted: close it. Blocks; in a worker thread."""
+
+    def deleted(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027
+        """Chunks are being deleted, or were, by any process: close their files soon."""
+
+    async def close_deleted(self) -> int:
+        """Close the files that other processes have deleted. Return how many there were."""
+        return 0
+
+    def failed(self, error: OSError) -> None:  # noqa: B027
+        """A call failed, perhaps because the mount is dead."""
+
+    def suspect(self) -> None:  # noqa: B027
+        """A directory is not what it was."""
+
+
+class Knowledge(ABC):
+    """What is known of a directory."""
+
+    @abstractmethod
+    def make_index(self) -> CappedIndex:
+        """An empty one."""
+
+    def begin(self, shelf: Shelf) -> None:  # noqa: B027 - only shared directories need it
+        """Keep the index of a shelf fresh from now on."""
+
+    @abstractmethod
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        """As `Tier.probe`."""
+
+    @abstractmethod
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """As `Tier.probe_each`."""
+
+    def missed(self, shelf: Shelf) -> None:  # noqa: B027
+        """Somebody read a chunk that is in no index."""
+
+    def follow_deletions(  # noqa: B027 - what follows everything needs nothing for it
+        self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
+    ) -> None:
+        """What others delete is to leave the index soon, and not when somebody asks for it. `on_stored` is called with the
+        chunks that somebody stores, here or elsewhere on this host, as far as the kernel tells."""
+
+    async def refreshed(self) -> None:  # noqa: B027
+        """Wait until the index has what others did before this call, where it follows them."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let threads end. What was begun is called off by then."""
+
 
 _SCAN_WAIT_S = 2.0
 """How long a write waits for a scan that may find room."""

@@ -1,7 +1,7 @@
 """The file tier: one file per chunk in one or several directories, under a physical cap.
 
 This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `volume.py` is the half
-that blocks. What differs between file systems are two parts (`parts.py`): how bytes move, and what is known of a directory.
+that blocks. File systems differ in two parts (`shelves.py`): how bytes move, and what is known of a directory.
 A tier for one file system is a choice of these.
 """
 
@@ -23,15 +23,11 @@ from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
 from tiercache.tiers.files.access import NotAFile
-from tiercache.tiers.files.allocation import NO_ROOM
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.knowledge import OwnIndex
-from tiercache.tiers.files.manifest import reads_back
-from tiercache.tiers.files.parts import Knowledge, Mover
-from tiercache.tiers.files.publishing import NameTaken
+from tiercache.tiers.files.directory import NameTaken, Victims, reads_back
+from tiercache.tiers.files.format import NO_ROOM
+from tiercache.tiers.files.index import OwnIndex
 from tiercache.tiers.files.scanning import Shelf
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.shelves import Shelves, give_up_bytes
+from tiercache.tiers.files.shelves import FileSettings, Knowledge, Mover, Shelves, give_up_bytes
 from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")

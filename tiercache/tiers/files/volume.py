@@ -21,9 +21,10 @@ import os
 import stat
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,17 +41,31 @@ from tiercache.tiers.files.access import (
     require_directory,
     require_owner,
 )
-from tiercache.tiers.files.allocation import NO_ROOM, spread
 from tiercache.tiers.files.capacity import Capacity, CounterLost, Mark
-from tiercache.tiers.files.changes import Deleted, PendingFile, Victims
-from tiercache.tiers.files.chunk_file import read_chunk, supports_direct_io, write_chunk
-from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
-from tiercache.tiers.files.identity import Identity
-from tiercache.tiers.files.manifest import require_manifest
+from tiercache.tiers.files.directory import (
+    TOP_LEVELS,
+    Deleted,
+    Identity,
+    NameTaken,
+    PendingFile,
+    Publisher,
+    Quarantine,
+    Surveyor,
+    Victims,
+    check_manifest,
+    reads_directly,
+    require_manifest,
+)
+from tiercache.tiers.files.format import (
+    EVERYBODYS,
+    NO_ROOM,
+    DeviceTurns,
+    read_chunk,
+    spread,
+    supports_direct_io,
+    write_chunk,
+)
 from tiercache.tiers.files.owners import TEMPORARY, Owner
-from tiercache.tiers.files.publishing import NameTaken, Publisher
-from tiercache.tiers.files.quarantine import Quarantine
-from tiercache.tiers.files.survey import TOP_LEVELS, Surveyor
 
 logger = logging.getLogger("tiercache.disk")
 
@@ -483,3 +498,49 @@ class Volume:
             return False
         finally:
             self.on_delete(path)
+
+
+class NoCapacity(Capacity):
+    """A reader counts nothing."""
+
+    used_bytes = counted_bytes = 0
+    trusted = True
+    missing = is_behind = False
+
+    def __init__(self) -> None:
+        pass
+
+    def refresh(self) -> bool:
+        return True
+
+
+class OnlyRead(Volume):
+    """Synchronous, for worker threads, as `Volume` is."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.capacity = NoCapacity()
+        self.surveyor = Surveyor(self.root, self._owner, self.access, changes=False)
+
+    def open(self) -> None:
+        """A directory that is missing may be made later, by whoever writes to it. Raises OSError, WrongFormat."""
+        with suppress(FileNotFoundError):
+            self.identity.note()
+            check_manifest(self.root)
+        self.direct = self.wants_direct is not False and reads_directly(self.root)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def is_wiped(self) -> bool:
+        return False
+
+    def quarantine(self, key: ChunkKey) -> None:
+        """A bad chunk stays where it is."""
+
+    def begin_scan(self) -> tuple[Mark, list[str]]:
+        there = frozenset(os.listdir(self.root))
+        return Mark(False, 0, 0, 0, 0), [top for top in TOP_LEVELS if top in there]
+
+    def recount(self, mark: Mark, found_bytes: int) -> int:
+        return 0

@@ -27,13 +27,10 @@ from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.compression import unpacked
 from tiercache.tiers.files.access import ABSENT
-from tiercache.tiers.files.changes import PendingFile, Victims
-from tiercache.tiers.files.chunk_file import host_checksum, verify_chunk
-from tiercache.tiers.files.manifest import MANIFEST
-from tiercache.tiers.files.parts import Mover
-from tiercache.tiers.files.settings import FileSettings
-from tiercache.tiers.files.shelves import Shelves
-from tiercache.tiers.files.threads import places_of
+from tiercache.tiers.files.directory import MANIFEST, PendingFile, Victims
+from tiercache.tiers.files.format import host_checksum, verify_chunk
+from tiercache.tiers.files.io_posix import places_of
+from tiercache.tiers.files.shelves import FileSettings, Mover, Shelves
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
 from tiercache.tiers.hf3fs.engine import DEAD_MOUNT, RingEngine, load_library

@@ -26,11 +26,10 @@ from urllib.parse import urlsplit
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.tiers.files.access import ACCESS, Access
-from tiercache.tiers.files.allocation import NO_ROOM
-from tiercache.tiers.files.knowledge import FollowedIndex
-from tiercache.tiers.files.mounts import Mount, local_locks, mount_of
-from tiercache.tiers.files.threads import TwiceMover
+from tiercache.tiers.files.access import ACCESS, Access, Mount, local_locks, mount_of
+from tiercache.tiers.files.format import NO_ROOM
+from tiercache.tiers.files.index import FollowedIndex
+from tiercache.tiers.files.io_posix import TwiceMover
 from tiercache.tiers.files.tier import BeginRead, BeginWrite, FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings

@@ -1,4 +1,7 @@
-"""Movers whose every call is one large blocking one in a worker thread: host memory, and a device's."""
+"""I/O backends whose every call is one large blocking call in a worker thread, for host memory and for a device's.
+
+A prefetch pauses between two parts of its chunk while a demand read is in flight.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +22,78 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Tensor
 from tiercache.errors import ConfigError, CorruptChunk, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
-from tiercache.tiers.files.changes import Victims
-from tiercache.tiers.files.chunk_file import read_chunk
-from tiercache.tiers.files.device_files import DeviceFiles, KvikioFiles
-from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
-from tiercache.tiers.files.gds_probe import probe_gds
-from tiercache.tiers.files.parts import Mover
-from tiercache.tiers.files.precedence import Precedence
-from tiercache.tiers.files.shelves import Shelves
+from tiercache.tiers.files.directory import Victims
+from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns, read_chunk
+from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
+from tiercache.tiers.files.shelves import Mover, Shelves
 from tiercache.tiers.files.volume import Volume
 
 logger = logging.getLogger("tiercache.disk")
+
+_PATIENCE_S = 0.05
+"""How long a prefetch stands still altogether: reads that come one after the other, or hang, do not keep it for ever."""
+
+
+class Precedence:
+    """Belongs to the event loop. The threads of prefetches only wait for what is decided here."""
+
+    def __init__(self) -> None:
+        self._reads = 0
+        self._prefetches: dict[ChunkKey, tuple[threading.Event, asyncio.Future[int | None]]] = {}
+        """Those that stand still for others, and what lets each go on."""
+
+    def read(self, work: asyncio.Future[int | None]) -> asyncio.Future[int | None]:
+        """A read that goes first, until it has ended."""
+        self._reads += 1
+        if self._reads == 1:
+            for may_go_on, _ in self._prefetches.values():
+                may_go_on.clear()
+        work.add_done_callback(self._ended)
+        return work
+
+    def prefetch(
+        self, key: ChunkKey, begin: Callable[[Callable[[], None]], asyncio.Future[int | None]]
+    ) -> asyncio.Future[int | None]:
+        """`begin` a prefetch, whose thread calls what it is given between two parts of the chunk."""
+        may_go_on = threading.Event()
+        if not self._reads:
+            may_go_on.set()
+        work = begin(_Pause(may_go_on))
+        self._prefetches[key] = may_go_on, work
+        work.add_done_callback(partial(self._arrived, key))
+        return work
+
+    def hurry(self, key: ChunkKey) -> None:
+        """Somebody waits for a chunk that is being prefetched: it is a read like others."""
+        found = self._prefetches.pop(key, None)
+        if found is not None:
+            may_go_on, work = found
+            may_go_on.set()
+            self.read(work)
+
+    def _arrived(self, key: ChunkKey, work: asyncio.Future[int | None]) -> None:
+        if self._prefetches.get(key, (None, None))[1] is work:
+            del self._prefetches[key]
+
+    def _ended(self, _: asyncio.Future[int | None]) -> None:
+        self._reads -= 1
+        if not self._reads:
+            for may_go_on, _ in self._prefetches.values():
+                may_go_on.set()
+
+
+class _Pause:
+    """Of one prefetch. Called in its thread."""
+
+    def __init__(self, may_go_on: threading.Event) -> None:
+        self._may_go_on = may_go_on
+        self._left_s = _PATIENCE_S
+
+    def __call__(self) -> None:
+        if self._left_s > 0 and not self._may_go_on.is_set():
+            began_s = time.monotonic()
+            self._may_go_on.wait(self._left_s)
+            self._left_s -= time.monotonic() - began_s
 
 
 class ThreadMover(Mover):

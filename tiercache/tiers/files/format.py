@@ -7,12 +7,17 @@ to 2.9 (2 MiB, one and four at a time, two cores). mmap writes 0.3 to 0.4 and re
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +33,81 @@ from tiercache.core.header import (
 )
 from tiercache.errors import CorruptChunk
 from tiercache.tiers.compression import Compression, Packed, unpacked
-from tiercache.tiers.files.access import occupied_bytes, open_found, open_regular
-from tiercache.tiers.files.allocation import NO_ROOM, reserve
-from tiercache.tiers.files.device_turns import EVERYBODYS, DeviceTurns
+from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found, open_regular
+
+_fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_CANNOT = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_GET_FLAGS = 0x80086601
+_SET_FLAGS = 0x40086602
+"""FS_IOC_GETFLAGS and FS_IOC_SETFLAGS; other numbers on some processors, where nothing comes of it."""
+_TOP = 0x20000
+"""FS_TOPDIR_FL, `chattr +T`."""
+_HINTED = ("ext2", "ext3", "ext4")
+
+
+def reserve(descriptor: int, length_bytes: int) -> None:
+    """fallocate(2) of the first `length_bytes`, nothing where the file system has no such call. Raises OSError (ENOSPC).
+
+    Not posix_fallocate: where the call is missing (NFS before 4.2, CephFS) glibc's writes a byte into every block instead,
+    which is as many requests as the file has blocks.
+    """
+    if _fallocate is None:
+        return
+    while _fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(length_bytes)):
+        code = ctypes.get_errno()
+        if code in _CANNOT:
+            return
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
+def spread(directory: Path) -> None:
+    """Have the directories that are made in `directory` lie apart on its device, each with its files. Nothing where the file
+    system has no such hint. Does not raise.
+
+    ext4 passes over the inodes that were freed in the last minutes, one by one, each time it makes a file. Where all
+    directories share one group of inodes, that is every chunk that was lately evicted, and whoever makes one waits for it.
+    """
+    with contextlib.suppress(OSError):
+        if file_system_of(directory) not in _HINTED:
+            return
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            flags = int.from_bytes(fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8))[:4], sys.byteorder)
+            fcntl.ioctl(descriptor, _SET_FLAGS, (flags | _TOP).to_bytes(8, sys.byteorder))
+        finally:
+            os.close(descriptor)
+
+
+_PATIENCE_S = 0.05
+"""How long a write waits for its turn: where each takes long, or hangs, the others are not kept."""
+LARGE_BYTES = 1 << 20
+"""A write of less needs no turn: it takes many of them to keep a device busy."""
+
+
+class DeviceTurns:
+    """Writes that are at a device together end together, since it serves all alike: then all of them wait for the file
+    system's commit and for the counter, and the device for them. Where fewer are there, others take their places."""
+
+    def __init__(self, places: int | None) -> None:
+        """None: nobody waits."""
+        self._places = threading.Semaphore(places) if places is not None else None
+
+    @contextmanager
+    def taken(self, length_bytes: int) -> Iterator[None]:
+        """Hold one while so much is written. It goes on without where none was free for a moment."""
+        places = self._places if length_bytes >= LARGE_BYTES else None
+        is_ours = places is not None and places.acquire(timeout=_PATIENCE_S)
+        try:
+            yield
+        finally:
+            if places is not None and is_ours:
+                places.release()
+
+
+EVERYBODYS = DeviceTurns(None)
+
 
 PART_BYTES, _PARTS = 1 << 20, 8
 """What a read that pauses asks for at a time: an eighth of its chunk, if that is no less than a mebibyte. Half of that

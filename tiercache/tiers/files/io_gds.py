@@ -1,19 +1,26 @@
 """Chunk files written from and read into device memory: through pinned host memory, or through cuFile (kvikio).
 
-Synchronous; everything here blocks and runs in worker threads. What each call promises is what `chunk_file.py` promises for
-host memory: verified, whole, durable as configured.
-
-The checksum is computed on the host in both ways, over a copy in pinned memory. So there is one checksum in one format of
+Synchronous; for worker threads. Each call promises what `format.py` promises for host memory: verified, whole, durable as
+configured. The checksum is computed on the host in both ways, over a copy in pinned memory, so there is one format of
 header, and every tier and `tiercache verify` can read every file.
+
+Whether GPUDirect Storage works with a directory is tried in a process of its own: without its driver, opening cuFile can
+spin for ever, and only killing the process ends that. `python -m tiercache.tiers.files.io_gds DIRECTORY ORDINAL` prints
+one line of JSON.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
+import json
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,14 +28,20 @@ import numpy as np
 
 from tiercache.core.compression import Codec
 from tiercache.core.header import HEADER_BYTES, PACKED_BYTES, Header, aligned, file_bytes, payload_checksum
-from tiercache.device.driver import Driver, Stream, Tensor, host_tensor
+from tiercache.device.driver import CudaDriver, Driver, Stream, Tensor, host_tensor
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import zero_padding
 from tiercache.tiers.compression import unpacked
-from tiercache.tiers.files.access import occupied_bytes, open_found, open_regular
-from tiercache.tiers.files.allocation import NO_ROOM, reserve
-from tiercache.tiers.files.chunk_file import host_checksum, read_chunk_file, verify_chunk, write_chunk_file
+from tiercache.tiers.files.access import file_system_of, occupied_bytes, open_found, open_regular
+from tiercache.tiers.files.format import (
+    NO_ROOM,
+    host_checksum,
+    read_chunk_file,
+    reserve,
+    verify_chunk,
+    write_chunk_file,
+)
 
 _TASK_BYTES = 16 << 20
 
@@ -270,3 +283,73 @@ def import_kvikio() -> Any:
     except Exception as error:  # kvikio's loaders raise classes of their own
         raise ImportError(f"kvikio cannot be loaded ({error}): pip install 'tiercache[gds]'") from error
     return kvikio
+
+
+_TIMEOUT_S = 20.0
+_BYTES = 1 << 20
+_UNFIT = ("tmpfs", "ramfs", "overlay", "fuse")
+
+
+async def probe_gds(directories: Sequence[Path], driver: Driver, timeout_s: float = _TIMEOUT_S) -> str:
+    """Why GPUDirect Storage does not work in one of `directories`; empty when it does in all.
+
+    Cancelled, it ends the process that it started.
+    """
+    if not driver.name.startswith("cuda"):
+        return f"{driver.name} is not a GPU"
+    for directory in directories:
+        reason = await _ask([sys.executable, "-m", __name__, str(directory), driver.name.partition(":")[2]], timeout_s)
+        if reason:
+            return f"{directory}: {reason}"
+    return ""
+
+
+async def _ask(command: Sequence[str], timeout_s: float) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate()
+    except TimeoutError:
+        return f"cuFile's driver did not answer within {timeout_s:.0f} s"
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+    for line in reversed(output.decode(errors="replace").splitlines()):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(line)["reason"])
+    said = errors.decode(errors="replace").strip().splitlines()[-1:]
+    return f"the probe ended with status {process.returncode}: {''.join(said)}"
+
+
+def try_gds(directory: Path, ordinal: int) -> str:
+    """Write and read back 1 MiB of device memory with every fallback of kvikio's switched off; why it did not work."""
+    kind = file_system_of(directory)
+    if kind.startswith(_UNFIT):
+        return f"{kind} cannot do it"
+    os.environ["KVIKIO_COMPAT_MODE"] = "OFF"
+    path = directory / f".gds-probe.{os.getpid()}"
+    try:
+        driver = CudaDriver(ordinal)
+        kvikio = import_kvikio()
+        memory = driver.empty(2 * _BYTES)
+        written, read = memory[:_BYTES], memory[_BYTES:]
+        stream = driver.make_stream()
+        driver.enqueue(stream, lambda: (written.fill_(0xA5), read.zero_()))
+        driver.finish(stream)
+        with kvikio.CuFile(str(path), "w") as file:
+            file.pwrite(written, _BYTES, 0).get()
+        with kvikio.CuFile(str(path), "r") as file:
+            file.pread(read, _BYTES, 0).get()
+        return "" if bool((read.cpu() == 0xA5).all()) else "what was read back is not what was written"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    print(json.dumps({"reason": try_gds(Path(sys.argv[1]), int(sys.argv[2]))}))

@@ -1,0 +1,833 @@
+"""A directory of chunk files: where it lies, its manifest and identity, scans, names of files, and quarantine.
+
+A configured directory that has our manifest, or holds nothing but files of ours, is used itself. In one that holds files
+of others, or that others can change, a subdirectory is made, so that no file of ours lies among theirs, whatever their
+names are. Synchronous; for worker threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import itertools
+import json
+import logging
+import math
+import mmap
+import os
+import re
+import stat
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
+from tiercache.core.keys import HEX_KEY, ChunkKey
+from tiercache.errors import TierUnavailable
+from tiercache.tiers.files.access import (
+    ABSENT,
+    FILE_MODE,
+    Access,
+    NotAFile,
+    occupied_bytes,
+    open_regular,
+    opened_directory,
+    require_directory,
+)
+from tiercache.tiers.files.capacity import Capacity, counted_in
+from tiercache.tiers.files.format import NO_ROOM
+from tiercache.tiers.files.owners import PENDING_NAME, Owner
+
+logger = logging.getLogger("tiercache.disk")
+
+class Victims(list[tuple[ChunkKey, int]]):
+    """Evicted chunks, which are to be deleted, and the bytes that each occupies."""
+
+    def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
+        super().__init__(chunks)
+        self.freed_bytes = 0
+        """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+        self.left: list[tuple[ChunkKey, int]] = []
+        """Victims that this process may not delete."""
+        self.are_deleted = False
+        """Or will not be any more. A write goes on after that, and may take long."""
+        self._when_deleted: list[Callable[[], None]] = []
+
+    @property
+    def were_gone(self) -> bool:
+        return bool(self) and not self.freed_bytes
+
+    def deleted(self) -> None:
+        """From any thread, and as often as one likes."""
+        self.are_deleted = True
+        for tell in self._when_deleted:
+            tell()
+
+    def when_deleted(self, tell: Callable[[], None]) -> None:
+        """`tell` is called at least once then, from any thread."""
+        self._when_deleted.append(tell)
+        if self.are_deleted:
+            tell()
+
+
+@dataclass
+class PendingFile:
+    """A chunk for which room is reserved, and a path at which its file may be made."""
+
+    key: ChunkKey
+    path: str
+    reserved_bytes: int
+
+
+@dataclass
+class Deleted:
+    """What `Volume.delete_all` did. Chunks that were gone already are in none of these."""
+
+    chunks: int = 0
+    freed_bytes: int = 0
+    left: list[tuple[ChunkKey, int]] = field(default_factory=list)
+    """Could not be deleted, for the reason in `error`."""
+    error: OSError | None = None
+
+
+class Identity:
+    """Of the directory at `root`, from `note` on."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._device = self._number = -1
+        self._is_mount_point = False
+        self.user = -1
+        """To whom it belongs."""
+
+    def note(self) -> None:
+        """It is opened now. Raises OSError."""
+        status = require_directory(self.root)
+        self.user = status.st_uid
+        self._device, self._number = status.st_dev, status.st_ino
+        self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
+
+    def is_same(self, other: Identity) -> bool:
+        """Whether both are the same directory, by whatever names."""
+        return self._number >= 0 and (self._device, self._number) == (other._device, other._number)
+
+    def is_deleted(self) -> bool:
+        """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file
+        system on which it was. Else a mount is away, and it comes back with that. Raises OSError when the device does not
+        say."""
+        place = os.path.realpath(self.root)  # a link to it may be there still
+        try:
+            os.stat(place)
+            return False
+        except ABSENT:
+            pass
+        try:
+            return os.stat(os.path.dirname(place)).st_dev == self._device
+        except ABSENT:
+            return False
+
+    def is_here_or_deleted(self) -> bool:
+        """Whether a chunk that is not found is none: the directory is not just away. Raises OSError."""
+        return self.root.is_dir() or self.is_deleted()
+
+    def make_anew(self, access: Access) -> bool:
+        """Before the directory is opened anew: make it where it was deleted; whether it was.
+
+        Raises TierUnavailable where it cannot be made, and where a mount is away: who writes to what is below it fills
+        another device. OSError when the device does not say.
+        """
+        if self.root.is_dir():
+            if self._is_unmounted():
+                raise TierUnavailable(f"what was mounted at {self.root} is not there any more")
+            return False
+        if not self.is_deleted():
+            raise TierUnavailable(f"{self.root} is not there any more")
+        try:
+            access.make_directory(os.path.realpath(self.root))
+        except OSError as error:
+            raise TierUnavailable(f"{self.root} is not there any more, and cannot be made anew: {error}") from error
+        return True
+
+    def _is_unmounted(self) -> bool:
+        """Whether only the mount point is left of what was mounted there. Raises OSError."""
+        here = os.stat(self.root).st_dev
+        return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
+
+    def is_mounted_anew(self, descriptor: int) -> bool:
+        """Whether what is open there lies on another mount than what has the directory's path now."""
+        try:
+            return os.fstat(descriptor).st_dev != os.stat(self.root).st_dev
+        except OSError:
+            return True  # the mount that is open is dead
+
+
+_ATTEMPTS = 8
+_NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+"""What file systems answer to a way that they do not have: NFS to RENAME_NOREPLACE, FAT to links."""
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+Publish = Callable[[str, str], None]
+"""From a temporary name to the final one. Raises FileExistsError when that is taken, FileNotFoundError when its directory
+is not there, and an OSError of `UNSUPPORTED` when the file system cannot do it this way."""
+
+
+def rename_new(temporary: str, path: str) -> None:
+    """renameat2(RENAME_NOREPLACE)."""
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, "this C library has no renameat2", path)
+    if _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+
+
+def link_new(temporary: str, path: str) -> None:
+    """A second name, then the first one goes. Killed in between, the file has both until its writer is found dead."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # A network file system may have done it, lost the answer, and been asked again.
+        if not os.path.samefile(temporary, path):
+            raise
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+
+
+WAYS: tuple[Publish, ...] = (rename_new, link_new)
+"""In the order in which they are tried."""
+
+
+class NameTaken(OSError):
+    """Something that is no file has the name of this chunk, or of its directory, and stays there. Others can be written."""
+
+
+class Publisher:
+    """Gives the files of a volume their names."""
+
+    def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
+        self.ways = WAYS
+        """The first that the file system can do is taken."""
+        self._access = access
+        self._quarantine = quarantine
+        self._capacity = capacity
+
+    def publish(self, temporary: str, path: str) -> int | None:
+        """Give the finished file its name. None, or the bytes of another instance's file that has it already."""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._name(temporary, path)
+                return None
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # then it was evicted since, and the name is free again
+                    status = os.lstat(path)
+                    if stat.S_ISREG(status.st_mode):
+                        return occupied_bytes(status)
+                    self.make_way(path)
+            except NotADirectoryError as error:
+                raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
+            except FileNotFoundError:
+                if not os.path.lexists(temporary):
+                    raise
+                # The directory is not there yet, or somebody tidied it away.
+                self.make_directory(os.path.dirname(path))
+        raise OSError(f"{path}: the directory vanishes as often as it is made")
+
+    def make_way(self, path: str) -> None:
+        """Remove what has a chunk's name and is no file. A directory in which something lies is somebody's: it goes to
+        quarantine as it is, and is not counted. Raises NameTaken when it stays where it is, OSError."""
+        try:
+            try:
+                _clear(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                self._quarantine.take(path)
+                logger.warning("%s: a directory had the name of a chunk; it was moved to quarantine", path)
+        except OSError as error:
+            if error.errno not in _NOT_OURS_TO_MOVE:
+                raise
+            raise NameTaken(error.errno, f"is no file, and stays: {error.strerror}", path) from error
+
+    def _name(self, temporary: str, path: str) -> None:
+        for way in self.ways:
+            try:
+                way(temporary, path)
+                return
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+        with self._capacity().locked():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            os.rename(temporary, path)
+
+    def make_directory(self, path: str) -> None:
+        try:
+            if self._access.make_directory(path):
+                self._capacity().add(occupied_bytes(os.stat(path)))
+        except NotADirectoryError as error:
+            raise NameTaken(error.errno, error.strerror, path) from error
+
+
+def _clear(path: str) -> None:
+    """Remove what has a chunk's name and is no file: a pipe, a link, an empty directory. Never counted. Raises OSError."""
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        os.rmdir(path)
+    else:
+        os.unlink(path)
+
+
+QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
+"""A key, and the time in nanoseconds. Files with other names are not ours."""
+_KEEPS = 8
+_SHARE = 4
+"""The part of the cap that these may take."""
+
+
+class Quarantine:
+    """What lies here is counted, and stays bounded."""
+
+    def __init__(self, directory: Path, access: Access) -> None:
+        self.directory = directory
+        self._access = access
+
+    def take(self, path: str) -> None:
+        """Move a bad chunk here. Raises OSError (FileNotFoundError: another instance was quicker)."""
+        self._access.make_directory(self.directory)
+        above, name = os.path.split(path)
+        with opened_directory(above) as source, opened_directory(self.directory) as target:
+            os.rename(name, f"{name}.{time.time_ns()}", src_dir_fd=source, dst_dir_fd=target)
+
+    def trim(self, capacity: Capacity, cap_bytes: int) -> None:
+        """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
+        is no reason to keep others. `cap_bytes` 0: nobody knows it here."""
+        kept = []
+        with self._opened() as (directory, names):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    status = os.lstat(name, dir_fd=directory)
+                    if stat.S_ISREG(status.st_mode):
+                        kept.append((status.st_mtime_ns, name, occupied_bytes(status)))
+                    elif not stat.S_ISDIR(status.st_mode):
+                        os.unlink(name, dir_fd=directory)
+            kept.sort(reverse=True)
+            left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
+            for place, (_, name, occupied) in enumerate(kept):
+                left_bytes -= occupied
+                if place >= _KEEPS or left_bytes < 0:
+                    _remove(name, directory, occupied, capacity)
+
+    def forget(self, key: ChunkKey, capacity: Capacity) -> None:
+        """Remove what is kept of a chunk. Raises OSError, TierUnavailable."""
+        with self._opened() as (directory, names):
+            for name in names:
+                if name.startswith(f"{key.hex()}."):
+                    status = os.lstat(name, dir_fd=directory)
+                    if stat.S_ISREG(status.st_mode):
+                        _remove(name, directory, occupied_bytes(status), capacity)
+
+    def occupied_bytes(self) -> int:
+        total_bytes = 0
+        with self._opened() as (directory, names):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    total_bytes += occupied_bytes(os.lstat(name, dir_fd=directory))
+        return total_bytes
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[int, list[str]]]:
+        """The directory, for calls with `dir_fd`, and the names in it that are ours; none where it is not there."""
+        with contextlib.ExitStack() as stack:
+            try:
+                directory = stack.enter_context(opened_directory(self.directory, to_list=True))
+            except ABSENT:
+                yield -1, []
+                return
+            yield directory, [name for name in os.listdir(directory) if QUARANTINED_NAME.fullmatch(name)]
+
+
+def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
+    """Remove a file and take it off the count. A file that cannot be removed stays counted."""
+    capacity.announce(occupied)
+    gone = False
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
+        gone = True
+    capacity.release(occupied if gone else 0, occupied)
+
+
+CHUNK_NAME = re.compile(HEX_KEY)
+_HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
+_OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
+"""Of a chunk, of one in quarantine, and of one that is being written."""
+_LOOKED_INTO = 16
+TOP_LEVELS = [f"{number:02x}" for number in range(256)]
+
+
+@dataclass
+class Scanned:
+    """What was found below one top-level directory, or several. Sizes are what the file system really allocates.
+
+    Three columns, and not an object a chunk: a hundred thousand objects take milliseconds to free, in one go.
+    """
+
+    keys: list[ChunkKey] = field(default_factory=list)
+    times_s: array[float] = field(default_factory=lambda: array("d"))
+    """When each was modified."""
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    """Bytes that each occupies."""
+    counted_bytes: int = 0
+    """Of chunks and directories."""
+    strays: int = 0
+    foreign: int = 0
+
+    def add(self, other: Scanned) -> None:
+        self.keys += other.keys
+        self.times_s += other.times_s
+        self.sizes += other.sizes
+        self.counted_bytes += other.counted_bytes
+        self.strays += other.strays
+        self.foreign += other.foreign
+
+    def newest_first(self) -> np.ndarray:
+        """The positions of the chunks, int64. For a worker thread: NumPy sorts without Python's lock."""
+        return np.argsort(-np.asarray(self.times_s), kind="stable")
+
+
+class Surveyor:
+    """Scans the directories below `root` on behalf of `owner`. Chunks of this user get the mode that `access` says."""
+
+    def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
+        """`changes`: without, nothing is given a mode or removed."""
+        self._root = root
+        self._changes = changes
+        self._owner = owner
+        self._access = access
+        self._has_modes = changes
+        """Until the mount is seen to have none: then scans open no files for that any more."""
+        self._trusts_names = True
+        """Until a file with a chunk's name is found not to be one: from then on only a header makes a chunk."""
+
+    def trusts(self, status: os.stat_result) -> bool:
+        """Return True if a file with a chunk's name is taken for one unread. It is looked into before it is removed."""
+        has_our_mode = not self._has_modes or stat.S_IMODE(status.st_mode) == self._access.file_mode
+        return self._trusts_names and has_our_mode
+
+    def remove(self, name: str, directory: int) -> bool:
+        """Unlink a chunk in an open directory; False where the file of that name is somebody else's, which stays.
+
+        Raises FileNotFoundError, OSError.
+        """
+        if not _is_removable(name, directory):
+            if self._trusts_names:
+                logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
+            self._trusts_names = False
+            return False
+        os.unlink(name, dir_fd=directory)
+        return True
+
+    def scan(self, top: str) -> Scanned:
+        """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
+
+        Files that are not of our naming, or whose headers are not ours, are never touched. Nor is what a link leads to.
+        """
+        found = Scanned()
+        try:
+            with opened_directory(self._root / top, to_list=True) as directory:
+                own_bytes = occupied_bytes(os.stat(directory))
+                with os.scandir(directory) as entries:
+                    for entry in entries:
+                        try:
+                            self._examine(entry, top, directory, found)
+                        except FileNotFoundError:
+                            continue
+                if found.keys or not found.foreign:  # else it is not of our making
+                    found.counted_bytes += own_bytes
+        except ABSENT:
+            return found
+        return found
+
+    def _examine(self, entry: os.DirEntry[str], top: str, directory: int, found: Scanned) -> None:
+        status = entry.stat(follow_symlinks=False)
+        is_file = stat.S_ISREG(status.st_mode)
+        header = _Unread(entry.name, directory)
+        if is_file and _is_chunk(entry.name, top, header):
+            if status.st_size >= file_bytes(1) and not status.st_size % 4096:
+                if not self.trusts(status) and not header.is_ours:
+                    found.foreign += 1
+                    if not header.is_readable:  # it may be ours: the cap holds in any case
+                        found.counted_bytes += occupied_bytes(status)
+                    return
+                self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
+                size_bytes = occupied_bytes(status)
+                found.counted_bytes += size_bytes
+                found.keys.append(bytes.fromhex(entry.name))
+                found.times_s.append(status.st_mtime)
+                found.sizes.append(size_bytes)
+                return
+            # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
+        elif not is_file or not self._owner.is_stray(entry.name):
+            found.foreign += not PENDING_NAME.fullmatch(entry.name)
+            return
+        if not header.is_ours:
+            found.foreign += 1
+        elif self._changes:
+            os.unlink(entry.name, dir_fd=directory)
+            found.strays += 1
+
+
+class _Unread:
+    """The beginning of a file, which is read when it is asked for."""
+
+    def __init__(self, name: str, directory: int) -> None:
+        self._name = name
+        self._directory = directory
+        self.error: OSError | None = None
+
+    @functools.cached_property
+    def _raw(self) -> bytes | None:
+        """None where it cannot be read, for the reason in `error`."""
+        try:
+            descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
+        except OSError as error:
+            self.error = error
+            return None
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+            found = b""
+            while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
+                found += more
+            if len(found) < min(PACKED_BYTES, os.fstat(descriptor).st_size):
+                raise OSError(errno.EIO, "short read", self._name)
+            return found
+        except OSError as error:
+            self.error = error
+            return None
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_ours(self) -> bool:
+        """True if the header has our magic or the key of its name, either of which may be damaged, or is blank: a power cut,
+        or a kill, leaves files whose header was not written."""
+        raw = self._raw
+        if raw is None:
+            return False
+        key = self._name.partition(".")[0]  # in quarantine a number follows
+        names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
+        return raw.startswith(MAGIC) or bool(names_itself) or not raw.strip(b"\0")
+
+    @property
+    def verifies(self) -> bool:
+        """True if the header is whole, and has the key of the name."""
+        try:
+            return self._raw is not None and Header.unpack(self._raw).key.hex() == self._name
+        except HeaderError:
+            return False
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all of a header could be read, be it ours or not."""
+        return self._raw is not None and len(self._raw) == PACKED_BYTES
+
+
+def _is_removable(name: str, directory: int) -> bool:
+    """Return True for what is ours, and for what the device cannot read any more. Raises FileNotFoundError, OSError."""
+    file = _Unread(name, directory)
+    if file.is_ours:
+        return True
+    if file.error is None or isinstance(file.error, NotAFile | PermissionError):
+        return False
+    if file.error.errno != errno.EIO:
+        raise file.error
+    return True
+
+
+def has_our_header(path: str) -> bool:
+    """Return True if a file is a chunk by its header, be it damaged or blank."""
+    above, name = os.path.split(path)
+    try:
+        with opened_directory(above) as directory:
+            return _Unread(name, directory).is_ours
+    except ABSENT:
+        return False
+
+
+def is_ours(root: Path, name: str, *, private: bool) -> bool:
+    """Return True if a directory below `root`, which has no manifest, is one in which chunks lie: its first files are chunks
+    whose headers verify. With `private`, a `.tiercache` of ours lies beside it: then damaged chunks, chunks in quarantine
+    and files that are being written are taken for ours as well. Also where it vanishes meanwhile. Raises OSError."""
+    if name not in TOP_LEVELS and not (private and name == "quarantine"):
+        return False
+    try:
+        with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
+            first = [entry.name for entry in itertools.islice(entries, _LOOKED_INTO)]
+            if not first and not private:
+                status = os.stat(directory)
+                return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) in (0o700, 0o2770)
+            return all(_has_our_content(each, directory, private) for each in first)
+    except FileNotFoundError:
+        return True
+    except (NotADirectoryError, PermissionError):
+        return False
+
+
+def _has_our_content(name: str, directory: int, private: bool) -> bool:
+    file = _Unread(name, directory)
+    if file.verifies or isinstance(file.error, FileNotFoundError):
+        return True
+    return private and bool(_OUR_NAME.fullmatch(name)) and file.is_ours
+
+
+def _is_chunk(name: str, top: str, header: _Unread) -> bool:
+    """Return True for the name of a chunk; where the key is not as long as ours are, also the header has to verify."""
+    if CHUNK_NAME.fullmatch(name):
+        return True
+    return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.verifies
+
+
+FORMAT = 1
+MANIFEST = "tiercache.json"
+_CONTENT = json.dumps({"format": FORMAT, "what": "tiercache chunks"}).encode() + b"\n"
+_LARGEST_BYTES = 4096
+_MANIFEST_ATTEMPTS = 8
+
+
+class WrongFormat(ValueError):
+    """The directory is of another version, or is not ours. The message says what was found."""
+
+
+def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
+    """See that `root` has a manifest of this format; not where the device has no room for one, which is no reason not to
+    serve what lies there.
+
+    `temporary` is a name that nobody else uses. A manifest that a crash left empty or torn is replaced. Raises WrongFormat,
+    OSError.
+    """
+    path = root / MANIFEST
+    for _ in range(_MANIFEST_ATTEMPTS):
+        found = _read(path)
+        if found is not None and not _is_torn(found):
+            _require_ours(path, found)
+            return
+        try:
+            _write(temporary, _CONTENT)
+            access.grant(temporary)
+            if found is not None:
+                os.replace(temporary, path)
+            else:
+                _name(temporary, str(path), ways)
+            return
+        except FileExistsError:
+            continue
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                return
+            raise
+        finally:
+            _remove_file(temporary)
+    raise OSError(errno.EAGAIN, "the manifest changes as often as it is looked at", str(path))
+
+
+def check_manifest(root: Path) -> None:
+    """As `require_manifest`, for who only reads: there may be none yet. Raises WrongFormat, OSError."""
+    found = _read(root / MANIFEST)
+    if found is not None and not _is_torn(found):
+        _require_ours(root / MANIFEST, found)
+
+
+def reads_directly(root: Path) -> bool:
+    """Return True if the manifest can be opened with O_DIRECT. Does not raise."""
+    try:
+        os.close(open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def reads_back(root: Path) -> bool:
+    """Whether the device gives what is in the manifest; what memory has kept of it says nothing. Does not raise."""
+    try:
+        try:
+            descriptor = open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return False
+            descriptor = open_regular(root / MANIFEST, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            with mmap.mmap(-1, _LARGEST_BYTES) as page:  # aligned, as O_DIRECT wants it
+                return os.preadv(descriptor, [page], 0) > 0
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return False
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        descriptor = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        found = b""
+        while len(found) < _LARGEST_BYTES and (more := os.pread(descriptor, _LARGEST_BYTES, len(found))):
+            found += more
+        return found
+    finally:
+        os.close(descriptor)
+
+
+def _is_torn(content: bytes) -> bool:
+    """Nothing, zeroes (a power cut leaves those) or the beginning of what we write."""
+    rest = content.rstrip(b"\0")
+    return rest not in (_CONTENT, _CONTENT[:-1]) and _CONTENT.startswith(rest)
+
+
+def _require_ours(path: Path, content: bytes) -> None:
+    try:
+        found = json.loads(content)["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise WrongFormat(f"{path} is not a manifest of ours: {content[:40]!r}") from error
+    if found != FORMAT:
+        raise WrongFormat(f"{path.parent} has format {found!r}, this version writes {FORMAT}; use another directory")
+
+
+def _write(unnamed: str, content: bytes) -> None:
+    descriptor = open_regular(unnamed, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        if os.write(descriptor, content) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), unnamed)
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
+    for way in ways:
+        try:
+            way(unnamed, path)
+            return
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+    os.rename(unnamed, path)  # all of it all the same, and another's says the same
+
+
+def _remove_file(unnamed: str) -> None:
+    try:
+        os.unlink(unnamed)
+    except OSError:
+        return
+
+
+_SHARE_OF_FREE = 0.9
+
+
+def default_cap(directories: Sequence[Path], access: Access) -> int:
+    """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
+    every instance that shares them, and after every restart."""
+    free_bytes: dict[int, int] = {}
+    counted_bytes = 0
+    for directory in directories:
+        access.make_root(directory)
+        space = os.statvfs(directory)
+        # Directories of one file system have its free space together, not each.
+        free_bytes[os.stat(directory).st_dev] = space.f_bavail * space.f_frsize
+        counted_bytes += counted_in(directory / ".tiercache" / "ledger") or 0
+    return int(_SHARE_OF_FREE * (sum(free_bytes.values()) + counted_bytes))
+
+
+SUBDIRECTORY = "tiercache-chunks"
+_NEUTRAL = re.compile(rf"lost\+found|\.tiercache|{re.escape(MANIFEST)}|probe\.\d+\.\d+")
+"""Names that file systems put there, and that only we make."""
+
+
+def found_place(directory: Path) -> Path:
+    """Return where the chunks of `directory` lie already, and `directory` itself where there are none. Changes nothing.
+
+    Links in the configured path are resolved here. Raises OSError.
+    """
+    root = Path(os.path.realpath(directory))
+    below = root / SUBDIRECTORY
+    return below if _is_claimed(below) else root
+
+
+def make_place(directory: Path, access: Access) -> Path:
+    """As `found_place`, with the directory made, and with the subdirectory where `directory` is not to be used itself.
+
+    Raises PermissionError where the subdirectory is another user's, WrongFormat where it is not ours, OSError.
+    """
+    access.make_root(directory)
+    root = Path(os.path.realpath(directory))
+    below = root / SUBDIRECTORY
+    if not _is_claimed(below):
+        reason = _why_not(root, access)
+        if not reason:
+            return root
+        with contextlib.suppress(*ABSENT):
+            if _of_others(below):
+                raise WrongFormat(f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory")
+        logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
+    access.make_directory(below)
+    status = require_directory(below)
+    if not access.owns(status) and status.st_uid != _own_user(below):
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(below))
+    return below
+
+
+def _is_claimed(place: Path) -> bool:
+    """Return True if a directory has our manifest or our count; a clean-up by hand rarely deletes both."""
+    return os.path.lexists(place / MANIFEST) or counted_in(place / ".tiercache" / "ledger") is not None
+
+
+def _why_not(root: Path, access: Access) -> str:
+    """Why `root` is not used itself; empty where it is."""
+    status = os.stat(root)
+    if not access.owns(status) and status.st_uid != _own_user(root):
+        return f"belongs to user {status.st_uid}"
+    if not status.st_mode & stat.S_ISVTX:
+        if status.st_mode & stat.S_IWOTH:
+            return "may be written to by everybody"
+        if status.st_mode & stat.S_IWGRP and access.file_mode == FILE_MODE:
+            return "may be written to by its group, and file_access is not group"
+    others = _of_others(root)
+    return f"holds files of others, such as {', '.join(others[:3])}" if others else ""
+
+
+def _of_others(place: Path) -> list[str]:
+    """Return the names in a directory that are not ours; none where the directory is claimed.
+
+    When a directory is emptied, its manifest is gone as well. Instances that still run put chunks there before it is made
+    again, and all must come to the same answer.
+    """
+    if _is_claimed(place):
+        return []
+    try:
+        private = require_directory(place / ".tiercache").st_uid == os.geteuid()
+    except OSError:
+        private = False
+    names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]
+    others = [name for name in names if not is_ours(place, name, private=private)]
+    return [] if _is_claimed(place) else others  # asked again: other instances may begin at this moment
+
+
+def _own_user(directory: Path) -> int:
+    """The user id that the mount shows for what this process makes; not its own where a server or an option maps it."""
+    probe = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
+    descriptor = open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        probe.unlink(missing_ok=True)
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,553 @@
+"""The index of a directory: the chunks that this instance stored and found, or those of all instances.
+
+Directories that change are listed again and again, or the kernel tells what others on this host delete (inotify).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import struct
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from tiercache.core.header import file_bytes
+from tiercache.core.index import CappedIndex
+from tiercache.core.keys import ChunkKey
+from tiercache.core.sharing import Freshness, SharedIndex, pause_s
+from tiercache.errors import TierUnavailable
+from tiercache.memory.workers import Workers, retrieve_exception
+from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory
+from tiercache.tiers.files.directory import CHUNK_NAME, TOP_LEVELS, has_our_header
+from tiercache.tiers.files.scanning import Shelf
+from tiercache.tiers.files.shelves import Knowledge, Shelves
+from tiercache.tiers.files.volume import Volume
+
+logger = logging.getLogger("tiercache.disk")
+
+T = TypeVar("T")
+
+MOVED_FROM = 0x40
+MOVED_TO = 0x80
+CREATED = 0x100
+DELETED = 0x200
+MOVED_SELF = 0x800
+"""The directory that is watched has another name now, and is watched on."""
+OVERFLOW = 0x4000
+IGNORED = 0x8000
+"""The directory is not watched any more: it was deleted, or what it lies on unmounted."""
+_ONLY_DIRECTORIES = 0x01000000
+_NO_LINKS = 0x02000000
+_HEADER = struct.Struct("iIII")
+_READ_BYTES = 1 << 16
+
+
+class Happening(NamedTuple):
+    watch: int
+    mask: int
+    name: str
+
+
+class Inotify:
+    """Raises OSError where the kernel gives no more of them (fs.inotify.max_user_instances)."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._checked(self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify")
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def watch(self, directory: Path, mask: int) -> int:
+        """The number that its happenings have; of a directory that is watched already, the same one. Asks the mount, so it
+        may block. Raises OSError, also where there may be no more (fs.inotify.max_user_watches)."""
+        number = self._libc.inotify_add_watch(self._descriptor, os.fsencode(directory), mask | _ONLY_DIRECTORIES | _NO_LINKS)
+        return self._checked(number, str(directory))
+
+    def happened(self) -> list[Happening]:
+        """Some of what nobody has taken yet, at once; nothing where there is nothing."""
+        try:
+            raw = os.read(self._descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return []
+        found, position = [], 0
+        while position < len(raw):
+            watch, mask, _, length = _HEADER.unpack_from(raw, position)
+            position += _HEADER.size + length
+            found.append(Happening(watch, mask, os.fsdecode(raw[position - length : position].rstrip(b"\0"))))
+        return found
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _checked(self, result: int, what: str) -> int:
+        if result < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), what)
+        return result
+
+
+_ROOT = CREATED | MOVED_TO | MOVED_SELF
+"""A subdirectory is made when its first chunk comes."""
+_CHUNKS = DELETED | MOVED_FROM
+_PAUSE_S = 1.0
+_AT_ONCE = 1024
+
+
+class Deletions:
+    """Of one shelf. Belongs to the event loop; `follow` is a task of its own.
+
+    A file that was deleted may have been stored again since, so each key is looked for before it leaves the index. What
+    other hosts delete on a mount that they share is not told.
+    """
+
+    def __init__(self, shelves: Shelves, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        """`on_stored`: as for `Knowledge.follow_deletions`."""
+        self._shelves = shelves
+        self._shelf = shelf
+        self._on_stored = on_stored
+        self._mask = _CHUNKS if on_stored is None else _CHUNKS | MOVED_TO
+        self._gone: dict[ChunkKey, None] = {}
+        self._new: set[str] = set()
+        """Subdirectories that came since the others are watched."""
+        self._is_short = True
+        """Some directory may not be watched, or something was not told."""
+        self._is_elsewhere = False
+        """The kernel watches directories, not paths: what is watched has another one now."""
+        self._news = asyncio.Event()
+        shelf.on_other_volume = self._begin_elsewhere
+
+    async def follow(self) -> None:
+        """Until cancelled. Ends, with a warning, where the kernel has no watches left."""
+        try:
+            while True:
+                await self._follow_here(Inotify())
+        except OSError as error:
+            self._give_up(error)
+
+    async def _follow_here(self, inotify: Inotify) -> None:
+        """Until what has the path is another directory. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(inotify.fileno(), self._note, inotify)
+        self._is_short, self._is_elsewhere = True, False
+        try:
+            while not self._is_elsewhere:
+                self._news.clear()
+                try:
+                    await self._catch_up(inotify)
+                except TierUnavailable:  # no thread could be started
+                    self._is_short = True
+                if self._is_short:
+                    await asyncio.sleep(_PAUSE_S)
+                else:
+                    await self._news.wait()
+        finally:
+            loop.remove_reader(inotify.fileno())
+            self._shelves.metadata.later(inotify.close)  # a thread that hangs may be using it
+
+    def _begin_elsewhere(self) -> None:
+        self._is_elsewhere = True
+        self._news.set()
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning(
+            "%s: what others delete there is noticed only when it is asked for: %s (fs.inotify.max_user_instances, "
+            "fs.inotify.max_user_watches: 257 a directory)", self._shelf.volume.root, error,
+        )  # fmt: skip
+
+    def _note(self, inotify: Inotify) -> None:
+        for happening in inotify.happened():
+            if happening.mask & MOVED_SELF:
+                self._begin_elsewhere()
+            elif happening.mask & (OVERFLOW | IGNORED):
+                self._is_short = True
+            elif happening.mask & _CHUNKS and CHUNK_NAME.fullmatch(happening.name):
+                key = bytes.fromhex(happening.name)
+                if key in self._shelf.index or self._shelf.is_looked_for(key):
+                    self._gone[key] = None
+            elif self._on_stored is not None and happening.mask & MOVED_TO and CHUNK_NAME.fullmatch(happening.name):
+                self._on_stored(bytes.fromhex(happening.name))
+            elif happening.mask & _ROOT and happening.name in _NUMBERS:
+                self._new.add(happening.name)
+        if self._gone or self._new or self._is_short:
+            self._news.set()
+
+    async def _catch_up(self, inotify: Inotify) -> None:
+        if self._is_short or self._new:
+            came = self._new if self._on_stored is not None else set()
+            new = TOP_LEVELS if self._is_short else list(self._new)
+            self._is_short, self._new = False, set()
+            try:
+                found = await self._shelves.metadata.submit(_watch, inotify, self._shelf.volume, new, self._mask, came)
+                if self._on_stored is not None:
+                    for key in found:
+                        self._on_stored(key)
+            except FileNotFoundError:
+                self._is_short = True  # the directory was deleted; a write makes it anew
+            await self._look_through({_NUMBERS[name] for name in new})
+        while self._gone:
+            await self._look_for([self._gone.popitem()[0] for _ in range(min(len(self._gone), _AT_ONCE))])
+
+    async def _look_through(self, numbers: set[int]) -> None:
+        """Look for all chunks known in these subdirectories, a slice in each turn of the loop."""
+        for number in sorted(numbers):
+            known = self._shelf.index.keys.part(number)
+            for start in range(0, len(known), _AT_ONCE):
+                keys = [key for key in known[start : start + _AT_ONCE] if key in self._shelf.index]
+                if keys:
+                    await self._look_for(keys)
+            await asyncio.sleep(0)
+
+    async def _look_for(self, keys: list[ChunkKey]) -> None:
+        shelf, volume, index = self._shelf, self._shelf.volume, self._shelf.index
+        began = {key: shelf.look_for(key) for key in keys}
+        try:
+            missing = await self._shelves.metadata.submit(_missing, volume, keys)
+        except BaseException:
+            self._gone.update(dict.fromkeys(keys))
+            raise
+        finally:
+            latest = {key for key, since in began.items() if shelf.looked(key, since)}
+        # Also what is there again: it is another file.
+        self._shelves.deleted(keys)
+        if shelf.index is index:
+            for key in missing:
+                if key in latest:
+                    index.remove(key)
+                elif key in index:
+                    self._gone[key] = None  # somebody stored or found it meanwhile: it has to be looked for again
+
+
+_NUMBERS = {name: number for number, name in enumerate(TOP_LEVELS)}
+
+
+def _watch(inotify: Inotify, volume: Volume, names: Sequence[str], mask: int, came: Container[str]) -> list[ChunkKey]:
+    """The root, and of these subdirectories those that are there. For a worker thread. Raises FileNotFoundError without a
+    root.
+
+    Returns what lies in those that just `came`: it may have been stored before they were watched.
+    """
+    inotify.watch(volume.root, _ROOT)
+    found = []
+    for name in names:
+        with contextlib.suppress(*ABSENT):
+            inotify.watch(volume.root / name, mask)
+            if name in came:
+                chunks = filter(CHUNK_NAME.fullmatch, os.listdir(volume.root / name))
+                found += [bytes.fromhex(chunk) for chunk in chunks]
+    return found
+
+
+def _missing(volume: Volume, keys: list[ChunkKey]) -> list[ChunkKey]:
+    """Which are not there. For a worker thread."""
+    found = []
+    for key in keys:
+        try:
+            os.lstat(volume.path(key))
+        except ABSENT:
+            found.append(key)
+        except OSError as error:  # it cannot be said
+            logger.debug("%s: %s", volume.root, error)
+    return found
+
+
+_SETTLE_S = 1.0
+_STEP = 2048
+"""Entries that are taken up at a time, so that the loop is never busy with it for long."""
+_HURRY = 10
+"""With a hint the next refresh may come so many times sooner."""
+_PATIENCE_S = 30.0
+
+
+def pauses_s(refresh_s: float, calls_s: Sequence[float]) -> tuple[float, float]:
+    """How long to wait after a refresh whose calls took so long: in any case, and then for a hint."""
+    least_s = max(refresh_s / _HURRY, pause_s(calls_s))
+    return least_s, max(0.0, refresh_s - least_s)
+
+
+class Refresher:
+    """Keeps a shelf's index and its counter fresh. All methods belong to the event loop; `run` is a task of its own.
+
+    The shelf's index is a SharedIndex. `ignored` are keys that are not taken up when they are found.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        workers: Workers,
+        refresh_s: float,
+        ignored: Container[ChunkKey],
+        on_gone: Callable[[list[ChunkKey]], None],
+        on_refresh: Callable[[], None],
+    ) -> None:
+        self.shelf = shelf
+        self.refresh_s = refresh_s
+        self.listings = 0
+        """Of one subdirectory each."""
+        self._workers = workers
+        self._ignored = ignored
+        self._on_gone = on_gone
+        self._on_refresh = on_refresh
+        self._index: object = None
+        self._freshness = Freshness(_SETTLE_S)
+        self._hint = asyncio.Event()
+        self._calls_s: list[float] = []
+        """What each call of this refresh took."""
+        self._begun = 0
+        self._ended = 0
+        self._end = asyncio.Event()
+
+    def hint(self) -> None:
+        """Somebody missed a chunk that may be new."""
+        self._hint.set()
+
+    async def refreshed(self) -> None:
+        """Wait for a refresh that begins after this call."""
+        wanted = self._begun + 1
+        self.hint()
+        while self._ended < wanted:
+            await self._end.wait()
+
+    async def run(self) -> None:
+        """Refresh again and again, until cancelled."""
+        failing = False
+        while True:
+            self._hint.clear()
+            self._begun += 1
+            self._calls_s.clear()
+            try:
+                await self._refresh()
+                self._on_refresh()
+                failing = False
+            except (OSError, TierUnavailable) as error:
+                if not failing:
+                    logger.warning("%s could not be listed: %s", self.shelf.volume.root, error)
+                failing = True
+                self._calls_s.clear()  # it has not looked through anything
+            self._ended = self._begun
+            self._end.set()
+            self._end = asyncio.Event()
+            least_s, more_s = pauses_s(self.refresh_s, self._calls_s)
+            await asyncio.sleep(least_s)
+            try:
+                async with asyncio.timeout(more_s):
+                    await self._hint.wait()
+            except TimeoutError:
+                pass
+
+    async def _refresh(self) -> None:
+        loop = asyncio.get_running_loop()
+        volume, index = self.shelf.volume, self.shelf.index
+        assert isinstance(index, SharedIndex)
+        if index is not self._index:
+            # The directory was replaced, and with it all that we knew of it.
+            self._index, self._freshness = index, Freshness(_SETTLE_S)
+        await self._ask(volume, volume.capacity.refresh)
+        times_ns = await self._ask(volume, directory_times_ns, volume)
+        for directory in self._freshness.stale(times_ns, loop.time()):
+            began_s = loop.time()
+            with self.shelf.looking_around() as gone:
+                await self._list(volume, index, directory, gone)
+            if index is not self.shelf.index:
+                return
+            self._freshness.listed(directory, began_s)
+
+    async def _list(self, volume: Volume, index: SharedIndex, directory: int, gone: Container[ChunkKey]) -> None:
+        """Bring the index up to what lies in a subdirectory. What is `gone` may have been seen before."""
+        before = index.group(directory)
+        listed = await self._ask(volume, list_keys, volume, directory)
+        self.listings += 1
+        if index is not self.shelf.index:
+            return
+        if dropped := index.drop(before, listed):
+            self._on_gone(dropped)
+        unknown = [key for key in index.unknown(listed) if key not in self._ignored]
+        for found in _steps(unknown):
+            for key, size_bytes in await self._ask(volume, sizes, volume, found):
+                if key not in index and key not in gone:
+                    index.add(key, size_bytes)
+
+    async def _ask(self, volume: Volume, call: Callable[..., T], *arguments: object) -> T:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        answer = await answered(self._workers.submit(call, *arguments), str(volume.root))
+        self._calls_s.append(loop.time() - began_s)
+        return answer
+
+
+def _steps(keys: Iterable[ChunkKey]) -> Iterable[list[ChunkKey]]:
+    rest = iter(keys)
+    while step := list(islice(rest, _STEP)):
+        yield step
+
+
+def directory_times_ns(volume: Volume) -> list[int]:
+    """Modification time of each of the 256 subdirectories; 0 where there is none. For a worker thread."""
+    times_ns = []
+    root = str(volume.root)
+    for top in TOP_LEVELS:
+        try:
+            times_ns.append(require_directory(f"{root}/{top}").st_mtime_ns)
+        except ABSENT:
+            times_ns.append(0)
+    return times_ns
+
+
+def list_keys(volume: Volume, directory: int) -> set[ChunkKey]:
+    """The chunks in a subdirectory, by their names alone. For a worker thread."""
+    try:
+        with opened_directory(volume.root / TOP_LEVELS[directory], to_list=True) as opened:
+            names = os.listdir(opened)
+    except ABSENT:
+        return set()
+    return {bytes.fromhex(name) for name in names if CHUNK_NAME.fullmatch(name)}
+
+
+def sizes(volume: Volume, keys: list[ChunkKey]) -> list[tuple[ChunkKey, int]]:
+    """What each chunk occupies, without those that vanished or cannot be chunks. For a worker thread."""
+    found = []
+    for key in keys:
+        path = volume.path(key)
+        try:
+            status = os.lstat(path)
+        except ABSENT:
+            continue
+        fits = status.st_size >= file_bytes(1) and status.st_size % 4096 == 0
+        if fits and (volume.surveyor.trusts(status) or has_our_header(path)):
+            found.append((key, occupied_bytes(status)))
+    return found
+
+
+async def answered(work: asyncio.Future[T], what: str) -> T:
+    """Wait for a call in the background, and say so when it takes long. Nobody's answer depends on it."""
+    work.add_done_callback(retrieve_exception)  # also of a call that was left behind
+    while not (await asyncio.wait([work], timeout=_PATIENCE_S))[0]:
+        logger.warning("%s has not answered for %.0f s; what it holds is known only as it was", what, _PATIENCE_S)
+    return work.result()
+
+
+_PROBED = 1024
+"""Keys that are looked for in one hand-over."""
+
+
+class OwnIndex(Knowledge):
+    """What others have stored is found by asking for it."""
+
+    def __init__(self, shelves: Shelves) -> None:
+        self._shelves = shelves
+
+    def make_index(self) -> CappedIndex:
+        return CappedIndex(self._shelves.settings.tenant_share_bytes)
+
+    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        deletions = Deletions(self._shelves, shelf, on_stored)
+        self._shelves.begin(deletions.follow(), f"deletions-{shelf.volume.root}")
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        shelves = self._shelves
+        position = shelves.prefix(keys)
+        while position < len(keys):
+            part = keys[position : position + _PROBED]
+            await self._look_for(part, gaps=False)
+            there = shelves.prefix(part)
+            position += there
+            if there < len(part):
+                break
+        return position
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        unknown = [key for key in keys if not self._shelves.contains(key)]
+        for start in range(0, len(unknown), _PROBED):
+            await self._look_for(unknown[start : start + _PROBED], gaps=True)
+        return [self._shelves.contains(key) for key in keys]
+
+    async def _look_for(self, keys: Sequence[ChunkKey], *, gaps: bool) -> None:
+        """Put into the index what there is of `keys`; without `gaps`, up to the first that is nowhere."""
+        shelves = self._shelves
+        unknown = [(shelves.places(key), key) for key in keys if key not in shelves.refused]
+        with contextlib.ExitStack() as looking:
+            gone = {shelf: looking.enter_context(shelf.looking_around()) for shelf in shelves.all}
+            found = await shelves.metadata.submit(_existing, unknown, gaps)
+        for key, shelf, size_bytes in found:
+            if key not in shelf.index and key not in gone[shelf]:
+                shelf.add(key, size_bytes)
+
+
+class FollowedIndex(OwnIndex):
+    """A task keeps the index fresh, so that look-ups are answered from memory: for mounts where a question is dear."""
+
+    def __init__(self, shelves: Shelves, refresh_s: float = 1.0) -> None:
+        """`refresh_s`: how often it learns what other instances did, where the mount is quick enough."""
+        super().__init__(shelves)
+        self.refreshers: dict[Shelf, Refresher] = {}
+        self._refresh_s = refresh_s
+        self._watchers = Workers(f"{shelves.name}-refresh", len(shelves.settings.directories))
+
+    def make_index(self) -> CappedIndex:
+        return SharedIndex(self._shelves.settings.tenant_share_bytes)
+
+    def follow_deletions(self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None) -> None:
+        """Its refresher does."""
+
+    def begin(self, shelf: Shelf) -> None:
+        shelves = self._shelves
+
+        def refreshed() -> None:
+            shelves.trim_soon(shelf)
+            shelves.replace_soon(shelf)
+
+        refresher = Refresher(shelf, self._watchers, self._refresh_s, shelves.refused, shelves.deleted, refreshed)
+        self.refreshers[shelf] = refresher
+        shelves.begin(self._follow(shelf, refresher), f"refresh-{shelf.volume.root}")
+
+    async def probe(self, keys: Sequence[ChunkKey]) -> int:
+        """Until the first scan has ended, memory does not know enough, and the mount is asked."""
+        shelves = self._shelves
+        position = shelves.prefix(keys)
+        if position < len(keys):
+            shelf = shelves.places(keys[position])[0]
+            if not shelf.scanned:
+                return await super().probe(keys)
+            self.missed(shelf)
+        return position
+
+    async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        shelves = self._shelves
+        first = {shelves.places(key)[0] for key in keys if not shelves.contains(key)}
+        if not all(shelf.scanned for shelf in first):
+            return await super().probe_each(keys)
+        for shelf in first:
+            self.missed(shelf)
+        return [shelves.contains(key) for key in keys]
+
+    def missed(self, shelf: Shelf) -> None:
+        self.refreshers[shelf].hint()
+
+    async def refreshed(self) -> None:
+        await asyncio.gather(*(refresher.refreshed() for refresher in self.refreshers.values()))
+
+    def close(self) -> None:
+        self._watchers.close()
+
+    async def _follow(self, shelf: Shelf, refresher: Refresher) -> None:
+        await self._shelves.first_scan(shelf)
+        await refresher.run()
+
+
+def _existing(unknown: list[tuple[list[Shelf], ChunkKey]], gaps: bool) -> list[tuple[ChunkKey, Shelf, int]]:
+    """Where chunks are and the bytes they occupy; without `gaps`, up to the first that is nowhere. For a worker thread."""
+    found: list[tuple[ChunkKey, Shelf, int]] = []
+    for shelves, key in unknown:
+        for shelf in shelves:
+            if occupied_bytes := shelf.volume.occupied_by(key):
+                found.append((key, shelf, occupied_bytes))
+                break
+        else:
+            if not gaps:
+                break
+    return found

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -422,6 +423,22 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], check=True)
     yield place
     subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.needs("mount")
+async def test_bookkeeping_that_is_deleted_on_a_full_device_is_made_anew(small_device: Path) -> None:
+    async with opened(small_device, cap_chunks=1000) as tier:
+        await fill(tier, range(1, 200))
+        shutil.rmtree(small_device / ".tiercache")
+        with contextlib.suppress(OSError), open(small_device / "of another program", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        written = 0
+        for number in range(200, 210):
+            with contextlib.suppress(TierFull, TierUnavailable):
+                written += await tier.write(*chunk(number), CHUNK_BYTES)
+            await tier.scanned()
+        assert written >= 5
 
 
 @pytest.mark.needs("mount")

@@ -43,6 +43,7 @@ from tiercache.tiers.files.access import (
 )
 from tiercache.tiers.files.capacity import Capacity, CounterLost, Mark
 from tiercache.tiers.files.directory import (
+    CHUNK_NAME,
     TOP_LEVELS,
     Deleted,
     Identity,
@@ -74,6 +75,8 @@ T = TypeVar("T")
 _MOST_UNDELETED = 1024
 _UNDELETED_AT_A_TIME = 4
 """So many of them a write tries to delete once more."""
+_TRIES = 4
+"""Times that our own files are made on a full device, each with the room of one chunk more."""
 
 
 class Volume:
@@ -127,15 +130,7 @@ class Volume:
         when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
         self.access.make_root(self.root)
         self.identity.note()
-        for directory in (self._private, self._temporary):
-            self.access.make_directory(directory)
-            self._require_own(directory)
-        self._owner.settle(self.access)
-        path = self._private / "ledger"
-        self.capacity = Capacity(
-            path, self.cap_bytes, self._step_bytes, self._owner, self.access, synced=self._many_hosts
-        )
-        self.require_manifest()
+        self._with_room(self._keep_books)
         self.strays_removed = self.capacity.return_dead()
         self.direct = self.wants_direct is not False and supports_direct_io(self._temporary, self._owner.new_name())
         if self.wants_direct and not self.direct:
@@ -148,6 +143,39 @@ class Volume:
             if self._beside:
                 spread(self.root)
             self.capacity.trust()
+
+    def _keep_books(self) -> None:
+        """Make our directories, lock file, counter and manifest, as far as they are not there."""
+        for directory in (self._private, self._temporary):
+            self.access.make_directory(directory)
+            self._require_own(directory)
+        self._owner.settle(self.access)
+        if not hasattr(self, "capacity"):
+            self.capacity = Capacity(
+                self._private / "ledger", self.cap_bytes, self._step_bytes, self._owner, self.access, synced=self._many_hosts
+            )
+        self.require_manifest()
+
+    def _with_room(self, make: Callable[[], None]) -> None:
+        """Call `make` until it finds room, and delete a chunk for each try. A device may be full of chunks when another
+        program deletes what is needed to evict them."""
+        for left in reversed(range(_TRIES)):
+            try:
+                return make()
+            except OSError as error:
+                if error.errno not in NO_ROOM or not left or not self._delete_any():
+                    raise
+
+    def _delete_any(self) -> bool:
+        """Delete a chunk, uncounted; return False where there is none."""
+        for top in TOP_LEVELS:
+            with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
+                for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
+                    with suppress(FileNotFoundError):
+                        if self.surveyor.remove(name, directory):
+                            logger.warning("%s: the device is full; chunk %s made room for our files", self.root, name)
+                            return True
+        return False
 
     def require_manifest(self) -> None:
         """Somebody who empties the directory takes the manifest, too."""

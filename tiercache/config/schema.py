@@ -333,7 +333,8 @@ class ConfigFields:
         Whole(128, 1024), 256, "requests in one ring", aliases=("hfs3fs_ior_entries",), tier="hf3fs", extra=True
     )
     hf3fs_io_depth: int = _key(
-        Whole(-128, 128), 0, "requests sent together", aliases=("hfs3fs_io_depth",), tier="hf3fs", extra=True
+        Whole(-128, 128), 0, "requests sent together; above 1 means 0, each at once", aliases=("hfs3fs_io_depth",),
+        tier="hf3fs", extra=True,
     )
     hf3fs_numa_id: int = _key(
         Whole(-1), -1, "NUMA node of the transfer memory; -1: any", aliases=("hfs3fs_numa_id",), tier="hf3fs", extra=True

@@ -518,14 +518,18 @@ class Driver:
         return len(files)
 
     def evict_elsewhere(self, directory: str, cap_bytes: int) -> list[str]:
-        """Another process opens the directory with that cap, and deletes what is too much. The chunks that are left, and
-        known to be: by name of their files."""
+        """Another process opens the directory with that cap, once the engine reserves no bytes any more, and deletes what is
+        too much. The chunks that are left, and known to be: by name of their files."""
         code = (
-            "import asyncio, pathlib, sys\n"
+            "import asyncio, pathlib, sys, time\n"
             "from tiercache.tiers.disk import DiskTier\n"
+            "from tiercache.tiers.files.capacity import counted_in\n"
             "from tiercache.tiers.files.shelves import FileSettings\n"
+            "root = pathlib.Path(sys.argv[1])\n"
+            "def occupied(): return sum(path.lstat().st_blocks * 512 for path in root.rglob('*'))\n"
+            "while counted_in(root / '.tiercache' / 'ledger') > occupied(): time.sleep(0.01)\n"
             "async def main():\n"
-            "    tier = DiskTier(FileSettings((pathlib.Path(sys.argv[1]),), int(sys.argv[2])), b'f' * 16)\n"
+            "    tier = DiskTier(FileSettings((root,), int(sys.argv[2])), b'f' * 16)\n"
             "    await tier.open()\n"
             "    await tier.scanned()\n"
             "    await tier.close()\n"

@@ -609,7 +609,7 @@ class Shelves:
                 try:
                     fresh = await self._opened_anew(shelf)
                 except ConfigError as error:
-                    raise TierUnavailable(str(error)) from error
+                    raise TierUnavailable(f"{self.name}: {error}") from error
                 if self.closed:
                     self.metadata.later(fresh.close)
                     raise TierUnavailable(f"{self.name} is closed")
@@ -619,7 +619,7 @@ class Shelves:
         if not shelf.volume.capacity.trusted:
             await self.scanned_soon(shelf)
             if not shelf.volume.capacity.trusted:
-                raise TierUnavailable(f"{stale.root}: what lies there is being counted")
+                raise TierUnavailable(f"{self.name}: the chunks in {stale.root} are being counted")
 
     async def remount(self) -> None:
         """Another mount serves the directories: what is open on the old one is of no use. Chunks are where they were."""

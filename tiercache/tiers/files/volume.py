@@ -182,8 +182,14 @@ class Volume:
         require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
 
     def answers(self) -> bool:
-        """Whether the directory can be reached by its path, whatever became of what we have open there."""
-        return (self._private / "ledger").exists()
+        """Return True if the directory can be reached by its path, whatever became of the files that are open there. It is
+        opened: of a mount that has just died, the kernel still knows which files are there."""
+        try:
+            with opened_directory(self._private, to_list=True) as directory:
+                os.stat("ledger", dir_fd=directory)
+        except OSError:
+            return False
+        return True
 
     def is_wiped(self) -> bool:
         """Whether somebody deleted or replaced our lock file or the counter. Raises OSError when the device does not say."""

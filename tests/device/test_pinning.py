@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from tiercache.device import driver as driver_module
-from tiercache.device.driver import CudaDriver
+from tiercache.device.driver import CudaDriver, host_tensor
 from tiercache.errors import DeviceError
 
 SLOT = 5 << 10
@@ -79,3 +80,14 @@ def test_memory_that_is_registered_already_is_pinned_and_stays_so(monkeypatch: p
 def test_a_machine_without_a_gpu_gets_one_sentence() -> None:
     with pytest.raises(DeviceError, match="cuda:3: torch .* finds no NVIDIA driver, or no such GPU"):
         CudaDriver(3)
+
+
+def test_tensor_over_host_memory_keeps_it_mapped() -> None:
+    mapping = mmap.mmap(-1, 8192)
+    tensor = host_tensor(np.frombuffer(mapping, dtype=np.uint8)[4096:])[10:20]
+    with pytest.raises(BufferError):
+        mapping.close()
+    tensor.fill_(7)
+    assert mapping[4106:4116] == bytes([7]) * 10
+    del tensor
+    mapping.close()

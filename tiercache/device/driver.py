@@ -294,11 +294,12 @@ def gpu_in_use() -> int | None:
 
 
 def host_tensor(memory: np.ndarray) -> Tensor:
-    """Return a tensor uint8[n] over host memory, which may be read-only. The caller keeps the memory alive."""
+    """Return a tensor uint8[n] over host memory, which may be read-only. It keeps the memory mapped."""
     import torch
 
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data))
-    return torch.from_numpy(array)
+    buffer = (ctypes.c_uint8 * memory.nbytes).from_address(memory.ctypes.data)
+    buffer.memory = memory  # type: ignore[attr-defined]
+    return torch.from_numpy(np.ctypeslib.as_array(buffer))
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -421,6 +421,22 @@ async def test_dead_tier_is_asked_seldom_to_remove_what_was_forgotten_and_remove
         await new_bytes_are_everywhere(cache, "a")
 
 
+async def test_removals_of_a_tier_that_is_away_for_a_moment_are_tried_again_soon() -> None:
+    async def refuse_late() -> None:
+        await asyncio.sleep(0.005)  # several removals are in flight when the first one fails
+        raise OSError("connection refused")
+
+    async with opened("a") as cache:
+        keys = [key(number) for number in range(1, 101)]
+        tier("a").chunks, tier("a").fate = dict.fromkeys(keys, OLD), refuse_late
+        with pytest.raises(OSError, match="connection refused"):
+            await cache.forget(keys)
+        await asyncio.sleep(2.0)
+        tier("a").fate = None
+        await asyncio.sleep(8.0)
+        assert len(tier("a").chunks) == 0
+
+
 async def test_forget_of_a_tier_that_is_well_again_waits_for_no_pause() -> None:
     async with opened("a") as cache:
         await store_cold(cache)

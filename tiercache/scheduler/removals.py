@@ -65,6 +65,8 @@ class Removals:
         """True if the next one is tried whatever the breaker says: each forget tries one."""
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._retry_at_s = 0.0
+        """The loop time of the timer."""
         """For the next attempt at those that failed."""
         self._requests: dict[Request, None] = {}
         """Those that are not settled, in their order."""
@@ -262,9 +264,18 @@ class Removals:
             request.settled.set_result(None)
 
     def _retry_later(self) -> None:
-        if self._timer is None and not self._closed:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(_RETRY_S, self.breaker.wait_s(loop.time())), self._retry)
+        """Retry when the breaker allows it, or earlier if that is due already. A probe in flight delays that for long; when
+        it fails, only the breaker's pause counts."""
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        at_s = loop.time() + max(_RETRY_S, self.breaker.wait_s(loop.time()))
+        if self._timer is not None:
+            if self._retry_at_s <= at_s:
+                return
+            self._timer.cancel()
+        self._retry_at_s = at_s
+        self._timer = loop.call_at(at_s, self._retry)
 
     def _retry(self) -> None:
         self._timer = None

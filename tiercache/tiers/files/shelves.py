@@ -350,8 +350,7 @@ class Shelves:
             self.knowledge.begin(shelf)
         if self._on_change is not None:
             self.tell(self._on_change)
-        if self.mover.keeps_files_open:
-            self.begin(self._sweep(), f"sweep-{self.name}")
+        self.begin(self._sweep(), f"sweep-{self.name}")
 
     async def _open_all(self) -> None:
         await self.mover.prepare()
@@ -579,7 +578,8 @@ class Shelves:
             shelf.catching_up = None
 
     async def _sweep(self) -> None:
-        """Close deleted files from time to time: what others delete must not stay allocated while this instance is idle."""
+        """Close deleted files, and give back what was freed by deletions that are not waited for, from time to time: neither
+        may stay allocated, or counted, while this instance is idle."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
@@ -587,7 +587,7 @@ class Shelves:
             except Exception as error:  # the next sweep tries again
                 logger.info("%s: could not close deleted files: %s", self.name, error)
             for shelf in self.all:
-                self.catch_up_soon(shelf)  # also what failed in a clean-up
+                self.catch_up_soon(shelf)
 
     # Beginning anew
 

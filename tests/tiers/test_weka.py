@@ -75,7 +75,7 @@ async def test_chunk_removed_and_stored_again_elsewhere_is_known_again(tmp_path:
 
 
 async def test_lookup_asks_memory_and_a_read_asks_the_mount(tmp_path: Path) -> None:
-    async with opened(tmp_path, refresh_s=1e6) as other, opened(tmp_path) as one:
+    async with opened(tmp_path, refresh_s=1e3) as other, opened(tmp_path) as one:
         await store(one, range(1, 2))
         assert await other.probe([key_of(1)]) == 0
         assert await is_hit(other, 1)

@@ -234,7 +234,9 @@ async def test_closing_does_not_wait_for_a_daemon_that_stops_while_it_is_taken_u
         await asyncio.wait_for(reviving.wait(), PATIENCE_S)
         async with responsive():
             await asyncio.wait_for(tier3.close(), PATIENCE_S)
+        left = [task.get_name() for task in asyncio.all_tasks() if "examine" in task.get_name()]
         mortal.resume()
+        assert not left
 
 
 def mortal_stopped(emulator: Hf3fsEmulator) -> bool:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.memory.workers import Workers
+from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.hf3fs.ring import Buffers, Part, Piece, RegisteredMemory, Ring, RingSettings, Transfer, in_parts
 
 logger = logging.getLogger("tiercache.hf3fs")
@@ -245,7 +245,8 @@ class RingEngine:
                 await self._revive()
             await self._workers.submit(self._use)
         except BaseException:
-            await self._workers.submit(self._discard)
+            # Not awaited, since the call may hang with the mount. The one thread runs it before any call of a next attempt.
+            self._workers.submit(self._discard).add_done_callback(retrieve_exception)
             raise
         self._rings, self._fresh = self._fresh, None
         self._died = False

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.made import SHARED_MEMORY, forget_what_was_made, is_our_place, is_ours
-from tiercache.core.budget import Purpose, SlotBudget
+from tiercache.memory.slots import Purpose, SlotBudget
 from tiercache.tiers.cpu import CpuTier
 
 PATIENCE_S = 5.0

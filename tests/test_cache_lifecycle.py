@@ -22,8 +22,8 @@ from tests.remote.fs.mount import FragileMount
 from tests.test_cache import CHUNK_BYTES, LAYOUT, configured, key, payload
 from tiercache import CacheThread, ConfigError, TierCache
 from tiercache.errors import CacheClosed, TierCacheError
+from tiercache.memory.slots import Lease
 from tiercache.tiers.disk import DiskTier
-from tiercache.tiers.leases import Lease
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from tiercache import Config, Layout, TierCache
-from tiercache.core.budget import Purpose
 from tiercache.errors import ConfigError
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease, Purpose
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=4096)
 TOKENS = list(range(16 * 12))

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import nothing_left
-from tiercache.core.budget import Purpose
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import Purpose, SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
 from tiercache.tiers.cpu import CpuTier

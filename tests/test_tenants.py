@@ -21,9 +21,9 @@ from tiercache import ConfigError, Lease, TierCache
 from tiercache.control.families import figures_of
 from tiercache.control.metrics import exposition
 from tiercache.control.top import tables_of
-from tiercache.core.budget import PREFETCH, WRITE
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import tenant_of, tenant_tag
+from tiercache.memory.slots import PREFETCH, WRITE
 from tiercache.tiers.files.tier import FileTier
 
 GB = 1 << 30

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from tiercache.core.keys import ChunkKey, chunk_keys, keys_from_hashes
     from tiercache.core.layout import Layout
     from tiercache.errors import ConfigError, CorruptChunk, LayoutError, TierCacheError
+    from tiercache.memory.slots import Lease
     from tiercache.scheduler.reads import Hit
     from tiercache.scheduler.writer import FlushReport
     from tiercache.statistics import Statistics
-    from tiercache.tiers.leases import Lease
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ _HOME = {
     "Hit": "scheduler.reads",
     "Layout": "core.layout",
     "LayoutError": "errors",
-    "Lease": "tiers.leases",
+    "Lease": "memory.slots",
     "Statistics": "statistics",
     "TierCache": "cache",
     "TierCacheError": "errors",

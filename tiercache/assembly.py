@@ -14,7 +14,6 @@ from tiercache.config.machine import available_memory_bytes
 from tiercache.config.plan import ON, PlannedTier, plan_of
 from tiercache.config.remotes import PLUGIN_PREFIX
 from tiercache.config.schema import in_bytes
-from tiercache.core.budget import SlotBudget
 from tiercache.core.eviction import MEAN_LRU
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
@@ -22,7 +21,7 @@ from tiercache.device.device import Device
 from tiercache.device.driver import CpuDriver, CudaDriver, Driver
 from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import SlotBudget, SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.reads import ReaderSettings
 from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings

@@ -21,6 +21,7 @@ from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
 from tiercache.errors import CacheClosed, TierCacheError
 from tiercache.lifecycle import Closing, Parts, build
+from tiercache.memory.slots import Lease
 from tiercache.payloads import Sink, Source, sink_of, source_of
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Hit
@@ -28,7 +29,6 @@ from tiercache.scheduler.writer import FlushReport
 from tiercache.statistics import Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 _CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)

@@ -37,8 +37,7 @@ from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter
 from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.staging import StagingTier
+from tiercache.tiers.cpu import CpuTier, StagingTier
 
 logger = logging.getLogger("tiercache")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 
 BOUNDS = (0.5, 2.0, 8.0)
 AMOUNTS = st.lists(st.floats(0, 20))

@@ -1,7 +1,7 @@
 """Whether a load is worth it."""
 
 from tiercache.core.estimate import TransferEstimate, worth_waiting_s
-from tiercache.core.remembered import RememberedKeys
+from tiercache.core.index import RememberedKeys
 
 
 def test_unknown_speed_is_worth_a_try() -> None:

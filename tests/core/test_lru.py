@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import CappedIndex, LruMap
 from tiercache.core.keys import KEY_BYTES, tenant_of, tenant_tag
-from tiercache.core.lru import LruMap
 
 TENANTS = [b"", tenant_tag("a")]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiercache.core.prefill_cost import PrefillCost
+from tiercache.core.estimate import PrefillCost
 
 BASE_S, TOKEN_S = 0.03, 0.001
 

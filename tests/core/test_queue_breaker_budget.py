@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
-from tiercache.core.budget import Purpose, SlotBudget
 from tiercache.core.queue import BoundedQueue
+from tiercache.memory.slots import Purpose, SlotBudget
 
 SETTINGS = BreakerSettings(failures_to_open=3, slow_s=5.0, first_pause_s=1.0, longest_pause_s=4.0)
 

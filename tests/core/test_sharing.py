@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.core.sharing import Freshness, SharedIndex
+from tiercache.core.index import Freshness, SharedIndex
 
 
 def key(directory: int, number: int = 0) -> bytes:

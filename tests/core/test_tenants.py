@@ -5,10 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import CappedIndex, SharedIndex
 from tiercache.core.keys import KEY_BYTES, TAGGED_KEY_BYTES, check_keys, chunk_keys, tenant_of, tenant_tag
 from tiercache.core.layout import Layout
-from tiercache.core.sharing import SharedIndex
 from tiercache.core.tenants import DEFAULT, MOST_SHOWN, OTHERS, Shares, TenantStatistics, shown
 
 LAYOUT = Layout("m", chunk_tokens=16, bytes_per_token=64)

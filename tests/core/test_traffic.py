@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tiercache.core.keys import KEY_BYTES, check_key, check_keys, keys_from_hashes
-from tiercache.core.traffic import KeyFilter, KeyTraffic
+from tiercache.core.tombstones import KeyFilter, KeyTraffic
 
 A, B = b"a" * KEY_BYTES, b"b" * KEY_BYTES
 

@@ -25,9 +25,8 @@ from tiercache.scheduler.writer import FanOut, TierWriter, WriterSettings
 from tiercache.testing import FaultyTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.testing.twin import TwinDriver, TwinEvent
-from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.cpu import CpuTier, StagingTier
 from tiercache.tiers.gds import GdsSettings, GdsTier
-from tiercache.tiers.staging import StagingTier
 
 SLOTS = 32
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import Lease, Purpose, SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.writer import FanOut, TierWriter
@@ -20,7 +19,6 @@ from tiercache.testing import FaultyTier, JumpingClockLoop, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Traits
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 SLOTS = 32
 SMALL_BYTES = CHUNK_BYTES

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Purpose
 from tiercache.payloads import PlainCopy, Source, source_of
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut

@@ -9,7 +9,7 @@ import pytest
 
 from tests.scheduler.conftest import Bench
 from tests.scheduler.held import CHUNK_BYTES, found, is_whole, key, opened, payload, settle, tier
-from tiercache.core.budget import Purpose
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 

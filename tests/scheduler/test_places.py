@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.scheduler.conftest import Bench
-from tiercache.core.budget import Purpose
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import ReaderSettings, ReaderStatistics, TierReader
 from tiercache.testing import MemoryTier
 from tiercache.tiers.base import Traits

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.prefetch import PrefetchPlan
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk

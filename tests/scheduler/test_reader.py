@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench, expect
-from tiercache.core.budget import Purpose
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import chunk
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.scheduler.conftest import Bench
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Purpose
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.testing import FaultyTier, MemoryTier, chunk
 from tiercache.testing.contract import CHUNK_BYTES

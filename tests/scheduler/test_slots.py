@@ -10,9 +10,8 @@ import pytest
 
 from tests.scheduler.conftest import SLOTS, Bench
 from tests.scheduler.test_ingest import items
-from tiercache.core.budget import Purpose
 from tiercache.errors import CacheClosed
-from tiercache.memory.slots import Slot
+from tiercache.memory.slots import Purpose, Slot
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import FanOut
 from tiercache.testing import chunk

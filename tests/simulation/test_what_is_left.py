@@ -9,12 +9,12 @@ import pytest
 
 from tests.simulation.test_that_it_can_fail import spins
 from tiercache.core.breaker import Breaker
+from tiercache.memory.slots import Lease
 from tiercache.testing.simulation import seeds
 from tiercache.testing.simulation.plan import setting_of
 from tiercache.testing.simulation.run import run_seed
 from tiercache.testing.simulation.world import World
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 
 def _of_runs() -> list[object]:

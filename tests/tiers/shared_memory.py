@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
-from tiercache.core.budget import READ
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import TierFull
+from tiercache.memory.slots import READ, Lease
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
-from tiercache.tiers.leases import Lease
 from tiercache.tiers.shared_memory import SharedMemorySettings, SharedMemoryTier
 
 REPOSITORY = Path(__file__).parents[2]

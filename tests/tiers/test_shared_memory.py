@@ -11,8 +11,8 @@ import pytest
 
 from tests.tiers.shared_memory import Other, deleted_maps, is_right, key_of, mapped, opened, other, store, until
 from tests.tiers.test_disk import FILE_BYTES, FINGERPRINT
-from tiercache.core.budget import PREFETCH, READ
 from tiercache.errors import CacheClosed, ConfigError, CorruptChunk
+from tiercache.memory.slots import PREFETCH, READ
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.files import index

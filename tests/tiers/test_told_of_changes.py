@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from tests.tiers.test_disk import fill, is_hit, opened
-from tiercache.core.budget import WRITE
 from tiercache.core.index import CappedIndex
 from tiercache.core.keys import ChunkKey
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import WRITE, SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.testing import chunk
 from tiercache.testing.contract import CHUNK_BYTES

@@ -461,8 +461,8 @@ class Driver:
 
     def left_behind(self) -> dict[str, int]:
         """What is still held when nothing is to be done any more: blocks, leases, slots, requests."""
-        from tiercache.core.budget import Purpose
         from tiercache.integrations.vllm.lookup import local
+        from tiercache.memory.slots import Purpose
 
         self.idle()
         self.flush()

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm import TierCacheConnector
 from tiercache.integrations.vllm.exported import EXPORTED, LOAD_SIZE
 from tiercache.integrations.vllm.prometheus import TierCachePromMetrics

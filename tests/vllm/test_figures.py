@@ -11,7 +11,7 @@ import pytest
 from tiercache.bridge import CacheThread
 from tiercache.config import Config
 from tiercache.control.families import Labels, figures_of
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.core.layout import Layout
 from tiercache.integrations.vllm.exported import SAMPLED
 from tiercache.integrations.vllm.figures import SchedulerFigures, WorkerFigures

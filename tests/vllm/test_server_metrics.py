@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.vllm.engines import REPOSITORY
 from tiercache.control.client import ask
 from tiercache.control.messages import Statistics
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.demo.server import MODEL_NAME, Server, open_url, quickest_dtype, serving
 from tiercache.integrations.vllm.exported import EXPORTED, SAMPLED
 

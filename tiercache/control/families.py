@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tiercache.control.served import ServedCache
 from tiercache.core.breaker import BreakerState
-from tiercache.core.distribution import SECONDS, Distribution
+from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.tenants import MOST_SHOWN
 
 Figures = Mapping[str, Any]

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from tiercache.control.families import FAMILIES, TENANTS, Family, Figures
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 
 
 def exposition(answers: Mapping[Path, dict[str, Any] | Exception]) -> bytes:

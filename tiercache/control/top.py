@@ -20,7 +20,7 @@ from tiercache.control.families import Figures, distribution_of, hits_by_tier, r
 from tiercache.control.fleet import Fleet
 from tiercache.control.messages import ControlError, Statistics
 from tiercache.core.breaker import BreakerState
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.tables import show_figures
 
 _HEADERS = ("tier", "hits", "hit %", "read MB", "MB/s", "ms", "written MB", "MB/s", "ms", "queue", "evicted", "failed")

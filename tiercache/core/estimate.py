@@ -1,6 +1,56 @@
-"""Estimate the read latency of a tier, and decide whether loading beats recomputing and when to give a load up."""
+"""Durations: histograms of them, and estimates that tell whether loading a chunk beats recomputing it."""
 
 from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Bucket bounds for the duration of a tier's operation."""
+
+
+@dataclass
+class Distribution:
+    """A histogram. Bucket `i` counts amounts above `bounds[i - 1]` and up to `bounds[i]`; the last one all larger ones."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sums: list[float]
+    """Sum of the amounts in each bucket."""
+
+    @classmethod
+    def of(cls, bounds: Sequence[float]) -> Distribution:
+        return cls(tuple(bounds), [0] * (len(bounds) + 1), [0.0] * (len(bounds) + 1))
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def sum(self) -> float:
+        return sum(self.sums)
+
+    def add(self, amount: float) -> None:
+        bucket = bisect_left(self.bounds, amount)
+        self.counts[bucket] += 1
+        self.sums[bucket] += amount
+
+    def include(self, other: Distribution) -> None:
+        """Add the counts of `other`, which has the same bounds."""
+        for bucket in range(len(self.counts)):
+            self.counts[bucket] += other.counts[bucket]
+            self.sums[bucket] += other.sums[bucket]
+
+    def since(self, before: Distribution) -> Distribution:
+        """Return the amounts that were added after the copy `before` was made."""
+        counts = [now - then for now, then in zip(self.counts, before.counts, strict=True)]
+        sums = [now - then if new else 0.0 for now, then, new in zip(self.sums, before.sums, counts, strict=True)]
+        return Distribution(self.bounds, counts, sums)
+
+    def copy(self) -> Distribution:
+        return Distribution(self.bounds, list(self.counts), list(self.sums))
+
 
 _WEIGHT = 0.2
 """Weight of the newest sample in the exponentially weighted moving average, which covers about the last ten."""
@@ -70,3 +120,68 @@ def worth_waiting_s(expected_s: float | None, compute_s: float) -> float:
     if expected_s > compute_s:
         return max(_SLOW_SHARE * compute_s, _LEAST_S)
     return max(min(compute_s, max(_UNUSUAL * expected_s, _SLOW_SHARE * compute_s)), _LEAST_S)
+
+
+_STEPS = 8
+"""Steps of one sample. Several, since an engine that schedules ahead reports the end of a step one or two steps late."""
+_KEPT = 0.95
+"""Weight of older samples relative to the next: the last twenty count for two thirds."""
+_LEAST_TOKENS = 64
+"""Variation in the tokens of a step from which on the cost of tokens is told from the cost of steps."""
+_LEAST_PART = 0.25
+"""Lower bound of the result, as a share of the average time of a token with the steps included."""
+_NEWS = 0.1
+"""Relative change from which on `news` returns the estimate again."""
+
+
+class PrefillCost:
+    """Fits `base + tokens * token_s` to the duration of steps, by least squares over samples of several steps; older samples
+    count less. Only times in which the engine was busy throughout count: from a step to the next that goes on with one of
+    its requests."""
+
+    def __init__(self) -> None:
+        self.token_s: float | None = None
+        """Seconds that one more token costs a step; None before that is known."""
+        self._steps_steps = self._steps_tokens = self._tokens_tokens = 0.0
+        self._steps_seconds = self._tokens_seconds = 0.0
+        self._requests: Collection[str] = ()
+        self._began_s = 0.0
+        self._tokens = 0
+        self._sample: list[float] = [0, 0, 0.0]
+        self._told_s: float | None = None
+
+    def news(self) -> float | None:
+        """Return `token_s` when it is first known and whenever it has changed, else None."""
+        now_s, told_s = self.token_s, self._told_s
+        if now_s is None or (told_s is not None and abs(now_s - told_s) <= _NEWS * told_s):
+            return None
+        self._told_s = now_s
+        return now_s
+
+    def began(self, requests: Collection[str], tokens: int, now_s: float) -> None:
+        """Record that a step began at `now_s` that computes `tokens` tokens of these requests."""
+        if any(request in self._requests for request in requests):
+            sample = self._sample
+            sample[0] += 1
+            sample[1] += self._tokens
+            sample[2] += now_s - self._began_s
+            if sample[0] == _STEPS:
+                self._add(*sample)
+                self._sample = [0, 0, 0.0]
+        else:
+            self._sample = [0, 0, 0.0]
+        self._requests, self._tokens, self._began_s = requests, tokens, now_s
+
+    def _add(self, steps: float, tokens: float, seconds: float) -> None:
+        self._steps_steps = _KEPT * self._steps_steps + steps * steps
+        self._steps_tokens = _KEPT * self._steps_tokens + steps * tokens
+        self._tokens_tokens = _KEPT * self._tokens_tokens + tokens * tokens
+        self._steps_seconds = _KEPT * self._steps_seconds + steps * seconds
+        self._tokens_seconds = _KEPT * self._tokens_seconds + tokens * seconds
+        # The variation of tokens that is not due to steps: the determinant over the steps.
+        spread = self._tokens_tokens - self._steps_tokens**2 / self._steps_steps
+        if spread < (_STEPS * _LEAST_TOKENS) ** 2:
+            return
+        slope = (self._tokens_seconds - self._steps_tokens * self._steps_seconds / self._steps_steps) / spread
+        # Noise must not make the engine so quick that nothing is worth loading any more.
+        self.token_s = max(slope, _LEAST_PART * self._tokens_seconds / self._tokens_tokens)

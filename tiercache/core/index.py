@@ -1,13 +1,184 @@
-"""The in-memory index of a capped tier: which chunks lie there and what each really occupies."""
+"""Which chunks a tier has, least recently used first: the exact index of a directory, and the keys seen in a server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from statistics import median_low
 from typing import Any
 
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
-from tiercache.core.lru import LruMap
 from tiercache.core.tenants import Shares, TenantStatistics
+
+PARTS = 256
+"""One for each first byte of a key. Keys are hashes, so parts have about the same size."""
+
+TIME = 1 << 44
+"""One step of the clock. A size in bytes is less."""
+_SIZE = TIME - 1
+
+
+class LruMap:
+    """Sizes in bytes by chunk key, least recently used first.
+
+    A dict grows in one call, which takes hundreds of milliseconds for a million entries. So a map of many entries is divided
+    into 256 dicts by the first byte of the key. A value holds the time of the last access, a counter, above the size, so
+    the coldest entry is the smallest of the parts' first values. A heap has a lower bound of each part's first value; a
+    bound that is too low is raised when it surfaces.
+
+    Every operation takes O(1), `coldest` O(log 256) more.
+    """
+
+    __slots__ = ("_bounds", "_clock", "_count", "_divided", "_front", "_heap", "_undivided", "parts")
+
+    def __init__(self, undivided: int = 4096) -> None:
+        """`undivided` is the number of entries from which on the map is divided."""
+        self.parts: list[OrderedDict[ChunkKey, int]] = [OrderedDict()] * PARTS
+        """`key in parts[key[0]]` is the quickest look-up. The list stays the same object; its items change."""
+        self._count = 0
+        self._divided = False
+        self._undivided = undivided
+        self._clock = 0
+        """The time of the last access, in steps of `TIME`."""
+        self._front = 0
+        """The time of the coldest entry that was put, or moved, in front of all others."""
+        self._bounds: list[int | None] = [None]
+        """The valid item of each part in the heap; None where it has none, since the part is empty. One while undivided."""
+        self._heap: list[tuple[int, int]] = []
+        """(bound, part), items that are not in `_bounds` among them."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.parts[key[0]]
+
+    def __iter__(self) -> Iterator[ChunkKey]:
+        """All keys, by part. Nothing may be added or removed meanwhile."""
+        for part in self.parts if self._divided else self.parts[:1]:
+            yield from dict.keys(part)
+
+    def part(self, first_byte: int) -> list[ChunkKey]:
+        """Return the keys that begin with this byte, in no order of accesses: to list those takes ten times as long."""
+        keys = list(dict.keys(self.parts[first_byte]))
+        return keys if self._divided else [key for key in keys if key[0] == first_byte]
+
+    def get(self, key: ChunkKey) -> int | None:
+        """Return the size; None where there is no such key. No access."""
+        value = self.parts[key[0]].get(key)
+        return None if value is None else value & _SIZE
+
+    def time(self, key: ChunkKey) -> int | None:
+        """Return the time of the last access as `put` got it; None where there is no such key."""
+        value = self.parts[key[0]].get(key)
+        return None if value is None else value // TIME
+
+    def put(self, key: ChunkKey, size_bytes: int, *, cold: bool = False, time: int = 0) -> int | None:
+        """Set the size of `key`, as its last access. Return the size that it had, None if it is new.
+
+        A new key that is `cold` comes before all others, and a known one keeps its place. The clock moves on to `time` at
+        least.
+        """
+        part = self.parts[key[0]]
+        before = part.get(key)
+        if cold:
+            if before is not None:
+                part[key] = before - (before & _SIZE) + size_bytes
+                return before & _SIZE
+            self._front -= TIME
+            part[key] = self._front + size_bytes
+            part.move_to_end(key, last=False)
+            self._lower(key[0], self._front + size_bytes)
+        else:
+            clock = self._clock + TIME
+            if time and clock < time * TIME:
+                clock = time * TIME
+            self._clock = clock
+            part[key] = value = clock + size_bytes
+            if before is not None:
+                part.move_to_end(key)
+                return before & _SIZE
+            if len(part) == 1:
+                self._lower(key[0], value)
+        self._count += 1
+        if self._count > self._undivided and not self._divided:
+            self._divide()
+        return None
+
+    def touch(self, key: ChunkKey) -> bool:
+        """Make `key` the last that was used; return False where there is no such key."""
+        part = self.parts[key[0]]
+        value = part.get(key)
+        if value is None:
+            return False
+        self._clock = clock = self._clock + TIME
+        part[key] = clock + (value & _SIZE)
+        part.move_to_end(key)
+        return True
+
+    def age(self, key: ChunkKey) -> bool:
+        """Move `key` before all others; return False where there is no such key."""
+        part = self.parts[key[0]]
+        value = part.get(key)
+        if value is None:
+            return False
+        self._front -= TIME
+        part[key] = value = self._front + (value & _SIZE)
+        part.move_to_end(key, last=False)
+        self._lower(key[0], value)
+        return True
+
+    def pop(self, key: ChunkKey) -> int | None:
+        """Remove `key`; return its size, None where there is no such key."""
+        value = self.parts[key[0]].pop(key, None)
+        if value is None:
+            return None
+        self._count -= 1
+        return value & _SIZE
+
+    def coldest(self) -> ChunkKey | None:
+        """Return the key whose last access is the longest ago; None where the map is empty."""
+        heap, bounds = self._heap, self._bounds
+        while heap:
+            bound, number = heap[0]
+            if bounds[number] != bound:
+                heappop(heap)
+                continue
+            part = self.parts[number]
+            if not part:
+                bounds[number] = None
+                heappop(heap)
+                continue
+            key = next(iter(part))
+            if (value := part[key]) == bound:
+                return key
+            bounds[number] = value
+            heapreplace(heap, (value, number))
+        return None
+
+    def _lower(self, first_byte: int, value: int) -> None:
+        """The first value of a part is `value` now."""
+        number = first_byte if self._divided else 0
+        bounds = self._bounds
+        if (bound := bounds[number]) is not None and bound <= value:
+            return
+        bounds[number] = value
+        heappush(self._heap, (value, number))
+        if len(self._heap) > 2 * PARTS:
+            self._heap = [(bound, number) for number, bound in enumerate(bounds) if bound is not None]
+            heapify(self._heap)
+
+    def _divide(self) -> None:
+        whole = self.parts[0]
+        self.parts[:] = [OrderedDict() for _ in range(PARTS)]
+        self._divided = True
+        for key, value in whole.items():
+            self.parts[key[0]][key] = value
+        self._bounds = [next(iter(part.values()), None) for part in self.parts]
+        self._heap = [(bound, number) for number, bound in enumerate(self._bounds) if bound is not None]
+        heapify(self._heap)
+
 
 _STEP = 128
 """Keys that are looked up together: at most so many are looked up in vain behind the first that is nowhere."""
@@ -187,3 +358,109 @@ class CappedIndex:
     def tenant_statistics(self) -> dict[Tenant, TenantStatistics]:
         """Return what each tenant holds; empty without quotas."""
         return self._shares.statistics() if self._shares is not None else {}
+
+
+class SharedIndex(CappedIndex):
+    """A CappedIndex that can be compared with a listing of one of the directories."""
+
+    def group(self, directory: int) -> frozenset[ChunkKey]:
+        """Return the chunks known in a directory, as a copy."""
+        return frozenset(self.keys.part(directory))
+
+    def unknown(self, listed: set[ChunkKey]) -> list[ChunkKey]:
+        """Return the `listed` chunks that are not known, in an order that is the same in every process."""
+        return sorted(key for key in listed if key not in self)
+
+    def drop(self, before: frozenset[ChunkKey], listed: set[ChunkKey]) -> list[ChunkKey]:
+        """Forget the chunks that were known `before` a listing began and are not in it; return them.
+
+        Chunks that were added while the listing ran may have come too late for it, and stay.
+        """
+        gone = sorted(key for key in before - listed if key in self)
+        for key in gone:
+            self.remove(key)
+        return gone
+
+
+class Freshness:
+    """Finds the directories that changed since they were listed, by their modification times.
+
+    A file system's clock ticks in steps: a directory can change again without its time changing. So a directory is listed
+    again until a listing begins at least `settle_s` after its time was first seen.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        self.settle_s = settle_s
+        self._times_ns = [-1] * PARTS
+        self._seen_s = [0.0] * PARTS
+        self._settled = [False] * PARTS
+
+    def stale(self, times_ns: Sequence[int], now_s: float) -> list[int]:
+        """Return the directories to list now. `times_ns` has one modification time each, 0 where there is no directory."""
+        found = []
+        for directory, time_ns in enumerate(times_ns):
+            if time_ns != self._times_ns[directory]:
+                self._times_ns[directory] = time_ns
+                self._seen_s[directory] = now_s
+                self._settled[directory] = False
+            if not self._settled[directory]:
+                found.append(directory)
+        return found
+
+    def listed(self, directory: int, began_s: float) -> None:
+        """Record that the index has a listing of `directory` that began at `began_s`, after its time was taken."""
+        self._settled[directory] = began_s >= self._seen_s[directory] + self.settle_s
+
+
+def pause_s(calls_s: Sequence[float]) -> float:
+    """Return the pause after a listing whose calls took `calls_s`, so that listing takes a tenth of the time. The median
+    counts, so that a mount that hung once is not left alone for ten times as long."""
+    return 10 * median_low(calls_s) * len(calls_s) if calls_s else 0.0
+
+
+_DROPPED_AT_ONCE = 2
+"""Expired keys that are dropped for each one that is added: their number falls, and no call takes long."""
+
+
+class RememberedKeys:
+    """The keys last seen, at most `limit`, each with the bytes that it takes in the store (0: not known). A key costs 200
+    bytes. Expired keys are dropped as others are added."""
+
+    def __init__(self, limit: int, keep_s: float) -> None:
+        self.limit = limit
+        self.keep_s = keep_s
+        self.bytes_known = 0
+        self._seen = LruMap()
+        """The time of an access is in microseconds."""
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, key: ChunkKey, now_s: float, stored_bytes: int = 0) -> None:
+        """Record that `key` was seen at `now_s` (monotonic)."""
+        old_bytes = self._seen.get(key) or 0
+        stored_bytes = stored_bytes or old_bytes
+        self._seen.put(key, stored_bytes, time=int(now_s * 1e6))
+        self.bytes_known += stored_bytes - old_bytes
+        if len(self._seen) > self.limit:
+            self.discard(self._seen.coldest())
+        for _ in range(_DROPPED_AT_ONCE):
+            oldest = self._seen.coldest()
+            if oldest is None or self.has(oldest, now_s):
+                break
+            self.discard(oldest)
+
+    def has(self, key: ChunkKey, now_s: float) -> bool:
+        """Return True if the key was seen at most `keep_s` ago."""
+        seen_us = self._seen.time(key)
+        return seen_us is not None and now_s * 1e6 - seen_us <= self.keep_s * 1e6
+
+    def discard(self, key: ChunkKey | None) -> bool:
+        """Drop a key; return False if it was not remembered."""
+        stored_bytes = None if key is None else self._seen.pop(key)
+        self.bytes_known -= stored_bytes or 0
+        return stored_bytes is not None
+
+    def clear(self) -> None:
+        self._seen = LruMap()
+        self.bytes_known = 0

@@ -16,8 +16,8 @@ from itertools import accumulate, count
 from math import inf, log2
 from typing import TypeAlias
 
+from tiercache.core.admission import RateLimit
 from tiercache.core.keys import ChunkKey
-from tiercache.core.ratelimit import RateLimit
 
 HINTS, QUEUE, SESSIONS = SOURCES = ("hints", "queue", "sessions")
 

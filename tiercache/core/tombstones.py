@@ -2,11 +2,15 @@
 
 A put, a read or a prefetch notes the epoch at which it begins, and asks `Tombstones.forgot` before its chunk becomes
 visible, with no `await` in between. What began before a `forget` of its key is discarded; what begins after it is stored.
+`KeyTraffic` does the same for what lies in a tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import xxhash
 
 from tiercache.core.keys import ChunkKey
 
@@ -78,3 +82,104 @@ class Tombstones:
         if epoch == self.epoch:
             return set()
         return {key for key in keys if self.forgot(key, epoch)}
+
+
+_BITS_PER_KEY = 4
+
+
+class KeyFilter:
+    """A Bloom filter: a set of keys in a fixed amount of memory. Keys cannot be removed.
+
+    It also contains some keys that were not added: one in 400 with a million keys in 2 MiB, and more with more keys.
+
+    Source: Bloom, "Space/time trade-offs in hash coding with allowable errors" (1970); Kirsch and Mitzenmacher, "Less
+    hashing, same performance" (2006).
+    """
+
+    def __init__(self, size_bytes: int = 2 << 20) -> None:
+        """`size_bytes` is a power of two. The memory is taken with the first key."""
+        self._size_bytes = size_bytes
+        self._bits: bytearray | None = None
+
+    def __bool__(self) -> bool:
+        return self._bits is not None
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        bits = self._bits
+        return bits is not None and all(bits[place >> 3] >> (place & 7) & 1 for place in self._places(key))
+
+    def add(self, key: ChunkKey) -> None:
+        if self._bits is None:
+            self._bits = bytearray(self._size_bytes)
+        for place in self._places(key):
+            self._bits[place >> 3] |= 1 << (place & 7)
+
+    def _places(self, key: ChunkKey) -> list[int]:
+        first = xxhash.xxh3_64_intdigest(key)
+        step = (first >> 32) | 1
+        last_place = 8 * self._size_bytes - 1
+        return [(first + number * step) & last_place for number in range(_BITS_PER_KEY)]
+
+
+class KeyTraffic:
+    """Reads and writes of a tier, counted by key, and the keys that are to be removed.
+
+    A removal begins when no read or write of its key is in flight. From the moment at which it is wanted until it has ended
+    nothing of the key begins: a late write cannot bring back a forgotten chunk, a read cannot find it, and new bytes are
+    written after it. Each read and write calls `begin` and `end`, abandoned ones included.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[ChunkKey, int] = {}
+        self._removing: set[ChunkKey] = set()
+        self._refused = KeyFilter()
+        self.on_clear: Callable[[ChunkKey], None] | None = None
+        """Called when the last operation in flight of a key that is to be removed has ended."""
+        self.questions: set[Any] = set()
+        """Look-ups in flight, as futures."""
+        self.answered = 0
+        """Look-ups that have ended."""
+
+    def refuses(self, key: ChunkKey) -> bool:
+        """Return True if nothing of `key` may begin now, whatever the tier has of it."""
+        return key in self._removing or key in self._refused
+
+    @property
+    def refuses_none(self) -> bool:
+        return not self._removing and not self._refused
+
+    def begin(self, key: ChunkKey) -> None:
+        self._in_flight[key] = self._in_flight.get(key, 0) + 1
+
+    def end(self, key: ChunkKey) -> None:
+        left = self._in_flight[key] - 1
+        if left:
+            self._in_flight[key] = left
+            return
+        del self._in_flight[key]
+        if key in self._removing and self.on_clear is not None:
+            self.on_clear(key)
+
+    def asks(self, question: Any) -> None:
+        """Record that a look-up begins."""
+        self.questions.add(question)
+
+    def asked(self, question: Any) -> None:
+        """Record that a look-up has ended."""
+        self.questions.discard(question)
+        self.answered += 1
+
+    def want_removal(self, key: ChunkKey) -> bool:
+        """Let nothing of `key` begin any more. Return True if its removal may begin at once; otherwise `on_clear` is called
+        when it may."""
+        self._removing.add(key)
+        return key not in self._in_flight
+
+    def removed(self, key: ChunkKey) -> None:
+        """Record that the removal has ended: what begins from now on finds only what was written since."""
+        self._removing.discard(key)
+
+    def refuse(self, key: ChunkKey) -> None:
+        """Let nothing of `key` begin for good: it was forgotten, and is not removed here. A few other keys are refused with
+        it (`KeyFilter`)."""
+        self._refused.add(key)

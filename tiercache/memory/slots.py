@@ -1,16 +1,26 @@
-"""Slots: the arena cut into equal parts, one chunk each."""
+"""Slots: the arena cut into equal parts of one chunk each, their budget and waiters, and the leases on their chunks."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
-from typing import Any, Protocol
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from tiercache.core.eviction import Resident
 from tiercache.core.header import aligned
+from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError
 from tiercache.memory.arena import Arena
+
+T = TypeVar("T")
 
 FEWEST_SLOTS = 4
 """One for a read and one for a write, and a floor for each: with fewer, reads and writes would wait for each other."""
@@ -113,3 +123,374 @@ def zero_padding(slot: np.ndarray, length_bytes: int) -> None:
     """Zero the bytes between a payload and the next page."""
     if (end := aligned(length_bytes)) != length_bytes:
         slot[length_bytes:end] = 0
+
+
+class Purpose(IntEnum):
+    """The purpose that a slot is held for. Integers, since hashing an Enum is slow and budgets are counted per chunk."""
+
+    READ = 0
+    """A demand read: a caller waits for this chunk."""
+    WRITE = 1
+    """A chunk on its way into the cache."""
+    PREFETCH = 2
+    """A chunk that is read, or pinned, for a future reader."""
+
+
+READ, WRITE, PREFETCH = Purpose
+"""Module-level names for hot paths: an attribute look-up on the class costs as much as a call in Python 3.11."""
+
+
+@dataclass
+class SlotBudget:
+    """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
+
+    A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
+    prefetch leaves both. Each of several tiers has an equal part of the read floor to itself, so that a tier that hangs does
+    not take the others' parts.
+    """
+
+    slots: int
+    read_floor: int
+    write_floor: int
+    held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
+    """Held slots by purpose."""
+    reading: dict[str, int] = field(default_factory=dict)
+    """Slots held for reads that a tier is reading into, by tier."""
+
+    @classmethod
+    def for_arena(cls, slots: int) -> SlotBudget:
+        """Return a budget with floors of an eighth of the arena each, at least one slot."""
+        floor = max(1, slots // 8)
+        return cls(slots, read_floor=floor, write_floor=floor)
+
+    def divide(self, tiers: Iterable[str]) -> None:
+        """Name the tiers that read into these slots."""
+        self.reading |= dict.fromkeys(tiers, 0)
+
+    @property
+    def reads_at_once(self) -> int:
+        """The most slots that the reads of one tier may hold, abandoned ones included; half of the slots for all tiers."""
+        return max(1, self.slots // (2 * max(1, len(self.reading))))
+
+    def writes_at_once(self, tiers: int) -> int:
+        """Return the most slots that one of so many tiers may be writing from, abandoned writes included; a quarter of the
+        slots for all tiers."""
+        return max(1, self.slots // (4 * max(1, tiers)))
+
+    def allows(self, purpose: Purpose, obtainable: int, tier: str | None = None) -> bool:
+        """Return True if one more slot may be held; `tier` is the tier that would read into it."""
+        if obtainable > self.read_floor + self.write_floor:
+            return True  # no purpose has to leave more than that
+        if purpose is READ:
+            kept = self._for_writes + (self._for_other_reads(tier) if len(self.reading) > 1 else 0)
+        elif purpose is WRITE:
+            kept = self._for_reads
+        else:
+            kept = self._for_reads + self._for_writes
+        return obtainable > kept
+
+    def writes_allowed(self, obtainable: int) -> int:
+        """Return how many more slots may be held for writes."""
+        return max(0, obtainable - self._for_reads)
+
+    def take(self, purpose: Purpose, tier: str | None = None) -> None:
+        self.held[purpose] += 1
+        if tier is not None and purpose is READ:
+            self.reading[tier] = self.reading.get(tier, 0) + 1
+
+    def arrived(self, tier: str) -> None:
+        """Record that a read by `tier` has ended and its slot holds a chunk now, for the same purpose."""
+        self.reading[tier] -= 1
+
+    def give_back(self, purpose: Purpose, tier: str | None = None) -> None:
+        self.held[purpose] -= 1
+        assert self.held[purpose] >= 0, f"{purpose.name} slots given back twice"
+        if tier is not None and purpose is READ:
+            self.reading[tier] -= 1
+
+    @property
+    def _for_writes(self) -> int:
+        return max(0, self.write_floor - self.held[WRITE])
+
+    @property
+    def _for_reads(self) -> int:
+        """Return the slots that must be left to reads. A tier that hangs uses up only its own part of the floor."""
+        counted = self.held[READ]
+        part = self._part
+        for filled in self.reading.values():
+            if filled > part:
+                counted -= filled - part
+        return max(0, self.read_floor - counted)
+
+    def _for_other_reads(self, tier: str | None) -> int:
+        part = self._part
+        return sum(part - filled for name, filled in self.reading.items() if name != tier and filled < part)
+
+    @property
+    def _part(self) -> int:
+        return self.read_floor // max(1, len(self.reading))
+
+
+@dataclass(eq=False)
+class Waiter(Generic[T]):
+    outcome: asyncio.Future[T | None]
+    tier: str | None
+    key: ChunkKey | None
+
+
+class WaitQueue(Generic[T]):
+    def __init__(
+        self,
+        take: Callable[[Purpose, str | None, ChunkKey | None], T | None],
+        give_back: Callable[[T, Purpose], None],
+        *,
+        by_tier: bool = False,
+    ) -> None:
+        """`take` returns an item if one may be taken now, else None; `give_back` gets an item whose waiter has given up.
+
+        With `by_tier`, a read whose tier has had its share does not block the reads of other tiers behind it.
+        """
+        self._take = take
+        self._give_back = give_back
+        self._by_tier = by_tier
+        self.blocks_only_itself: Callable[[Purpose, ChunkKey | None], bool] = _never
+        """Returns True if a waiter for this chunk is blocked only by its own quota, so that others may overtake it."""
+        self.waiting: list[deque[Waiter[T]]] = [deque() for _ in Purpose]
+        self.waiters = 0
+        self.closed = False
+        self._pauses = 0
+
+    async def wait(
+        self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
+    ) -> T | None:
+        """Return an item; None at the loop time `until_s()`, which may change meanwhile, and when the queue is closed.
+        Holds nothing if cancelled."""
+        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier, key)) is not None:
+            return taken
+        requested = self.request(purpose, tier, key)
+        came = False
+        try:
+            came = await done_by(requested, until_s)
+        finally:
+            if not came:
+                self.withdraw(purpose, requested)
+        return requested.result() if came else None
+
+    def request(
+        self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None
+    ) -> asyncio.Future[T | None]:
+        """Return a future of an item; None when the queue is closed. The item belongs to the caller, unless it calls
+        `withdraw`. `tier` is the tier that reads into it, `key` the chunk that it is for."""
+        waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), tier, key)
+        if self.closed:
+            waiter.outcome.set_result(None)
+        else:
+            self.waiting[purpose].append(waiter)
+            self.waiters += 1
+            self.serve()
+        return waiter.outcome
+
+    def withdraw(self, purpose: Purpose, requested: asyncio.Future[T | None]) -> None:
+        """Give a request up; an item that has come goes to the next waiter."""
+        if requested.done():
+            taken = requested.result()
+            if taken is not None:
+                self._give_back(taken, purpose)
+            return
+        waiting = self.waiting[purpose]
+        waiting.remove(next(waiter for waiter in waiting if waiter.outcome is requested))
+        self.waiters -= 1
+        self.serve()  # it may have blocked those behind it
+
+    def pause(self) -> None:
+        """Serve no waiter until `resume`, which must follow without an await."""
+        self._pauses += 1
+
+    def resume(self) -> None:
+        self._pauses -= 1
+        self.serve()
+
+    def serve(self) -> None:
+        """Give waiters the items that may be taken by now."""
+        if not self.waiters or self._pauses:
+            return
+        for purpose in (READ, WRITE, PREFETCH):
+            waiting = self.waiting[purpose]
+            while waiting:
+                for waiter in waiting:
+                    taken = self._take(purpose, waiter.tier, waiter.key)
+                    if taken is not None:
+                        break
+                    if not (purpose is READ and self._by_tier) and not self.blocks_only_itself(purpose, waiter.key):
+                        break
+                if taken is None:
+                    break
+                waiting.remove(waiter)
+                self.waiters -= 1
+                waiter.outcome.set_result(taken)
+
+    def close(self) -> None:
+        """End all waits; later ones end at once."""
+        self.closed = True
+        for waiting in self.waiting:
+            while waiting:
+                self.waiters -= 1
+                waiting.popleft().outcome.set_result(None)
+
+
+def _never(purpose: Purpose, key: ChunkKey | None) -> bool:
+    return False
+
+
+async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:
+    """Wait for `work` until the loop time `until_s()`, which may change meanwhile; return True if it is done.
+
+    Leaves `work` alone, also when this is cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    while not work.done() and (left_s := until_s() - loop.time()) > 0:
+        await asyncio.wait([work], timeout=left_s)
+    return work.done()
+
+
+ONE = (1 << 32, 1 << 64, 1)
+"""One lease, by its purpose, in the sum of a chunk's leases (`Leased.leases`). A lease for a write is more than any number
+of leases for reads, and one for a read more than any number of pins, so one comparison finds the purpose."""
+
+
+def purpose_of(leases: int) -> Purpose | None:
+    """Return the purpose that the memory of a chunk with these leases counts for; None without a lease."""
+    return WRITE if leases >= ONE[WRITE] else READ if leases >= ONE[READ] else PREFETCH if leases else None
+
+
+def pins_in(leases: int) -> int:
+    """Return how many of these leases are pins."""
+    return leases % ONE[READ]
+
+
+class Leased(Protocol):
+    """A chunk in memory that leases are taken on: a resident of the hot cache, or a mapping."""
+
+    key: ChunkKey
+    payload_bytes: int
+    leases: int
+    """The sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
+    hot: bool
+    """True while a look-up finds the chunk."""
+
+
+class Entry(Resident):
+    """A chunk in a slot of the hot cache."""
+
+    __slots__ = ("hot", "payload_bytes", "slot")
+
+    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
+        super().__init__(key)
+        self.slot = slot
+        self.payload_bytes = payload_bytes
+        self.hot = True
+
+
+class LeaseOwner(Protocol):
+    """The owner of the memory that leases are on: the CPU tier, or a tier's mappings. Each gets the entries that it made."""
+
+    on_device: bool
+    """True for device memory."""
+
+    def view(self, entry: Any, length_bytes: int) -> Any:
+        """Return the first bytes of a chunk and its padding, as its readers get them."""
+
+    def begin_lease(self, entry: Any, purpose: Purpose) -> Lease: ...
+
+    def serve(self, entry: Any, purpose: Purpose, *, counted: bool) -> Lease:
+        """Return a lease for a caller that asked for the chunk. A read is an access unless that is `counted` already; a pin
+        is none."""
+
+    def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
+
+    def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
+        """Called in the thread in which a lease was garbage-collected."""
+
+
+class Lease:
+    """A counted reference to a chunk in memory, which is not reused before `release`.
+
+    `view` is uint8[payload length], read-only (a tensor for a chunk in device memory), and valid until `release`. A view
+    that was taken before the cache was closed stays valid; taking one afterwards raises CacheClosed. Release on the event
+    loop; using the lease as a context manager does.
+    """
+
+    __slots__ = ("_entry", "_owner", "_purpose")
+
+    def __init__(self, owner: LeaseOwner, entry: Leased, purpose: Purpose) -> None:
+        self._owner = owner
+        self._entry: Leased | None = entry
+        self._purpose = purpose
+
+    @property
+    def key(self) -> ChunkKey:
+        return self._held().key
+
+    @property
+    def findable(self) -> bool:
+        """True while a look-up finds the chunk: it was not removed."""
+        return self._held().hot
+
+    @property
+    def on_device(self) -> bool:
+        return self._owner.on_device
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._held().payload_bytes
+
+    @property
+    def view(self) -> Any:
+        entry = self._entry or self._held()
+        return self._owner.view(entry, entry.payload_bytes)
+
+    @property
+    def padded(self) -> Any:
+        """The payload with its zero padding to 4096 bytes, for tiers that transfer whole pages."""
+        entry = self._held()
+        return self._owner.view(entry, aligned(entry.payload_bytes))
+
+    def sibling(self) -> Lease | None:
+        """Return one more lease on the same memory, for a tier to write from; None when the chunk was removed meanwhile."""
+        entry = self._held()
+        return self._owner.begin_lease(entry, WRITE) if entry.hot else None
+
+    def reader(self) -> Lease:
+        """Return one more lease on the same memory, for a reader, also when the chunk was removed meanwhile."""
+        return self._owner.begin_lease(self._held(), READ)
+
+    def another(self, purpose: Purpose, *, counted: bool) -> Lease:
+        """Return one more lease for a caller that came for the chunk; see `LeaseOwner.serve`."""
+        return self._owner.serve(self._held(), purpose, counted=counted)
+
+    def release(self) -> None:
+        """End the lease. Idempotent."""
+        entry = self._entry
+        if entry is not None:
+            self._entry = None
+            self._owner.end_lease(entry, self._purpose)
+
+    def _held(self) -> Leased:
+        if self._entry is None:
+            raise ValueError("the lease was released; its memory may hold another chunk by now")
+        return self._entry
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        entry = self._entry
+        if entry is not None:
+            self._entry = None
+            warnings.warn(f"lease on chunk {entry.key.hex()[:12]} was never released", ResourceWarning, stacklevel=2)
+            self._owner.end_lease_from_anywhere(entry, self._purpose)

@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from tiercache.core.keys import ChunkKey
+from tiercache.memory.slots import Lease
 from tiercache.memory.workers import Workers, all_or_none, once_ended
 from tiercache.payloads import Sink
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 _PART = 512
 """Chunks that are looked up, or handed over, before the deadline is checked and the loop runs other tasks."""

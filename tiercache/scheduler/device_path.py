@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from tiercache.core.budget import Purpose
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.queue import WaitBudget
@@ -23,14 +22,12 @@ from tiercache.device.device import Device
 from tiercache.device.driver import Event, Tensor, host_tensor
 from tiercache.device.paged import DevicePayload
 from tiercache.errors import LayoutError
-from tiercache.memory.slots import Slot
+from tiercache.memory.slots import Lease, Purpose, Slot
 from tiercache.memory.workers import all_or_none, retrieve_exception
 from tiercache.scheduler.batch import deliver, or_held
 from tiercache.scheduler.reads import Reader, Undelivered
 from tiercache.scheduler.writer import FanOut
-from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
-from tiercache.tiers.staging import StagingTier
+from tiercache.tiers.cpu import CpuTier, StagingTier
 
 T = TypeVar("T")
 

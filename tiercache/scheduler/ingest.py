@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiercache.core.budget import WRITE
 from tiercache.core.keys import ChunkKey, each_once
 from tiercache.core.queue import WaitBudget
-from tiercache.memory.slots import Fill, Slot, fill_slot
+from tiercache.memory.slots import WRITE, Fill, Lease, Slot, fill_slot
 from tiercache.memory.workers import GIVE_UP_S, NotBegun, Workers, once_ended, retrieve_exception, wait_uncancelled
 from tiercache.payloads import PlainCopy, Source
 from tiercache.scheduler.writer import FanOut
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 _BATCH_BYTES = 32 << 20
 _PART_BYTES = 2 << 20

@@ -26,8 +26,8 @@ from tiercache.core.prefetch import (
     hint,
 )
 from tiercache.errors import ConfigError
+from tiercache.memory.slots import Lease
 from tiercache.scheduler.reads import Reader
-from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.prefetch")
 

@@ -15,20 +15,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tiercache.core.breaker import Breaker, BreakerSettings
-from tiercache.core.budget import PREFETCH, READ, Purpose
-from tiercache.core.distribution import SECONDS, Distribution
-from tiercache.core.estimate import TransferEstimate, worth_waiting_s
+from tiercache.core.estimate import SECONDS, Distribution, TransferEstimate, worth_waiting_s
 from tiercache.core.index import counts_in
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk
-from tiercache.memory.slots import Slot, zero_padding
-from tiercache.memory.wait_queue import WaitQueue, done_by
+from tiercache.memory.slots import PREFETCH, READ, Lease, Purpose, Slot, WaitQueue, done_by, zero_padding
 from tiercache.memory.workers import cancel_all
 from tiercache.payloads import Sink
 from tiercache.scheduler.batch import HostMemory, HotCache, deliver, or_held
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 from tiercache.tiers.shared_memory import SharedMemoryTier
 
 logger = logging.getLogger("tiercache.reader")

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tiercache.core.breaker import Breaker, BreakerSettings, BreakerState
-from tiercache.core.distribution import SECONDS, Distribution
+from tiercache.core.estimate import SECONDS, Distribution
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import BoundedQueue, WaitBudget
 from tiercache.errors import TierFull, TierUnavailable
+from tiercache.memory.slots import Lease
 from tiercache.memory.workers import all_or_none, was_cancelled
 from tiercache.scheduler.removals import Removals, Request
 from tiercache.tiers.base import DeviceTier, Tier
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import Lease
 
 logger = logging.getLogger("tiercache.writer")
 

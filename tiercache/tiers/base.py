@@ -12,7 +12,7 @@ import numpy as np
 
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import TenantStatistics
-from tiercache.core.traffic import KeyTraffic
+from tiercache.core.tombstones import KeyTraffic
 from tiercache.device.driver import Tensor
 from tiercache.memory.arena import Arena
 

@@ -16,19 +16,34 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.budget import PREFETCH, READ, WRITE, Purpose, SlotBudget
 from tiercache.core.eviction import LeafLru
 from tiercache.core.index import prefix_in
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
+from tiercache.device.device import Device
+from tiercache.device.driver import host_tensor
 from tiercache.errors import CacheClosed
-from tiercache.memory.slots import Fill, Pool, Slot, fill_slot
-from tiercache.memory.wait_queue import WaitQueue
+from tiercache.memory.slots import (
+    ONE,
+    PREFETCH,
+    READ,
+    WRITE,
+    Entry,
+    Fill,
+    Lease,
+    Pool,
+    Purpose,
+    Slot,
+    SlotBudget,
+    WaitQueue,
+    fill_slot,
+    pins_in,
+    purpose_of,
+)
 from tiercache.memory.workers import Workers, once_ended, wait_shielded
 from tiercache.payloads import source_of
 from tiercache.tiers.base import Tier, TierStatistics, Traits
-from tiercache.tiers.leases import ONE, Entry, Lease, pins_in, purpose_of
 
 
 class SlotQuotas:
@@ -493,3 +508,31 @@ class CpuTier(Tier):
             return False
         tenant = b"" if key is None else tenant_of(key)
         return self._quotas.at_quota(tenant) or (purpose is PREFETCH and not self._quotas.may_pin(tenant))
+
+
+class StagingTier(CpuTier):
+    name = "device"
+    on_device = True
+
+    def __init__(self, device: Device, copiers: Workers) -> None:
+        super().__init__(device.pool, copiers, keep=False)
+        self.device = device
+
+    def describe(self) -> str:
+        pool = self.device.pool
+        return f"device ({pool.count * pool.slot_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
+
+    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
+        """Copy a chunk to host memory. Returns its length; None if it is not resident."""
+        lease = self.lease(key)
+        if lease is None:
+            self._statistics.read_misses += 1
+            return None
+        with lease:
+            device, lane, host = self.device, self.device.storing, host_tensor(into[: lease.payload_bytes])
+            await device.ended(device.run(lane, device.driver.copy, host, lease.view, lane.stream))
+            return lease.payload_bytes
+
+    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
+        """Decline: chunks come from device memory only."""
+        return False

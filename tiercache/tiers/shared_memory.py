@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tiercache.core.budget import PREFETCH, READ, Purpose
 from tiercache.core.header import HEADER_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
+from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.io_posix import ThreadMover
@@ -32,7 +32,6 @@ from tiercache.tiers.files.mapped_file import Inode, MappedFile, inode_at, map_c
 from tiercache.tiers.files.shelves import FileSettings, Shelves
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.files.volume import Volume
-from tiercache.tiers.leases import ONE, Lease, pins_in
 
 logger = logging.getLogger("tiercache.shared_memory")
 

@@ -11,11 +11,10 @@ import pytest
 from tests.hf3fs.tier.conftest import FINGERPRINT, HASTY, until
 from tests.scheduler.conftest import flushed
 from tiercache.core.breaker import Breaker, BreakerSettings
-from tiercache.core.budget import Purpose
 from tiercache.core.keys import ChunkKey
 from tiercache.core.queue import WaitBudget
 from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import SlotPool
+from tiercache.memory.slots import Purpose, SlotPool
 from tiercache.memory.workers import Workers
 from tiercache.scheduler.reads import Reader, ReaderSettings
 from tiercache.scheduler.writer import TierWriter, WriterSettings

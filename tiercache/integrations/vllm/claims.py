@@ -18,7 +18,7 @@ from tiercache.cache import TierCache
 from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.grouped import HitSearch, keys_of, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease
 
 _MOST_OF_THE_HOT_CACHE = 0.5
 _LONGEST_S = 60.0

@@ -25,7 +25,7 @@ from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease
 
 _POLL_S = 0.0005
 

@@ -12,7 +12,7 @@ from collections import deque
 
 from tiercache.bridge import CacheThread
 from tiercache.control.families import Family, Labels, figures_of
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm import exported
 from tiercache.integrations.vllm.logs import survives
 from tiercache.integrations.vllm.planning import Match

@@ -18,7 +18,7 @@ from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.lending import Lending
 from tiercache.integrations.vllm.moves import Move, Mover, by_group, last_first
 from tiercache.integrations.vllm.planning import BlockTransfer
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease
 
 
 class _HostMove(Move):

@@ -25,7 +25,7 @@ from tiercache.core.keys import ChunkKey
 from tiercache.integrations.vllm.claims import Claims
 from tiercache.integrations.vllm.grouped import HitSearch, keys_of, names_of, needed_chunks
 from tiercache.integrations.vllm.planning import BlockGeometry, Match, chunk_ends, tail_lengths
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease
 
 logger = logging.getLogger("tiercache.vllm")
 

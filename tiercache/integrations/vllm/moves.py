@@ -14,7 +14,7 @@ from tiercache.device.driver import Driver
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 from tiercache.integrations.vllm.kv_blocks import KvBlocks
 from tiercache.integrations.vllm.planning import BlockTransfer
-from tiercache.tiers.leases import Lease
+from tiercache.memory.slots import Lease
 
 
 class Move(ABC):

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tiercache.config import Config
-from tiercache.core.prefill_cost import PrefillCost
+from tiercache.core.estimate import PrefillCost
 from tiercache.integrations.vllm.asking import Asking
 from tiercache.integrations.vllm.block_names import BlockNames
 from tiercache.integrations.vllm.claims import HELD_FOR_S

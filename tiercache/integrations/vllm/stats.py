@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from tiercache.control.families import Labels
 from tiercache.core.breaker import BreakerState
-from tiercache.core.distribution import Distribution
+from tiercache.core.estimate import Distribution
 from tiercache.integrations.vllm import exported
 
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from tiercache.cache import TierCache
 from tiercache.config import Config
+from tiercache.memory.slots import Lease
 from tiercache.testing.simulation.device_calls import DeviceCalls
 from tiercache.testing.simulation.expected import Expected
 from tiercache.testing.simulation.oracle import Truth, Violation
 from tiercache.testing.simulation.plan import Operation
-from tiercache.tiers.leases import Lease
 
 
 class Source(Exception):

@@ -13,9 +13,9 @@ from tiercache.core.breaker import BreakerState
 from tiercache.testing.simulation.deletions import Deletions
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.testing.simulation.plan import Operation
+from tiercache.tiers.cpu import StagingTier
 from tiercache.tiers.files.tier import FileTier
 from tiercache.tiers.remote.base import RemoteTier
-from tiercache.tiers.staging import StagingTier
 
 if TYPE_CHECKING:
     from tiercache.scheduler.writer import TierWriter

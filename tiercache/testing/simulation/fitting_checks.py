@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from tiercache.cache import TierCache
-from tiercache.core.budget import Purpose
 from tiercache.errors import TierCacheError
+from tiercache.memory.slots import Purpose
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.base import Tier
 from tiercache.tiers.files.io_posix import DeviceMover

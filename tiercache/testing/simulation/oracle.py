@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from tiercache.cache import TierCache
-from tiercache.core.budget import Purpose
+from tiercache.memory.slots import Purpose, purpose_of
 from tiercache.tiers.cpu import CpuTier
-from tiercache.tiers.leases import purpose_of
 
 _NAME = struct.Struct("<II")
 _LENGTHS = (4096, 4096, 4088, 2504, 8)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tiercache.cache import TierCache
 from tiercache.core.breaker import Breaker, BreakerState
-from tiercache.core.budget import Purpose
+from tiercache.memory.slots import Purpose
 from tiercache.testing.simulation.oracle import Violation
 from tiercache.tiers.cpu import CpuTier
 

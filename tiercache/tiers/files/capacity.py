@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from tiercache.core.sharing import pause_s
+from tiercache.core.index import pause_s
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import ABSENT, OWNER, Access, lock_within, open_regular
 from tiercache.tiers.files.format import NO_ROOM

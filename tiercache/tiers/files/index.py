@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tiercache.core.header import file_bytes
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import CappedIndex, Freshness, SharedIndex, pause_s
 from tiercache.core.keys import ChunkKey
-from tiercache.core.sharing import Freshness, SharedIndex, pause_s
 from tiercache.errors import TierUnavailable
 from tiercache.memory.workers import Workers, retrieve_exception
 from tiercache.tiers.files.access import ABSENT, occupied_bytes, opened_directory, require_directory

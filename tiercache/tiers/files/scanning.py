@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tiercache.core.index import CappedIndex
+from tiercache.core.index import PARTS, CappedIndex, pause_s
 from tiercache.core.keys import ChunkKey
-from tiercache.core.lru import PARTS
-from tiercache.core.sharing import pause_s
 from tiercache.memory.workers import Workers
 from tiercache.tiers.files.directory import Scanned, Victims
 from tiercache.tiers.files.volume import Volume

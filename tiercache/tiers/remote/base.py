@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tiercache.core.header import MAGIC, Header, HeaderError, payload_checksum
+from tiercache.core.index import RememberedKeys
 from tiercache.core.keys import ChunkKey
-from tiercache.core.remembered import RememberedKeys
 from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import Tier, TierStatistics, Traits

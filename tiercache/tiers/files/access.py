@@ -142,7 +142,7 @@ class Access:
             os.chmod(path, self.file_mode)
 
     def make_directory(self, path: Path | str) -> bool:
-        """Return True if the directory had to be made. An existing directory of this user gets the mode as well.
+        """Return True if the directory had to be made. One that is there keeps its mode.
 
         Raises NotADirectoryError where something else has the name, a link included.
         """
@@ -150,7 +150,6 @@ class Access:
             os.mkdir(path, 0o700)
         except FileExistsError:
             require_directory(path)
-            self.enforce(path)
             return False
         if self.directory_mode != 0o700:
             os.chmod(path, self.directory_mode)

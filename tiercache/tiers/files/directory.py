@@ -34,6 +34,7 @@ from tiercache.core.keys import HEX_KEY, ChunkKey
 from tiercache.errors import TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
+    ACCESS,
     FILE_MODE,
     Access,
     NotAFile,
@@ -170,7 +171,6 @@ class Identity:
 
 
 _ATTEMPTS = 8
-_NOT_OURS_TO_MOVE = frozenset({errno.EACCES, errno.EPERM, errno.EBUSY, errno.EXDEV})
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """What file systems answer to a way that they do not have: NFS to RENAME_NOREPLACE, FAT to links."""
 _AT_FDCWD = -100
@@ -208,7 +208,7 @@ WAYS: tuple[Publish, ...] = (rename_new, link_new)
 
 
 class NameTaken(OSError):
-    """Something that is no file has the name of this chunk, or of its directory, and stays there. Others can be written."""
+    """Something that is not ours has the name of this chunk, or of its directory, and stays there. Others can be written."""
 
 
 class Publisher:
@@ -230,9 +230,9 @@ class Publisher:
             except FileExistsError:
                 with contextlib.suppress(FileNotFoundError):  # then it was evicted since, and the name is free again
                     status = os.lstat(path)
-                    if stat.S_ISREG(status.st_mode):
+                    if has_our_header(path):
                         return occupied_bytes(status)
-                    self.make_way(path)
+                    raise NameTaken(errno.EEXIST, "is not ours, and stays", path) from None
             except NotADirectoryError as error:
                 raise NameTaken(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.path.dirname(path)) from error
             except FileNotFoundError:
@@ -241,22 +241,6 @@ class Publisher:
                 # The directory is not there yet, or somebody tidied it away.
                 self.make_directory(os.path.dirname(path))
         raise OSError(f"{path}: the directory vanishes as often as it is made")
-
-    def make_way(self, path: str) -> None:
-        """Remove what has a chunk's name and is no file. A directory in which something lies is somebody's: it goes to
-        quarantine as it is, and is not counted. Raises NameTaken when it stays where it is, OSError."""
-        try:
-            try:
-                _clear(path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                self._quarantine.take(path)
-                logger.warning("%s: a directory had the name of a chunk; it was moved to quarantine", path)
-        except OSError as error:
-            if error.errno not in _NOT_OURS_TO_MOVE:
-                raise
-            raise NameTaken(error.errno, f"is no file, and stays: {error.strerror}", path) from error
 
     def _name(self, temporary: str, path: str) -> None:
         for way in self.ways:
@@ -277,14 +261,6 @@ class Publisher:
                 self._capacity().add(occupied_bytes(os.stat(path)))
         except NotADirectoryError as error:
             raise NameTaken(error.errno, error.strerror, path) from error
-
-
-def _clear(path: str) -> None:
-    """Remove what has a chunk's name and is no file: a pipe, a link, an empty directory. Never counted. Raises OSError."""
-    if stat.S_ISDIR(os.lstat(path).st_mode):
-        os.rmdir(path)
-    else:
-        os.unlink(path)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
@@ -311,16 +287,8 @@ class Quarantine:
     def trim(self, capacity: Capacity, cap_bytes: int) -> None:
         """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
         is no reason to keep others. `cap_bytes` 0: nobody knows it here."""
-        kept = []
-        with self._opened() as (directory, names):
-            for name in names:
-                with contextlib.suppress(OSError):
-                    status = os.lstat(name, dir_fd=directory)
-                    if stat.S_ISREG(status.st_mode):
-                        kept.append((status.st_mtime_ns, name, occupied_bytes(status)))
-                    elif not stat.S_ISDIR(status.st_mode):
-                        os.unlink(name, dir_fd=directory)
-            kept.sort(reverse=True)
+        with self._opened() as (directory, found):
+            kept = sorted(((status.st_mtime_ns, name, occupied_bytes(status)) for name, status in found), reverse=True)
             left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
             for place, (_, name, occupied) in enumerate(kept):
                 left_bytes -= occupied
@@ -329,31 +297,32 @@ class Quarantine:
 
     def forget(self, key: ChunkKey, capacity: Capacity) -> None:
         """Remove what is kept of a chunk. Raises OSError, TierUnavailable."""
-        with self._opened() as (directory, names):
-            for name in names:
-                if name.startswith(f"{key.hex()}."):
-                    status = os.lstat(name, dir_fd=directory)
-                    if stat.S_ISREG(status.st_mode):
-                        _remove(name, directory, occupied_bytes(status), capacity)
+        with self._opened(key.hex()) as (directory, found):
+            for name, status in found:
+                _remove(name, directory, occupied_bytes(status), capacity)
 
     def occupied_bytes(self) -> int:
-        total_bytes = 0
-        with self._opened() as (directory, names):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    total_bytes += occupied_bytes(os.lstat(name, dir_fd=directory))
-        return total_bytes
+        with self._opened() as (_, found):
+            return sum(occupied_bytes(status) for _, status in found)
 
     @contextmanager
-    def _opened(self) -> Iterator[tuple[int, list[str]]]:
-        """The directory, for calls with `dir_fd`, and the names in it that are ours; none where it is not there."""
+    def _opened(self, key: str = "") -> Iterator[tuple[int, list[tuple[str, os.stat_result]]]]:
+        """The directory, for calls with `dir_fd`, and the files in it that are ours, or those of one `key`; none where it
+        is not there."""
         with contextlib.ExitStack() as stack:
             try:
                 directory = stack.enter_context(opened_directory(self.directory, to_list=True))
             except ABSENT:
                 yield -1, []
                 return
-            yield directory, [name for name in os.listdir(directory) if QUARANTINED_NAME.fullmatch(name)]
+            found = []
+            for name in os.listdir(directory):
+                if QUARANTINED_NAME.fullmatch(name) and name.startswith(key):
+                    with contextlib.suppress(OSError):
+                        status = os.lstat(name, dir_fd=directory)
+                        if stat.S_ISREG(status.st_mode) and _is_removable(name, directory):
+                            found.append((name, status))
+            yield directory, found
 
 
 def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
@@ -371,6 +340,9 @@ _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
 _OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
 """Of a chunk, of one in quarantine, and of one that is being written."""
 _LOOKED_INTO = 16
+_OUR_MODES = frozenset(access.file_mode for access in ACCESS.values())
+_OUR_DIRECTORY_MODES = frozenset({0o770, *(access.directory_mode for access in ACCESS.values())})
+"""Some mounts do without the bit that hands the group on."""
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
@@ -429,12 +401,29 @@ class Surveyor:
         Raises FileNotFoundError, OSError.
         """
         if not _is_removable(name, directory):
-            if self._trusts_names:
-                logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
-            self._trusts_names = False
+            self._distrust_names(name)
             return False
         os.unlink(name, dir_fd=directory)
         return True
+
+    def is_ours(self, path: str) -> bool:
+        """Return True if the file at the path of a chunk may be moved: see `remove`. Raises FileNotFoundError, OSError."""
+        above, name = os.path.split(path)
+        with opened_directory(above) as directory:
+            return _is_removable(name, directory)
+
+    def enforce_mode(self, name: str) -> None:
+        """Give a directory below the root its mode, if it has one that only we give, or if chunks lie in it."""
+        with contextlib.suppress(OSError):
+            mode = stat.S_IMODE(os.lstat(self._root / name).st_mode)
+            is_ours = mode in _OUR_DIRECTORY_MODES or _contains_chunks(self._root, name, private=True)
+            if mode != self._access.directory_mode and is_ours:
+                self._access.enforce(self._root / name)
+
+    def _distrust_names(self, name: str) -> None:
+        if self._trusts_names:
+            logger.warning("%s: files of others have the names of chunks, such as %s; they stay", self._root, name)
+        self._trusts_names = False
 
     def scan(self, top: str) -> Scanned:
         """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
@@ -463,7 +452,12 @@ class Surveyor:
         header = _Unread(entry.name, directory)
         if is_file and _is_chunk(entry.name, top, header):
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
-                if not self.trusts(status) and not header.is_ours:
+                is_trusted = self.trusts(status)
+                if is_trusted and not found.keys and header.is_readable and not header.is_ours:
+                    # One file of each directory is always looked into.
+                    self._distrust_names(entry.name)
+                    is_trusted = False
+                if not is_trusted and not header.is_ours:
                     found.foreign += 1
                     if not header.is_readable:  # it may be ours: the cap holds in any case
                         found.counted_bytes += occupied_bytes(status)
@@ -492,6 +486,7 @@ class _Unread:
     def __init__(self, name: str, directory: int) -> None:
         self._name = name
         self._directory = directory
+        self._mode = 0
         self.error: OSError | None = None
 
     @functools.cached_property
@@ -507,7 +502,9 @@ class _Unread:
             found = b""
             while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
                 found += more
-            if len(found) < min(PACKED_BYTES, os.fstat(descriptor).st_size):
+            status = os.fstat(descriptor)
+            self._mode = stat.S_IMODE(status.st_mode)
+            if len(found) < min(PACKED_BYTES, status.st_size):
                 raise OSError(errno.EIO, "short read", self._name)
             return found
         except OSError as error:
@@ -518,14 +515,25 @@ class _Unread:
 
     @property
     def is_ours(self) -> bool:
-        """True if the header has our magic or the key of its name, either of which may be damaged, or is blank: a power cut,
-        or a kill, leaves files whose header was not written."""
+        """True if the header has our magic, or the key of its name, either of which may be damaged, or if it is blank and
+        the file has the mode of ours: a power cut leaves files whose content was not written."""
         raw = self._raw
         if raw is None:
             return False
         key = self._name.partition(".")[0]  # in quarantine a number follows
         names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
-        return raw.startswith(MAGIC) or bool(names_itself) or not raw.strip(b"\0")
+        return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._has_our_mode)
+
+    @property
+    def _has_our_mode(self) -> bool:
+        """True if the file has a mode that we give, or that of the manifest: not every mount has modes."""
+        if self._mode in _OUR_MODES:
+            return True
+        try:
+            manifest = os.lstat(f"../{MANIFEST}", dir_fd=self._directory)
+        except OSError:
+            return False
+        return self._mode == stat.S_IMODE(manifest.st_mode)
 
     @property
     def verifies(self) -> bool:
@@ -563,21 +571,18 @@ def has_our_header(path: str) -> bool:
         return False
 
 
-def is_ours(root: Path, name: str, *, private: bool) -> bool:
-    """Return True if a directory below `root`, which has no manifest, is one in which chunks lie: its first files are chunks
-    whose headers verify. With `private`, a `.tiercache` of ours lies beside it: then damaged chunks, chunks in quarantine
-    and files that are being written are taken for ours as well. Also where it vanishes meanwhile. Raises OSError."""
+def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
+    """Return True if a directory below `root` is one in which chunks lie, None if it is empty or vanishes: its first files
+    are chunks whose headers verify. With `private`, a `.tiercache` of ours lies beside it: then damaged chunks, chunks in
+    quarantine and files that are being written are taken for ours as well. Raises OSError."""
     if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
     try:
         with opened_directory(root / name, to_list=True) as directory, os.scandir(directory) as entries:
             first = [entry.name for entry in itertools.islice(entries, _LOOKED_INTO)]
-            if not first and not private:
-                status = os.stat(directory)
-                return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) in (0o700, 0o2770)
-            return all(_has_our_content(each, directory, private) for each in first)
+            return all(_has_our_content(each, directory, private) for each in first) if first else None
     except FileNotFoundError:
-        return True
+        return None
     except (NotADirectoryError, PermissionError):
         return False
 
@@ -780,6 +785,7 @@ def make_place(directory: Path, access: Access) -> Path:
                 raise WrongFormat(f"{below} is not empty and has no {MANIFEST}: move it away, or name another directory")
         logger.warning("%s %s; chunks are stored in %s", directory, reason, below)
     access.make_directory(below)
+    access.enforce(below)
     status = require_directory(below)
     if not access.owns(status) and status.st_uid != _own_user(below):
         raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}", str(below))
@@ -814,11 +820,16 @@ def _of_others(place: Path) -> list[str]:
     if _is_claimed(place):
         return []
     try:
-        private = require_directory(place / ".tiercache").st_uid == os.geteuid()
+        private = require_directory(place / ".tiercache").st_uid == os.geteuid() and bool(os.listdir(place / ".tiercache"))
     except OSError:
         private = False
     names = [name for name in sorted(os.listdir(place)) if not _NEUTRAL.fullmatch(name)]
-    others = [name for name in names if not is_ours(place, name, private=private)]
+    found = {name: _contains_chunks(place, name, private=private) for name in names}
+    are_empty_ours = private or any(found.values())
+    others = [
+        name for name, ours in found.items()
+        if ours is False or (ours is None and not are_empty_ours and os.path.lexists(place / name))
+    ]  # fmt: skip
     return [] if _is_claimed(place) else others  # asked again: other instances may begin at this moment
 
 

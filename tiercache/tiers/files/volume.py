@@ -136,10 +136,10 @@ class Volume:
         if self.wants_direct and not self.direct:
             logger.warning("%s: O_DIRECT does not work here; using the page cache", self.root)
         there = frozenset(os.listdir(self.root))
-        places = [self.root / top for top in TOP_LEVELS if top in there]
-        for place in (*places, self.quarantined.directory):
-            self.access.enforce(place)
-        if not places:
+        tops = [top for top in TOP_LEVELS if top in there]
+        for name in (*tops, "quarantine"):
+            self.surveyor.enforce_mode(name)
+        if not tops:
             if self._beside:
                 spread(self.root)
             self.capacity.trust()
@@ -148,6 +148,7 @@ class Volume:
         """Make our directories, lock file, counter and manifest, as far as they are not there."""
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
+            self.access.enforce(directory)
             self._require_own(directory)
         self._owner.settle(self.access)
         if not hasattr(self, "capacity"):
@@ -460,8 +461,7 @@ class Volume:
         try:
             if self.is_wiped():
                 return  # what has the path now is another directory, and may be somebody else's
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                self.publisher.make_way(path)
+            if not self.surveyor.is_ours(path):
                 return
             self.quarantined.take(path)
         except FileNotFoundError:

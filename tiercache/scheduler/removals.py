@@ -41,8 +41,8 @@ class Request:
 class Removals:
     """All methods belong to the event loop. Until a removal has ended the tier's traffic refuses its key, so one that hangs
     or fails never brings a chunk back. It is tried again until it succeeds or the cache is closed: those that failed are
-    tried in turn, one timer for all of them, as the breaker allows. Each forget tries one of its keys in any case: one chunk
-    that cannot be removed says little about others.
+    tried in turn, one timer for all of them, as the breaker allows. Each forget tries one key in any case: one chunk that
+    cannot be removed says little about others.
 
     The breaker is not that of writes: a full tier refuses writes, and removals make room there.
 
@@ -95,15 +95,18 @@ class Removals:
             return False
         return True
 
-    def want(self, keys: Sequence[ChunkKey]) -> Request:
-        """Begin to remove `keys`, all different, or join removals in flight: since those were wanted nothing was written.
-        The caller says with `leave` when it stops waiting for the request."""
-        wanted = self._wanted
-        request = Request(asyncio.get_running_loop().create_future(), len(keys))
-        if not keys:
-            request.settled.set_result(None)
-            return request
+    def request(self, keys: int) -> Request:
+        """Begin a request for so many keys, all different. The caller says with `leave` when it stops waiting for it."""
+        request = Request(asyncio.get_running_loop().create_future(), keys)
         self._requests[request] = None
+        self._settle_one(request, 0, None)
+        self._called = True
+        return request
+
+    def want(self, keys: Sequence[ChunkKey], request: Request) -> None:
+        """Begin to remove some of the keys of `request`, or join removals in flight: since those were wanted nothing was
+        written."""
+        wanted = self._wanted
         new = [key for key in keys if key not in wanted]
         if len(new) < len(keys):
             for key in filter(wanted.__contains__, keys):
@@ -113,9 +116,7 @@ class Removals:
         clear = [key for key in new if self.tier.traffic.want_removal(key)]
         self._due.extendleft(reversed(clear))
         self._now += len(clear)
-        self._called = True
         self._add_lanes()
-        return request
 
     def leave(self, request: Request) -> None:
         """Say that no caller waits for `request` any more. Keys that are too many to be remembered are given up."""

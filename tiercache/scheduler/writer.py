@@ -26,6 +26,9 @@ from tiercache.tiers.cpu import CpuTier
 
 logger = logging.getLogger("tiercache.writer")
 
+_FORGOTTEN_AT_ONCE = 256
+"""Keys that one `forget` handles in one turn of the loop."""
+
 
 @dataclass(frozen=True)
 class WriterSettings:
@@ -182,11 +185,15 @@ class TierWriter:
         while leases:
             leases.pop().release()
 
-    def forget(self, keys: Sequence[ChunkKey]) -> Request:
-        """Remove `keys`, all different, from the queue, and from the tier once their reads and writes in flight have ended.
-        The tier is not asked for them until then, and what is put of them is written after the removal."""
+    def request_removal(self, keys: int) -> Request:
+        """Begin a request to remove so many keys, all different, which `forget` is called with."""
+        return self._removals.request(keys)
+
+    def forget(self, keys: Sequence[ChunkKey], request: Request) -> None:
+        """Remove `keys` from the queue, and from the tier once their reads and writes in flight have ended. The tier is not
+        asked for them until then, and what is put of them is written after the removal."""
         self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
-        return self._removals.want(keys)
+        self._removals.want(keys, request)
 
     def leave(self, request: Request) -> None:
         """Say that no caller waits for `request` any more; see `Removals.leave`."""
@@ -478,15 +485,28 @@ class FanOut:
         self, keys: Sequence[ChunkKey], timeout_s: float, from_memory: Callable[[Sequence[ChunkKey]], None]
     ) -> None:
         """Remove chunks from every tier, waiting up to `timeout_s` for that; see `TierCache.forget`. `from_memory` is called
-        with all keys before the first await: nothing that begins in between finds a chunk in a tier and brings it back, and
-        a cancellation leaves no key out."""
+        with the keys of a part in the step that keeps the tiers from being asked for them: nothing that begins in between
+        finds a chunk in a tier and brings it back. A cancellation leaves no key out."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
         keys = list(dict.fromkeys(keys))
-        requests = {writer: writer.forget(keys) for writer in self.writers}
-        from_memory(keys)
+        requests = {writer: writer.request_removal(len(keys)) for writer in self.writers}
+        parts = iter([keys[start : start + _FORGOTTEN_AT_ONCE] for start in range(0, len(keys), _FORGOTTEN_AT_ONCE)])
+
+        def forget(part: Sequence[ChunkKey]) -> None:
+            for writer, request in requests.items():
+                writer.forget(part, request)
+            from_memory(part)
+
         try:
+            for part in parts:
+                forget(part)
+                await asyncio.sleep(0)
             if requests:
-                await asyncio.wait([each.settled for each in requests.values()], timeout=max(0.0, timeout_s))
+                await asyncio.wait([each.settled for each in requests.values()], timeout=max(0.0, until_s - loop.time()))
         finally:
+            for part in parts:
+                forget(part)
             for writer, request in requests.items():
                 writer.leave(request)
         for request in requests.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import parse_qsl, unquote
 
 from tiercache.config.secrets import shown_scheme
@@ -70,65 +70,58 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
         raise settings.error("url", f"expected one of {', '.join(f'{name}://' for name in _SCHEMES)}, found {found}")
     mode, tls = _SCHEMES[scheme]
     # Split the credentials off first: a password may hold a ?, and the known parameters hold no @.
-    credentials, at, rest = rest.rpartition("@")
+    credentials, _, rest = rest.rpartition("@")
     rest, _, query = rest.partition("?")
     user, colon, password = credentials.partition(":")
-    from_url: dict[str, Any] = {}
-    if at:
-        from_url = {"username": unquote(user) or None, "password": unquote(password) if colon else None}
+    username = unquote(user) or options.get("username")
+    secret = unquote(password) if colon else options.get("password")
+    database: str | int = options.get("database") or 0
+    service = options.get("sentinel_service") or "mymaster"
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in ("db", "database"):
             raise settings.error("url", "expected no parameter but db; other settings are options of their own")
-        from_url["database"] = _database(settings, value)
-    address: dict[str, Any] = {"service": options.get("sentinel_service") or "mymaster"}
+        database = value
     if scheme == "unix":
         if not rest.startswith("/"):
             raise settings.error("url", "expected unix:///path/of/the/socket")
-        address["endpoints"] = (Endpoint(path=unquote(rest)),)
+        endpoints = [Endpoint(path=unquote(rest))]
     else:
         hosts, _, path = rest.partition("/")
         for part in filter(None, path.split("/")):
-            if part.isdecimal():
-                from_url["database"] = _database(settings, part)
-            elif mode == "sentinel":
-                address["service"] = unquote(part)
+            if mode == "sentinel" and not part.isdecimal():
+                service = unquote(part)
             else:
-                raise settings.error("url", "expected the number of a database behind the host and /")
+                database = part
         port = _SENTINEL_PORT if mode == "sentinel" else _PORT
-        address["endpoints"] = tuple(_endpoint(settings, host.strip(), port) for host in hosts.split(","))
+        endpoints = [_endpoint(settings, host.strip(), port) for host in hosts.split(",")]
         mode = mode or options.get("mode") or "standalone"
-    address["mode"] = mode
-    address["tls"] = _tls(settings, tls, scheme)
-    for name in ("username", "password", "database"):
-        given = from_url.get(name)
-        address[name] = given if given is not None else options.get(name)
-    address["database"] = address["database"] or 0
-    address["sentinel_password"] = options.get("sentinel_password")
-    return _checked(settings, RedisAddress(**address))
-
-
-def _checked(settings: RemoteSettings, address: RedisAddress) -> RedisAddress:
-    if address.mode == "standalone" and len(address.endpoints) > 1:
+    assert mode is not None
+    if not str(database).isdecimal():
+        raise settings.error("url", "expected the number of a database behind the host and /, or behind ?db=")
+    if options.get("tls") is False and tls:
+        raise settings.error("tls", f"is false, but {scheme}:// means TLS")
+    if options.get("tls") and scheme == "unix":
+        raise settings.error("tls", "expected none on a Unix socket")
+    if mode == "standalone" and len(endpoints) > 1:
         raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
-    if address.mode == "cluster" and address.database:
-        raise settings.error("database", f"a cluster has only database 0, found {address.database}")
-    if address.username and not address.password:
+    if mode == "cluster" and int(database):
+        raise settings.error("database", f"a cluster has only database 0, found {database}")
+    if username and not secret:
         raise settings.error("password", "expected one, since there is a username")
-    prefix = settings.options.get("prefix") or ""
-    if set(prefix) & set("{}"):
+    if set(options.get("prefix") or "") & set("{}"):
         raise settings.error(
             "prefix", "expected no braces, which mark the part of a name that selects its slot in a cluster"
         )
-    return address
-
-
-def _tls(settings: RemoteSettings, by_scheme: bool, scheme: str) -> bool:
-    option = settings.options.get("tls")
-    if option is False and by_scheme:
-        raise settings.error("tls", f"is false, but {scheme}:// means TLS")
-    if option and scheme == "unix":
-        raise settings.error("tls", "expected none on a Unix socket")
-    return bool(option or by_scheme)
+    return RedisAddress(
+        mode,
+        tuple(endpoints),
+        tls or bool(options.get("tls")),
+        username,
+        secret,
+        int(database),
+        service,
+        options.get("sentinel_password"),
+    )
 
 
 def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoint:
@@ -140,9 +133,3 @@ def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoin
     if not host or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise settings.error("url", "expected host or host:port behind the scheme")
     return Endpoint(host, int(port or default_port))
-
-
-def _database(settings: RemoteSettings, text: str) -> int:
-    if not text.isdecimal():
-        raise settings.error("url", "the database is not a number")
-    return int(text)

@@ -26,8 +26,6 @@ _LONGEST_LINE_BYTES = 4096
 _REPLY_BYTES = 16 << 10
 """Bytes to receive at a time where a short reply is expected."""
 _LONGEST_REPLY_BYTES = 64 << 10
-_LONGEST_SKIP_BYTES = 256 << 10
-"""To be rid of a longer value that is not wanted, the connection is closed."""
 _RENEWAL_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20
 _PIECES_AHEAD = 2
@@ -70,11 +68,10 @@ class RedisConnection:
         """True if it was idle since it was made: when it fails, the server may be well."""
         self.asking = False
         """True if each request goes to a server that only imports the slot (ASK in Redis Cluster)."""
-        self.idle_since_s = 0.0
         self._expected_replies = 0
         self._broken = False
         self._timeout_s = timeout_s
-        self._connection = connection
+        self.raw = connection
         # redis-py has no public name for the socket.
         self._socket: socket.socket = connection._sock
         self._tls = isinstance(self._socket, ssl.SSLSocket)
@@ -101,17 +98,11 @@ class RedisConnection:
         self._deadline_s = time.monotonic() + self._timeout_s
         self._moved_bytes = 0
 
-    def interrupt(self) -> None:
-        """Make the thread that waits on the connection fail now. May be called from any thread."""
-        with contextlib.suppress(OSError):
-            # SSLSocket.shutdown would drop the TLS state that the other thread uses.
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
     def close(self) -> None:
         """Close the socket. Called when no other thread uses the connection."""
         self._broken = True
         with contextlib.suppress(Exception):
-            self._connection.disconnect()
+            self.raw.disconnect()
 
     def request(self, *parts: Buffer, replies: int = 1) -> None:
         """Send `parts`, which make up `replies` whole requests (one while `asking`)."""
@@ -147,7 +138,7 @@ class RedisConnection:
     def value_bytes(self, ahead_bytes: int = _LINE_BYTES) -> int | None:
         """Begin to receive a value: return its length, or None where there is none. Raises ServerError.
 
-        `take`, `take_into` or `skip` must follow. `ahead_bytes` are received in the first call; a payload among them is
+        `take`, `take_into` or `give_up` must follow. `ahead_bytes` are received in the first call; a payload among them is
         copied once more.
         """
         line = self._reply_line(ahead_bytes)
@@ -173,23 +164,17 @@ class RedisConnection:
         held = min(len(self._received), len(into))
         into[:held] = self._received[:held]
         del self._received[:held]
-        if self._tls or self._received:
-            rest = into[held:]
-            while len(rest):
-                received = self._receive(rest)
-                rest = rest[received:]
-                if len(rest):
-                    self._check_progress(received)
-            self.take(0)
-        else:
-            self._receive_scattered([into[held:], memoryview(bytearray(2))])
+        rest = into[held:]
+        while len(rest):
+            received = self._receive(rest, all_of_it=True)
+            rest = rest[received:]
+            if len(rest):
+                self._check_progress(received)
+        self.take(0)
 
-    def skip(self, length: int) -> None:
-        """Drop the rest of a value."""
-        if length > _LONGEST_SKIP_BYTES:
-            self._broken = True
-        else:
-            self.take_into(memoryview(bytearray(length)))
+    def give_up(self) -> None:
+        """Close the connection when it is given back: the rest of a value is not wanted."""
+        self._broken = True
 
     def _reply_line(self, most_bytes: int) -> bytes:
         if self.asking:
@@ -217,28 +202,12 @@ class RedisConnection:
         piece = memoryview(bytearray(most_bytes))
         self._received += piece[: self._receive(piece)]
 
-    def _receive_scattered(self, parts: list[memoryview]) -> None:
-        while parts:
-            try:
-                received = self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                self._check_progress(0)
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            if not received:
-                raise self._lost(None)
-            moved = received
-            while parts and received >= len(parts[0]):
-                received -= len(parts.pop(0))
-            if parts:
-                parts[0] = parts[0][received:]
-                self._check_progress(moved)
-
-    def _receive(self, into: memoryview) -> int:
+    def _receive(self, into: memoryview, *, all_of_it: bool = False) -> int:
+        """Receive some bytes; `all_of_it` waits in the kernel for as many as `into` has, up to the next deadline check."""
+        flags = socket.MSG_WAITALL if all_of_it and not self._tls else 0
         while True:
             try:
-                received = self._socket.recv_into(into, len(into))
+                received = self._socket.recv_into(into, len(into), flags)
             except (BlockingIOError, TimeoutError):
                 self._check_progress(0)
                 continue
@@ -312,7 +281,7 @@ def get_value(
             header = connection.take(header_bytes, last=False)
             length -= header_bytes
         if received + length > len(into):
-            connection.skip(length)
+            connection.give_up()
             break
         connection.take_into(into[received : received + length])
         received += length

@@ -24,8 +24,7 @@ from tiercache.tiers.remote.redis.connection import (
     get_value,
     set_value,
 )
-from tiercache.tiers.remote.redis.connector import Connector, SettingRejected
-from tiercache.tiers.remote.redis.servers import Servers
+from tiercache.tiers.remote.redis.servers import ConnectionPool, Servers, SettingRejected
 
 logger = logging.getLogger("tiercache.redis")
 
@@ -47,7 +46,7 @@ class RedisTier(RemoteTier):
         super().__init__(settings)
         self.compression = settings.make_compression()
         self.address = read_address(settings)
-        self._servers = Servers(Connector(self.address, settings))
+        self._servers = Servers(ConnectionPool(self.address, settings))
         self._prefix = str(settings.options.get("prefix") or "")
         ttl_s = settings.options.get("ttl_s")
         self._set_options = [] if ttl_s is None else [b"PX", b"%d" % max(1, round(ttl_s * 1000))]
@@ -58,10 +57,6 @@ class RedisTier(RemoteTier):
 
     def describe(self) -> str:
         return f"{self.name} ({self.address}{', TLS' if self.address.tls else ''})"
-
-    @property
-    def open_connections(self) -> int:
-        return self._servers.pool.open_connections
 
     async def _connect(self) -> None:
         """Check the settings. A server that is not there does not stop the start: operations fail until it is."""
@@ -77,12 +72,12 @@ class RedisTier(RemoteTier):
         threads = (self._readers, self._writers, self._control)
         for workers in threads:
             workers.close()
-        self._servers.close()
+        self._servers.pool.close()
         # A thread that was about to connect is interrupted in a later round.
         until_s = time.monotonic() + _CLOSE_S
         while any(workers.unfinished for workers in threads) and time.monotonic() < until_s:
             await asyncio.sleep(_CLOSE_AGAIN_S)
-            self._servers.close()
+            self._servers.pool.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
         return await self._in_thread(self._readers, self._get_blocking, key, into)

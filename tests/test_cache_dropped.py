@@ -55,7 +55,7 @@ async def test_what_is_dropped_in_mid_way_gives_everything_back(tmp_path: Path, 
         assert await cache.put_many(KEYS, [payload(number) for number in range(1, 9)]) == 8
         assert (await cache.flush()).complete
         for half in KEYS[4:]:
-            await cache.cpu.remove(half)  # the rest is read from the disk
+            cache.cpu.forget(half)  # the rest is read from the disk
         call = CALLS[name](cache)
         await goes_on(call, steps)
         call.close()

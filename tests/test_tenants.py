@@ -119,7 +119,7 @@ async def test_who_holds_all_of_his_quota_waits_and_nobody_waits_for_him() -> No
         waiting = asyncio.create_task(put(cache, keys_of(cache, "noisy", 1, 1), deadline_s=30.0))
         while not cache.cpu.wait_queue.waiting[WRITE]:
             await asyncio.sleep(0)
-        assert cache.cpu.try_reserve(WRITE, None, keys_of(cache, "noisy", 1, 2)[0]) is None
+        assert cache.cpu.try_reserve(WRITE, keys_of(cache, "noisy", 1, 2)[0]) is None
         assert await put(cache, keys_of(cache, "quiet", 12), deadline_s=0.0) == 12
         assert await put(cache, keys_of(cache, "", 12), deadline_s=0.0) == 12
         assert not waiting.done()
@@ -160,7 +160,7 @@ async def test_what_is_prefetched_counts_and_takes_a_part_of_the_quota_only(tmp_
             await asyncio.sleep(0)
         assert cache.ahead.held == QUOTA // 2, "prefetch_share of the quota"
         assert held(cache, "cpu", "noisy")[1] == QUOTA // 2
-        assert cache.cpu.try_reserve(PREFETCH, None, noisy[-1]) is None
+        assert cache.cpu.try_reserve(PREFETCH, noisy[-1]) is None
         assert cache.lookup_hot(quiet) == QUOTA
         assert await put(cache, keys_of(cache, "noisy", 6, 9)) == 6, "there is room for his puts"
         handle.cancel()

@@ -142,6 +142,5 @@ async def is_whole(cache: TierCache) -> bool:
     return (
         cache.cpu.obtainable == cache.cpu.pool.count
         and not any(cache.cpu.budget.held)
-        and not any(cache.cpu.budget.reading.values())
         and not cache.cpu.tombstones.in_flight
     )

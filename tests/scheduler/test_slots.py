@@ -230,24 +230,3 @@ async def test_batch_of_pinned_chunks_is_read_whole_while_a_put_waits(bench: Ben
     assert slot is not None
     free_all(bench, [slot])
     assert bench.is_whole()
-
-
-async def test_read_that_lands_gives_a_slot_to_a_put_that_waited_for_the_floor_of_reads(bench: Bench) -> None:
-    """What a tier reads into beyond its part of the floor does not count as a read until it is a chunk."""
-    budget = bench.cpu.budget
-    budget.divide(f"tier {number}" for number in range(SLOTS))  # so many that none has a part
-    reading = [bench.cpu.try_reserve(Purpose.READ, "tier 1") for _ in range(budget.read_floor)]
-    writing = take_all(bench)
-    assert bench.cpu.obtainable == budget.read_floor
-    waiting = bench.cpu.wait_queue.request(Purpose.WRITE)
-    leases = []
-    for number, slot in enumerate(reading):
-        assert slot is not None
-        leases.append(bench.cpu.publish(chunk(number)[0], slot, 1, Purpose.READ))
-    assert waiting.done()
-    bench.cpu.wait_queue.withdraw(Purpose.WRITE, waiting)
-    for slot in writing:
-        bench.cpu.abandon(slot, Purpose.WRITE)
-    for lease in leases:
-        lease.release()
-    assert bench.is_whole()

@@ -1,6 +1,5 @@
 """Every tier of ours against the contract."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,9 @@ import pytest
 from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
-from tiercache.memory.arena import Arena, ArenaSettings
-from tiercache.memory.slots import SlotPool
-from tiercache.memory.workers import Workers
 from tiercache.testing import FaultyTier, MemoryTier, TierContract
 from tiercache.testing.contract import CHUNK_BYTES
 from tiercache.tiers.base import Tier
-from tiercache.tiers.cpu import CpuTier
 from tiercache.tiers.disk import DiskTier
 from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.files.tier import FileTier
@@ -37,18 +32,6 @@ class TestMemoryTier(TierContract):
 class TestFaultyTierWithoutFaults(TierContract):
     async def make_tier(self, place: Path) -> Tier:
         return FaultyTier(MemoryTier())
-
-
-class TestCpuTier(TierContract):
-    @pytest.fixture(autouse=True)
-    def copiers(self) -> Iterator[None]:
-        self.workers = Workers("copy", 2)
-        yield
-        self.workers.close()
-
-    async def make_tier(self, place: Path) -> Tier:
-        pool = SlotPool(Arena(ArenaSettings(size_bytes=4 << 20)), LAYOUT.chunk_bytes)
-        return CpuTier(pool, self.workers)
 
 
 class TestDiskTier(TierContract):

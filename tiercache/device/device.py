@@ -15,7 +15,7 @@ import numpy as np
 from tiercache.core.header import HEADER_BYTES, aligned
 from tiercache.device.driver import Driver, Event, Tensor
 from tiercache.errors import ConfigError, DeviceError
-from tiercache.memory.slots import FEWEST_SLOTS, Slot
+from tiercache.memory.slots import FEWEST_SLOTS, Pool, Slot
 from tiercache.memory.workers import Workers, retrieve_exception, wait_shielded
 
 logger = logging.getLogger("tiercache.device")
@@ -112,18 +112,18 @@ def settle(future: asyncio.Future[None], error: BaseException | None) -> None:
         future.set_exception(error)
 
 
-class DevicePool:
-    """Device memory cut into slots of one chunk each: a page for its header, and the payload behind it.
+class DevicePool(Pool):
+    """Device memory cut into slots of one chunk each: a page for its header, and the payload behind it. Views are tensors
+    uint8[n].
 
-    Taken at once. Raises ConfigError when it is larger than the free memory or too small for four chunks. The same interface
-    as the arena's `SlotPool`; views are tensors uint8[n] instead of arrays.
+    Taken at once. Raises ConfigError when it is larger than the free memory or too small for four chunks.
     """
 
     def __init__(self, driver: Driver, size_bytes: int, chunk_bytes: int) -> None:
-        self.slot_bytes = HEADER_BYTES + aligned(chunk_bytes)
-        self.count = size_bytes // self.slot_bytes
+        slot_bytes = HEADER_BYTES + aligned(chunk_bytes)
+        super().__init__(size_bytes // slot_bytes, slot_bytes)
         if self.count < FEWEST_SLOTS:
-            needed = FEWEST_SLOTS * self.slot_bytes
+            needed = FEWEST_SLOTS * slot_bytes
             raise ConfigError(
                 f"gds_buffer_size: {size_bytes / 2**20:.0f} MiB of device memory hold {self.count} chunks of "
                 f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: set {-(-needed // 2**20)} or more"
@@ -132,24 +132,13 @@ class DevicePool:
         try:
             if size_bytes > free_bytes:
                 raise DeviceError("not enough free memory")
-            self.memory = driver.empty(self.count * self.slot_bytes)
+            self.memory = driver.empty(self.count * slot_bytes)
         except DeviceError as error:
             raise ConfigError(
                 f"gds_buffer_size: {size_bytes / 2**20:.0f} MiB asked, {free_bytes / 2**20:.0f} of "
                 f"{total_bytes / 2**20:.0f} MiB of {driver.name} are free ({error}); lower it, or leave the engine less "
                 "(gpu_memory_utilization)"
             ) from error
-        self._free: list[Slot] = list(range(self.count - 1, -1, -1))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self) -> Slot | None:
-        return self._free.pop() if self._free else None
-
-    def give_back(self, slot: Slot) -> None:
-        self._free.append(slot)
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> Tensor:
         """Return the payload's memory, or its first bytes. The header's page lies before it."""
@@ -160,8 +149,7 @@ class DevicePool:
         return self.view(slot, length_bytes)
 
     def close(self) -> None:
-        """Give the memory back. No slot may be used after. Idempotent."""
-        self._free.clear()
+        super().close()
         self.memory = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,43 +32,13 @@ Fill = tuple[Slot, int, Callable[[np.ndarray], None]]
 """A slot, the number of bytes that are written into it, and the call that writes them."""
 
 
-class Pool(Protocol):
-    """Memory cut into equal slots: the arena's (`SlotPool`), or a device's."""
+class Pool(ABC):
+    """Memory cut into equal slots. The last one given back is handed out next, since it is warm in the CPU's caches."""
 
-    slot_bytes: int
-    count: int
-
-    @property
-    def free(self) -> int: ...
-
-    def take(self) -> Slot | None: ...
-
-    def give_back(self, slot: Slot) -> None: ...
-
-    def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
-        """Return the slot's payload room, or its first bytes."""
-
-    def readable(self, slot: Slot, length_bytes: int) -> Any:
-        """Return its first bytes, read-only where the kind of memory supports that."""
-
-    def close(self) -> None: ...
-
-
-class SlotPool:
-    """Free slots of one size. The last one given back is handed out next, since it is warm in the CPU's caches."""
-
-    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
-        self.slot_bytes = aligned(chunk_bytes)
-        self.count = arena.size_bytes // self.slot_bytes
-        if self.count < FEWEST_SLOTS:
-            enough_gb = math.ceil(1000 * FEWEST_SLOTS * self.slot_bytes / 2**30) / 1000
-            raise ConfigError(
-                f"max_local_cpu_size: {arena.size_bytes / 2**30:.4g} GB hold {self.count} chunks of "
-                f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
-                f"{enough_gb:g} or more, or lower chunk_size"
-            )
-        self._use(arena.memory[: self.count * self.slot_bytes].reshape(self.count, self.slot_bytes))
-        self._free: list[Slot] = list(range(self.count - 1, -1, -1))
+    def __init__(self, count: int, slot_bytes: int) -> None:
+        self.count = count
+        self.slot_bytes = slot_bytes
+        self._free: list[Slot] = list(range(count - 1, -1, -1))
 
     @property
     def free(self) -> int:
@@ -78,6 +49,35 @@ class SlotPool:
 
     def give_back(self, slot: Slot) -> None:
         self._free.append(slot)
+
+    @abstractmethod
+    def view(self, slot: Slot, length_bytes: int | None = None) -> Any:
+        """Return the slot's payload room, or its first bytes."""
+
+    @abstractmethod
+    def readable(self, slot: Slot, length_bytes: int) -> Any:
+        """Return its first bytes, read-only where the kind of memory supports that."""
+
+    def close(self) -> None:
+        """Drop the reference to the memory. No slot may be used after; views that exist stay valid. Idempotent."""
+        self._free.clear()
+
+
+class SlotPool(Pool):
+    """Slots of the arena."""
+
+    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
+        slot_bytes = aligned(chunk_bytes)
+        count = arena.size_bytes // slot_bytes
+        if count < FEWEST_SLOTS:
+            enough_gb = math.ceil(1000 * FEWEST_SLOTS * slot_bytes / 2**30) / 1000
+            raise ConfigError(
+                f"max_local_cpu_size: {arena.size_bytes / 2**30:.4g} GB hold {count} chunks of "
+                f"{chunk_bytes / 2**20:.2f} MiB; at least {FEWEST_SLOTS} are needed: raise it to "
+                f"{enough_gb:g} or more, or lower chunk_size"
+            )
+        super().__init__(count, slot_bytes)
+        self._use(arena.memory[: count * slot_bytes].reshape(count, slot_bytes))
 
     def view(self, slot: Slot, length_bytes: int | None = None) -> np.ndarray:
         """Return uint8[length_bytes] of the slot, by default the whole slot, aligned to 4096 bytes. Raises CacheClosed after
@@ -96,8 +96,7 @@ class SlotPool:
             raise
 
     def close(self) -> None:
-        """Drop the reference to the arena's memory. No slot may be used after; views that exist stay valid."""
-        self._free.clear()
+        super().close()
         self._use(np.empty((0, self.slot_bytes), dtype=np.uint8))
 
     def _use(self, memory: np.ndarray) -> None:
@@ -145,8 +144,8 @@ class SlotBudget:
     """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
 
     A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
-    prefetch leaves both. Each of several tiers has an equal part of the read floor to itself, so that a tier that hangs does
-    not take the others' parts.
+    prefetch leaves both. The reads in flight of all tiers together have at most the read floor, each tier an equal part, so
+    a tier that hangs does not take the others' parts.
     """
 
     slots: int
@@ -154,120 +153,76 @@ class SlotBudget:
     write_floor: int
     held: list[int] = field(default_factory=lambda: [0] * len(Purpose))
     """Held slots by purpose."""
-    reading: dict[str, int] = field(default_factory=dict)
-    """Slots held for reads that a tier is reading into, by tier."""
+    tiers: int = 1
+    """Tiers that read into these slots."""
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
-        """Return a budget with floors of an eighth of the arena each, at least one slot."""
-        floor = max(1, slots // 8)
-        return cls(slots, read_floor=floor, write_floor=floor)
-
-    def divide(self, tiers: Iterable[str]) -> None:
-        """Name the tiers that read into these slots."""
-        self.reading |= dict.fromkeys(tiers, 0)
+        """Return a budget with floors of a quarter of the arena for reads and an eighth for writes, at least one slot."""
+        return cls(slots, read_floor=max(1, slots // 4), write_floor=max(1, slots // 8))
 
     @property
     def reads_at_once(self) -> int:
-        """The most slots that the reads of one tier may hold, abandoned ones included; half of the slots for all tiers."""
-        return max(1, self.slots // (2 * max(1, len(self.reading))))
+        """The most slots that the reads of one tier may hold, abandoned ones included."""
+        return max(1, self.read_floor // max(1, self.tiers))
 
     def writes_at_once(self, tiers: int) -> int:
         """Return the most slots that one of so many tiers may be writing from, abandoned writes included; a quarter of the
         slots for all tiers."""
         return max(1, self.slots // (4 * max(1, tiers)))
 
-    def allows(self, purpose: Purpose, obtainable: int, tier: str | None = None) -> bool:
-        """Return True if one more slot may be held; `tier` is the tier that would read into it."""
+    def allows(self, purpose: Purpose, obtainable: int) -> bool:
+        """Return True if one more slot may be held."""
         if obtainable > self.read_floor + self.write_floor:
             return True  # no purpose has to leave more than that
-        if purpose is READ:
-            kept = self._for_writes + (self._for_other_reads(tier) if len(self.reading) > 1 else 0)
-        elif purpose is WRITE:
-            kept = self._for_reads
-        else:
-            kept = self._for_reads + self._for_writes
-        return obtainable > kept
+        for_reads = 0 if purpose is READ else max(0, self.read_floor - self.held[READ])
+        for_writes = 0 if purpose is WRITE else max(0, self.write_floor - self.held[WRITE])
+        return obtainable > for_reads + for_writes
 
     def writes_allowed(self, obtainable: int) -> int:
         """Return how many more slots may be held for writes."""
-        return max(0, obtainable - self._for_reads)
+        return max(0, obtainable - max(0, self.read_floor - self.held[READ]))
 
-    def take(self, purpose: Purpose, tier: str | None = None) -> None:
+    def take(self, purpose: Purpose) -> None:
         self.held[purpose] += 1
-        if tier is not None and purpose is READ:
-            self.reading[tier] = self.reading.get(tier, 0) + 1
 
-    def arrived(self, tier: str) -> None:
-        """Record that a read by `tier` has ended and its slot holds a chunk now, for the same purpose."""
-        self.reading[tier] -= 1
-
-    def give_back(self, purpose: Purpose, tier: str | None = None) -> None:
+    def give_back(self, purpose: Purpose) -> None:
         self.held[purpose] -= 1
         assert self.held[purpose] >= 0, f"{purpose.name} slots given back twice"
-        if tier is not None and purpose is READ:
-            self.reading[tier] -= 1
-
-    @property
-    def _for_writes(self) -> int:
-        return max(0, self.write_floor - self.held[WRITE])
-
-    @property
-    def _for_reads(self) -> int:
-        """Return the slots that must be left to reads. A tier that hangs uses up only its own part of the floor."""
-        counted = self.held[READ]
-        part = self._part
-        for filled in self.reading.values():
-            if filled > part:
-                counted -= filled - part
-        return max(0, self.read_floor - counted)
-
-    def _for_other_reads(self, tier: str | None) -> int:
-        part = self._part
-        return sum(part - filled for name, filled in self.reading.items() if name != tier and filled < part)
-
-    @property
-    def _part(self) -> int:
-        return self.read_floor // max(1, len(self.reading))
 
 
 @dataclass(eq=False)
 class Waiter(Generic[T]):
     outcome: asyncio.Future[T | None]
-    tier: str | None
     key: ChunkKey | None
 
 
 class WaitQueue(Generic[T]):
+    """Waiters for a scarce resource, a slot or a place at a tier: demand before prefetch, first come, first served."""
+
     def __init__(
         self,
-        take: Callable[[Purpose, str | None, ChunkKey | None], T | None],
+        take: Callable[[Purpose, ChunkKey | None], T | None],
         give_back: Callable[[T, Purpose], None],
-        *,
-        by_tier: bool = False,
+        blocks_only_itself: Callable[[Purpose, ChunkKey | None], bool] = lambda purpose, key: False,
     ) -> None:
         """`take` returns an item if one may be taken now, else None; `give_back` gets an item whose waiter has given up.
-
-        With `by_tier`, a read whose tier has had its share does not block the reads of other tiers behind it.
-        """
+        `blocks_only_itself` returns True if a waiter for this chunk is blocked only by its own quota, so that others may
+        overtake it."""
         self._take = take
         self._give_back = give_back
-        self._by_tier = by_tier
-        self.blocks_only_itself: Callable[[Purpose, ChunkKey | None], bool] = _never
-        """Returns True if a waiter for this chunk is blocked only by its own quota, so that others may overtake it."""
+        self.blocks_only_itself = blocks_only_itself
         self.waiting: list[deque[Waiter[T]]] = [deque() for _ in Purpose]
         self.waiters = 0
         self.closed = False
         self._pauses = 0
 
-    async def wait(
-        self, purpose: Purpose, until_s: Callable[[], float], tier: str | None = None, key: ChunkKey | None = None
-    ) -> T | None:
+    async def wait(self, purpose: Purpose, until_s: Callable[[], float], key: ChunkKey | None = None) -> T | None:
         """Return an item; None at the loop time `until_s()`, which may change meanwhile, and when the queue is closed.
         Holds nothing if cancelled."""
-        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, tier, key)) is not None:
+        if not self.waiting[purpose] and not self.closed and (taken := self._take(purpose, key)) is not None:
             return taken
-        requested = self.request(purpose, tier, key)
+        requested = self.request(purpose, key)
         came = False
         try:
             came = await done_by(requested, until_s)
@@ -276,12 +231,10 @@ class WaitQueue(Generic[T]):
                 self.withdraw(purpose, requested)
         return requested.result() if came else None
 
-    def request(
-        self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None
-    ) -> asyncio.Future[T | None]:
+    def request(self, purpose: Purpose, key: ChunkKey | None = None) -> asyncio.Future[T | None]:
         """Return a future of an item; None when the queue is closed. The item belongs to the caller, unless it calls
-        `withdraw`. `tier` is the tier that reads into it, `key` the chunk that it is for."""
-        waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), tier, key)
+        `withdraw`. `key` is the chunk that it is for."""
+        waiter: Waiter[T] = Waiter(asyncio.get_running_loop().create_future(), key)
         if self.closed:
             waiter.outcome.set_result(None)
         else:
@@ -316,18 +269,19 @@ class WaitQueue(Generic[T]):
             return
         for purpose in (READ, WRITE, PREFETCH):
             waiting = self.waiting[purpose]
-            while waiting:
-                for waiter in waiting:
-                    taken = self._take(purpose, waiter.tier, waiter.key)
-                    if taken is not None:
-                        break
-                    if not (purpose is READ and self._by_tier) and not self.blocks_only_itself(purpose, waiter.key):
-                        break
-                if taken is None:
-                    break
+            while (served := self._first_served(purpose, waiting)) is not None:
+                waiter, taken = served
                 waiting.remove(waiter)
                 self.waiters -= 1
                 waiter.outcome.set_result(taken)
+
+    def _first_served(self, purpose: Purpose, waiting: Iterable[Waiter[T]]) -> tuple[Waiter[T], T] | None:
+        for waiter in waiting:
+            if (taken := self._take(purpose, waiter.key)) is not None:
+                return waiter, taken
+            if not self.blocks_only_itself(purpose, waiter.key):
+                break
+        return None
 
     def close(self) -> None:
         """End all waits; later ones end at once."""
@@ -336,10 +290,6 @@ class WaitQueue(Generic[T]):
             while waiting:
                 self.waiters -= 1
                 waiting.popleft().outcome.set_result(None)
-
-
-def _never(purpose: Purpose, key: ChunkKey | None) -> bool:
-    return False
 
 
 async def done_by(work: asyncio.Future[Any], until_s: Callable[[], float]) -> bool:
@@ -391,25 +341,42 @@ class Entry(Resident):
         self.hot = True
 
 
-class LeaseOwner(Protocol):
+class LeaseOwner(ABC):
     """The owner of the memory that leases are on: the CPU tier, or a tier's mappings. Each gets the entries that it made."""
 
-    on_device: bool
+    on_device = False
     """True for device memory."""
 
+    def __init__(self) -> None:
+        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
+        """Called when a pinned chunk is read."""
+        self.on_forget: Callable[[ChunkKey], None] | None = None
+        """Called when a pinned chunk was removed."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @abstractmethod
     def view(self, entry: Any, length_bytes: int) -> Any:
         """Return the first bytes of a chunk and its padding, as its readers get them."""
 
+    @abstractmethod
     def begin_lease(self, entry: Any, purpose: Purpose) -> Lease: ...
+
+    @abstractmethod
+    def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
 
     def serve(self, entry: Any, purpose: Purpose, *, counted: bool) -> Lease:
         """Return a lease for a caller that asked for the chunk. A read is an access unless that is `counted` already; a pin
         is none."""
-
-    def end_lease(self, entry: Any, purpose: Purpose) -> None: ...
+        pinned = entry.leases and pins_in(entry.leases)
+        lease = self.begin_lease(entry, purpose)
+        if pinned and purpose is READ and self.on_pinned_access is not None:
+            self.on_pinned_access(entry.key)  # this ends the pin: the lease keeps the memory from waiters
+        return lease
 
     def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
         """Called in the thread in which a lease was garbage-collected."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
 
 
 class Lease:

@@ -332,7 +332,7 @@ class TierReader:
                     return None
             placed = await self._place(request)
             if placed and slot is None and needs_slot:
-                slot = self.cpu.try_reserve(purpose, self.name, key)
+                slot = self.cpu.try_reserve(purpose, key)
                 if slot is None and self.cpu.wait_queue.blocks_only_itself(purpose, key):
                     # A tenant at its quota waits for a slot without a place, so that it does not block others.
                     self._leave(purpose)
@@ -369,9 +369,9 @@ class TierReader:
         return tier.prefetch(key, view) if purpose is PREFETCH else tier.read(key, view)
 
     async def _slot(self, request: InFlight) -> Slot | None:
-        slot = self.cpu.try_reserve(request.purpose, self.name, request.key)
+        slot = self.cpu.try_reserve(request.purpose, request.key)
         if slot is None:
-            slot = await self.cpu.wait_queue.wait(request.purpose, lambda: request.deadline_s, self.name, request.key)
+            slot = await self.cpu.wait_queue.wait(request.purpose, lambda: request.deadline_s, request.key)
         return slot
 
     async def _place(self, request: InFlight) -> bool:
@@ -560,7 +560,7 @@ class Reader:
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
         for tier in self.mapped:
             tier.maps_ahead = True
-        cpu.budget.divide(tier.name for tier in tiers if tier not in self.mapped)
+        cpu.budget.tiers = len(tiers) - len(self.mapped)
         self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
         self.undelivered = Undelivered(self.counters)
         self.tiers = [TierReader(tier, cpu, self.settings, self.counters, maps=maps) for tier in tiers]

@@ -22,7 +22,7 @@ from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
 from tiercache.core.tombstones import Tombstones
 from tiercache.device.device import Device
-from tiercache.device.driver import host_tensor
+from tiercache.device.driver import Tensor, host_tensor
 from tiercache.errors import CacheClosed
 from tiercache.memory.slots import (
     ONE,
@@ -32,18 +32,17 @@ from tiercache.memory.slots import (
     Entry,
     Fill,
     Lease,
+    LeaseOwner,
     Pool,
     Purpose,
     Slot,
     SlotBudget,
     WaitQueue,
-    fill_slot,
     pins_in,
     purpose_of,
 )
-from tiercache.memory.workers import Workers, once_ended, wait_shielded
-from tiercache.payloads import source_of
-from tiercache.tiers.base import Tier, TierStatistics, Traits
+from tiercache.memory.workers import Workers, wait_shielded
+from tiercache.tiers.base import Tier, TierStatistics
 
 
 class SlotQuotas:
@@ -88,12 +87,10 @@ class SlotQuotas:
             del self._pinned[tenant]
 
 
-class CpuTier(Tier):
-    """Slots, residents, leases."""
+class CpuTier(LeaseOwner, Tier):
+    """Slots, residents, leases. Chunks come by `publish`, so `write` declines them."""
 
     name = "cpu"
-    traits = Traits()
-    on_device = False
 
     def __init__(
         self,
@@ -109,6 +106,7 @@ class CpuTier(Tier):
 
         `quota_bytes` limits each tenant, 0 for none; pins and prefetches may take `prefetch_share` of a quota.
         """
+        super().__init__()
         self.pool = pool
         self.copiers = copiers
         self.keep = keep
@@ -120,18 +118,9 @@ class CpuTier(Tier):
             self._quotas = SlotQuotas(quota_bytes, pool.count, pool.slot_bytes, prefetch_share)
         self.tombstones = Tombstones()
         """Chunks that were forgotten while puts and reads are in flight."""
-        self.wait_queue = WaitQueue(self._take_slot, self.abandon, by_tier=True)
+        self.wait_queue = WaitQueue(self._take_slot, self.abandon, self._blocks_only_itself)
         """The waiters for a slot."""
-        if quota_bytes:
-            self.wait_queue.blocks_only_itself = self._blocks_only_itself
-        self._readers: dict[Slot, str] = {}
-        """The tier that reads into a slot which is not a chunk yet."""
         self._statistics = TierStatistics()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
-        """Called when a pinned chunk is read."""
-        self.on_forget: Callable[[ChunkKey], None] | None = None
-        """Called when a pinned chunk was removed."""
         self._on_change: Callable[[ChunkKey], None] | None = None
 
     async def open(self) -> None:
@@ -160,7 +149,7 @@ class CpuTier(Tier):
         return prefix_in(self._entries, keys)
 
     def offered(self) -> Sequence[Container[ChunkKey]]:
-        return (self._entries,) if self.traffic.refuses_none else super().offered()
+        return (self._entries,)
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
         self._on_change = on_change
@@ -208,23 +197,23 @@ class CpuTier(Tier):
         pinnable = self._quotas is None or self._quotas.may_pin(tenant_of(key))
         return pinnable and self.budget.allows(PREFETCH, self.obtainable)
 
-    def try_reserve(self, purpose: Purpose, tier: str | None = None, key: ChunkKey | None = None) -> Slot | None:
+    def try_reserve(self, purpose: Purpose, key: ChunkKey | None = None) -> Slot | None:
         """Return a slot to fill, evicting the first victim when none is free; None when the budget does not allow it or
-        others wait already. `tier` is the tier that reads into it, `key` the key of the chunk to be.
+        others wait already. `key` is the key of the chunk to be.
 
         The slot belongs to the caller until `publish` or `abandon`, which must get the same `purpose`.
         """
         waiting = self.wait_queue.waiting[purpose]
-        if waiting and (self._quotas is None or any(not self._blocks_only_itself(purpose, turn.key) for turn in waiting)):
+        if waiting and any(not self._blocks_only_itself(purpose, turn.key) for turn in waiting):
             return None
-        return self._take_slot(purpose, tier, key)
+        return self._take_slot(purpose, key)
 
     def try_reserve_all(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Slot]:
         """Reserve slots to write `keys`, all different, up to the first one that gets none; see `try_reserve`."""
         if self._quotas is not None:
             reserved: dict[ChunkKey, Slot] = {}
             for key in keys:
-                slot = self.try_reserve(WRITE, None, key)
+                slot = self.try_reserve(WRITE, key)
                 if slot is None:
                     break
                 reserved[key] = slot
@@ -244,12 +233,12 @@ class CpuTier(Tier):
 
         Raises CacheClosed when the cache is closed meanwhile.
         """
-        slot = self.try_reserve(purpose, None, key)
+        slot = self.try_reserve(purpose, key)
         if slot is None:
             if timeout_s <= 0:
                 await asyncio.sleep(0)  # a caller that is refused again and again must not keep the loop
             until_s = asyncio.get_running_loop().time() + timeout_s
-            slot = await self.wait_queue.wait(purpose, lambda: until_s, None, key)
+            slot = await self.wait_queue.wait(purpose, lambda: until_s, key)
             if slot is None and self.wait_queue.closed:
                 raise CacheClosed("the cache was closed while this waited for room")
         return slot
@@ -269,13 +258,12 @@ class CpuTier(Tier):
         When the key is resident by now, the first copy stays and the slot is free again: leases on the first copy go on, and
         equal keys have equal bytes.
         """
-        tier = self._readers.pop(slot, None) if self._readers else None
         quotas = self._quotas
         if quotas is not None and purpose is PREFETCH:
             quotas.pin(quotas.owner(slot), -1)
         entry = self._entries.get(key)
         if entry is not None:
-            self.budget.give_back(purpose, tier)
+            self.budget.give_back(purpose)
             self._free(slot)
             lease = self.begin_lease(entry, purpose)
             self.wait_queue.serve()
@@ -290,9 +278,6 @@ class CpuTier(Tier):
         self._statistics.writes += 1
         self._statistics.written_bytes += payload_bytes
         self._changed(key)
-        if tier is not None:
-            self.budget.arrived(tier)
-            self.wait_queue.serve()  # it counts for reads now, and no longer for a tier that may have had its share
         return Lease(self, entry, purpose)
 
     def publish_all(
@@ -316,7 +301,7 @@ class CpuTier(Tier):
         """Give back a reserved slot that was not filled, or whose chunk was forgotten meanwhile."""
         if self._quotas is not None and purpose is PREFETCH:
             self._quotas.pin(self._quotas.owner(slot), -1)
-        self.budget.give_back(purpose, self._readers.pop(slot, None))
+        self.budget.give_back(purpose)
         self._free(slot)
         self.wait_queue.serve()
 
@@ -352,31 +337,15 @@ class CpuTier(Tier):
             self._statistics.read_misses += 1
             return None
         with lease:
-            await wait_shielded(self.copiers.submit(np.copyto, into[: lease.payload_bytes], lease.view))
+            await self._copy(into[: lease.payload_bytes], lease.view)
             return lease.payload_bytes
 
+    async def _copy(self, into: np.ndarray, view: Any) -> None:
+        """Copy a chunk to host memory."""
+        await wait_shielded(self.copiers.submit(np.copyto, into, view))
+
     async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        if key in self._entries:
-            return True
-        slot = self.try_reserve(WRITE, None, key)
-        if slot is None:
-            return False
-        epoch, filling = self.tombstones.begin(), []
-        try:
-            _, source = source_of(payload[:payload_bytes])
-            filling = [self.copiers.submit(fill_slot, self.pool.view(slot), payload_bytes, source)]
-            await wait_shielded(filling[0])
-            forgotten = self.tombstones.forgot(key, epoch)
-        except BaseException:
-            once_ended(filling, lambda: self.abandon(slot, WRITE))
-            raise
-        finally:
-            self.tombstones.end(epoch)
-        if forgotten:
-            self.abandon(slot, WRITE)
-            return False
-        self.publish(key, slot, payload_bytes, WRITE).release()
-        return True
+        return False
 
     async def remove(self, key: ChunkKey) -> bool:
         return self.forget(key)
@@ -391,17 +360,13 @@ class CpuTier(Tier):
     # Leases
 
     def serve(self, entry: Entry, purpose: Purpose, *, counted: bool) -> Lease:
-        pinned = entry.leases and pins_in(entry.leases)
-        lease = self.begin_lease(entry, purpose)
         if purpose is READ:
             statistics = self._statistics
             statistics.reads += 1
             statistics.read_bytes += entry.payload_bytes
             if not counted and entry.hot:
                 self._order.access((entry.key,))
-            if pinned and self.on_pinned_access is not None:
-                self.on_pinned_access(entry.key)  # this ends the pin: the lease keeps the slot from waiters
-        return lease
+        return super().serve(entry, purpose, counted=counted)
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):
@@ -445,10 +410,6 @@ class CpuTier(Tier):
             self.budget.take(after)
             self.wait_queue.serve()  # a slot that counts for another purpose may leave one to a waiter
 
-    def end_lease_from_anywhere(self, entry: Entry, purpose: Purpose) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
-
     def _changed(self, key: ChunkKey) -> None:
         if self._on_change is not None:
             self._on_change(key)
@@ -472,8 +433,8 @@ class CpuTier(Tier):
         self._statistics.evicted += len(slots)
         return slots
 
-    def _take_slot(self, purpose: Purpose, tier: str | None, key: ChunkKey | None) -> Slot | None:
-        if not self.budget.allows(purpose, self.obtainable, tier):
+    def _take_slot(self, purpose: Purpose, key: ChunkKey | None) -> Slot | None:
+        if not self.budget.allows(purpose, self.obtainable):
             return None
         quotas, owner = self._quotas, b"" if key is None else tenant_of(key)
         if quotas is not None and purpose is PREFETCH and not quotas.may_pin(owner):
@@ -488,9 +449,7 @@ class CpuTier(Tier):
             quotas.own(slot, owner)
             if purpose is PREFETCH:
                 quotas.pin(owner, 1)
-        self.budget.take(purpose, tier)
-        if tier is not None and purpose is READ:
-            self._readers[slot] = tier
+        self.budget.take(purpose)
         return slot
 
     # Quotas
@@ -511,6 +470,11 @@ class CpuTier(Tier):
 
 
 class StagingTier(CpuTier):
+    """Chunks on their way between device memory and device tiers: the same code over slots of device memory.
+
+    A chunk is resident while it is leased and can be read meanwhile, so a chunk in a write queue is not a miss.
+    """
+
     name = "device"
     on_device = True
 
@@ -522,17 +486,6 @@ class StagingTier(CpuTier):
         pool = self.device.pool
         return f"device ({pool.count * pool.slot_bytes / 2**20:.0f} MiB of {self.device.driver.name} in {pool.count} slots)"
 
-    async def read(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        """Copy a chunk to host memory. Returns its length; None if it is not resident."""
-        lease = self.lease(key)
-        if lease is None:
-            self._statistics.read_misses += 1
-            return None
-        with lease:
-            device, lane, host = self.device, self.device.storing, host_tensor(into[: lease.payload_bytes])
-            await device.ended(device.run(lane, device.driver.copy, host, lease.view, lane.stream))
-            return lease.payload_bytes
-
-    async def write(self, key: ChunkKey, payload: np.ndarray, payload_bytes: int) -> bool:
-        """Decline: chunks come from device memory only."""
-        return False
+    async def _copy(self, into: np.ndarray, view: Tensor) -> None:
+        device, lane = self.device, self.device.storing
+        await device.ended(device.run(lane, device.driver.copy, host_tensor(into), view, lane.stream))

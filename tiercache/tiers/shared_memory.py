@@ -24,7 +24,7 @@ from tiercache.core.header import HEADER_BYTES, file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tombstones import Tombstones
 from tiercache.errors import CacheClosed, ConfigError, TierCacheError, TierUnavailable
-from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, Purpose, pins_in
+from tiercache.memory.slots import ONE, PREFETCH, READ, Lease, LeaseOwner, Purpose, pins_in
 from tiercache.tiers.base import Tier, TierStatistics
 from tiercache.tiers.files.access import mount_of
 from tiercache.tiers.files.io_posix import ThreadMover
@@ -69,7 +69,7 @@ class Mapped:
         """True once the file has lost its name."""
 
 
-class Mappings:
+class Mappings(LeaseOwner):
     """The mapped chunks of a tier, and the owner of the leases on them.
 
     Keeps at most `most_bytes` and `most_chunks` of chunks without a lease, and unmaps the least recently used one first.
@@ -77,9 +77,8 @@ class Mappings:
     that copying them would take.
     """
 
-    on_device = False
-
     def __init__(self, unmap: Callable[[list[MappedFile]], None]) -> None:
+        super().__init__()
         self.most_bytes = 0
         self.most_chunks = max_mappings()
         self.tombstones = Tombstones()
@@ -87,16 +86,11 @@ class Mappings:
         self.mapped_bytes = 0
         self.unlinked_bytes = 0
         """Mapped bytes of deleted files, which no capacity counter has. They are freed with their last leases."""
-        self.on_pinned_access: Callable[[ChunkKey], None] | None = None
-        """Called when a pinned chunk is read."""
-        self.on_forget: Callable[[ChunkKey], None] | None = None
-        """Called when a pinned chunk was removed."""
         self.on_gone: Callable[[ChunkKey], None] | None = None
         """Called when a chunk is not found here any more."""
         self._entries: OrderedDict[ChunkKey, Mapped] = OrderedDict()
         self._unmap = unmap
         self._unmapping: list[MappedFile] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     def open(self, most_bytes: int) -> None:
@@ -159,13 +153,6 @@ class Mappings:
             raise CacheClosed("the cache is closed, and its memory given back")
         return entry.file.memory[HEADER_BYTES : HEADER_BYTES + length_bytes]
 
-    def serve(self, entry: Mapped, purpose: Purpose, *, counted: bool) -> Lease:
-        pinned = pins_in(entry.leases)
-        lease = self.begin_lease(entry, purpose)
-        if purpose is READ and pinned and self.on_pinned_access is not None:
-            self.on_pinned_access(entry.key)  # ends the pin
-        return lease
-
     def begin_lease(self, entry: Mapped, purpose: Purpose) -> Lease:
         entry.leases += ONE[purpose]
         return Lease(self, entry, purpose)
@@ -174,10 +161,6 @@ class Mappings:
         entry.leases -= ONE[purpose]
         if not entry.leases and (entry.unlinked or not entry.hot):
             self._drop(entry)
-
-    def end_lease_from_anywhere(self, entry: Mapped, purpose: Purpose) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.end_lease, entry, purpose)
 
     # Chunks that go
 

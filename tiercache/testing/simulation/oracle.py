@@ -95,6 +95,12 @@ def check_memory(cache: TierCache) -> None:
     _check_slots(cache.cpu)
     if cache.parts.on_device is not None:
         _check_slots(cache.parts.on_device.staging)
+    parts = cache.parts
+    for reader in [parts.reader] if parts.on_device is None else [parts.reader, parts.on_device.reader]:
+        share = reader.cpu.budget.reads_at_once
+        for tier in reader.tiers:
+            if tier.mapped is None and tier.reads.reading > share:
+                raise Violation(f"{tier.name} may read into {share} slots of {reader.cpu.name}: {tier.reads.reading}")
     _check_queues(cache)
 
 
@@ -109,11 +115,8 @@ def _check_slots(cpu: CpuTier) -> None:
             f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them "
             f"held; so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
         )
-    share = max(1, cpu.pool.count // (2 * max(1, len(cpu.budget.reading))))
-    if any(filled > share for filled in cpu.budget.reading.values()):
-        raise Violation(f"{cpu.name}: each tier may read into {share} slots of {cpu.pool.count}: {cpu.budget.reading}")
-    if min(cpu.budget.held) < 0 or any(count < 0 for count in cpu.budget.reading.values()):
-        raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held} {cpu.budget.reading}")
+    if min(cpu.budget.held) < 0:
+        raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held}")
 
 
 def _check_queues(cache: TierCache) -> None:

@@ -27,16 +27,13 @@ class Watch:
         if not cpu.wait_queue.waiters:
             return
         for purpose in Purpose:
-            for turn in cpu.wait_queue.waiting[purpose]:
-                if cpu.budget.allows(purpose, cpu.obtainable, turn.tier):
-                    self._fail(
-                        Violation(
-                            f"somebody waits for a slot to {purpose.name}, {turn.tier or 'for nobody'}, and may have one: "
-                            f"{cpu.obtainable} can be had, {cpu.budget}"
-                        )
+            if cpu.wait_queue.waiting[purpose] and cpu.budget.allows(purpose, cpu.obtainable):
+                self._fail(
+                    Violation(
+                        f"somebody waits for a slot to {purpose.name} and may have one: "
+                        f"{cpu.obtainable} can be had, {cpu.budget}"
                     )
-                if purpose is not Purpose.READ:
-                    break  # who is not the first waits for the first
+                )
 
 
 class _BreakerWatch:

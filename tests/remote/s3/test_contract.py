@@ -38,13 +38,5 @@ class TestS3TierInParts(TestS3Tier):
     options = {"part_bytes": 10_000}  # noqa: RUF012
 
 
-class TestS3TierOfAStoreWithoutConditionalPuts(TestS3Tier):
-    async def make_tier(self, place: Path) -> Tier:
-        tier = await super().make_tier(place)
-        assert isinstance(tier, S3Tier)
-        tier.conditional = False
-        return tier
-
-
 class TestS3TierUnsigned(TestS3Tier):
     options = {"skip_signature": True}  # noqa: RUF012

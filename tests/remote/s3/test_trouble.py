@@ -348,28 +348,6 @@ async def test_a_store_that_fails_later_is_unavailable(answer: bytes, words: str
         assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
-async def test_a_store_without_conditional_puts_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[bytes] = []
-
-    async def old(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await _whole_request(reader)
-        seen.append(head.split(b" ")[0])
-        if head.startswith(b"PUT") and b"if-none-match" in head.lower():
-            writer.write(response("501 Not Implemented", "NotImplemented"))
-        elif head.startswith(b"PUT"):
-            writer.write(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n')
-        else:
-            writer.write(MISSING if head.startswith(b"GET") else response("404 Not Found"))
-        await writer.drain()
-
-    async with server(old) as endpoint, opened(endpoint, timeout_s=5.0) as tier:
-        with caplog.at_level(logging.WARNING, "tiercache.s3"):
-            for number in (1, 2):
-                assert await tier.write(*chunk(number), CHUNK_BYTES)
-        assert caplog.text.count("has no conditional puts") == 1
-        assert seen[-2:] == [b"HEAD", b"PUT"]
-
-
 async def test_close_does_not_wait_for_requests_that_hang() -> None:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()

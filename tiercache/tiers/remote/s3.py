@@ -3,8 +3,8 @@
 - A *get* is one request for a chunk of up to twice `part_bytes`, and several ranges at once for a larger chunk. A worker
   thread copies each range into the slot when it arrives, since the client (obstore) cannot read into given memory. The
   ranges cover the largest chunk, so the length of the object need not be known.
-- A *put* is one conditional request, sent from the slot without a copy. If there is an object already, its header is read:
-  a damaged or truncated chunk is replaced, the object of another program is left alone.
+- A *put* is one request, sent from the slot without a copy. It replaces what lies under the name, so a put that is repeated
+  does no harm.
 - *Look-ups* are one HEAD for each key, many at once. Names are hashes of chunks, so a listing would have to read the whole
   layout.
 - Names are `<prefix>/<fingerprint>/<2 hex digits>/<key>`, which spreads them over the store's partitions.
@@ -22,7 +22,6 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +32,7 @@ from tiercache.core.header import PACKED_BYTES
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CorruptChunk, TierUnavailable
 from tiercache.memory.workers import Workers
-from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
+from tiercache.tiers.remote.base import RemoteSettings, RemoteTier
 from tiercache.tiers.remote.s3_settings import Identity, S3Address, read_address, read_identity
 
 logger = logging.getLogger("tiercache.s3")
@@ -57,8 +56,6 @@ class S3Tier(RemoteTier):
         super().__init__(settings)
         self.compression = settings.make_compression()
         self.address = read_address(settings)
-        self.conditional = True
-        """True until the store refuses to put an object only if there is none."""
         self.pending = 0
         """Requests in flight."""
         self.reads: Any = None
@@ -90,9 +87,9 @@ class S3Tier(RemoteTier):
         try:
             await self._get_range(f"{self._directory}/none", 0, 1)
         except RequestFailed as error:
-            if error.problem.option:
+            if error.option:
                 raise self.settings.error(
-                    error.problem.option, f"{self.address} with credentials of {identity.source}: {error.problem.words}"
+                    error.option, f"{self.address} with credentials of {identity.source}: {error.words}"
                 ) from None
             logger.warning("%s; the tier is used as soon as it answers", error)
 
@@ -141,68 +138,23 @@ class S3Tier(RemoteTier):
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
         with await self._workers.submit(self.pack, key, payload) as stored:
+            body = [stored.header.pack(), stored.payload.data]
             began_s = time.monotonic()
-            is_there = await self._put_body(key, [stored.header.pack(), stored.payload.data])
-            if is_there:
-                self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
-            return is_there
-
-    async def _put_body(self, key: ChunkKey, body: list[Any]) -> bool:
-        """Store the header and the payload, unless there is an object that is not to be replaced."""
-        path = self.path(key)
-        if self.conditional:
-            try:
-                await self._put_object(path, body, "create")
-                return True
-            except RequestFailed as error:
-                if error.problem.exists:
-                    return await self._replace(key, body)
-                if not error.problem.not_implemented:
-                    raise
-                self.conditional = False
-                logger.warning(
-                    "%s: the store has no conditional puts: each chunk costs one look-up more, and two instances that "
-                    "store the same chunk at the same time both send it",
-                    self.name,
-                )
-        if await self._exists(path):
-            return await self._replace(key, body)
-        await self._put_object(path, body, "overwrite")
-        return True
-
-    async def _replace(self, key: ChunkKey, body: list[Any]) -> bool:
-        """Replace an object that is damaged. Returns False if it belongs to another program or was just deleted."""
-        found = await self._get_head(self.path(key))
-        if found is None:
-            return False
-        raw_header, length_bytes = found
-        try:
-            if self.verified_header(key, raw_header).payload_bytes == length_bytes - PACKED_BYTES:
-                return True
-        except NotOurs:
-            logger.warning("%s: the object %s is not ours; it is left alone", self.name, self.path(key))
-            return False
-        except CorruptChunk as error:
-            logger.info("%s; it is replaced", error)
-        await self._put_object(self.path(key), body, "overwrite")
-        return True
+            async with self._transfers:
+                # A multipart put takes more requests.
+                put = self._obstore.put_async(self.writes, self.path(key), body, use_multipart=False)
+                await self._ask("put", put)
+            self.compression.sent(stored.header.payload_bytes, time.monotonic() - began_s)
+            return True
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        there = [False] * len(keys)
-        left = iter(range(len(keys)))
-
-        async def lane() -> None:
-            for position in left:
-                there[position] = await self._exists(self.path(keys[position]))
-
-        # The first failure ends all lanes: a store that does not answer costs one timeout, not one for each key.
+        # The first failure ends all requests: a store that does not answer costs one timeout, not one for each key.
         try:
-            async with asyncio.TaskGroup() as lanes:
-                for _ in range(min(_REQUESTS, len(keys))):
-                    lanes.create_task(lane())
+            async with asyncio.TaskGroup() as group:
+                asked = [group.create_task(self._exists(self.path(key))) for key in keys]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return there
+        return [each.result() for each in asked]
 
     async def _delete(self, key: ChunkKey) -> bool:
         path = self.path(key)
@@ -220,28 +172,9 @@ class S3Tier(RemoteTier):
             try:
                 return await self._ask("get", self._obstore.get_range_async(self.reads, path, start=start, end=end))
             except RequestFailed as error:
-                if not error.problem.out_of_range:
+                if error.status != _OUT_OF_RANGE:
                     raise
                 return b""
-
-    async def _get_head(self, path: str) -> tuple[bytes, int] | None:
-        """Return the first bytes of an object, as many as a header has, and the length of the whole object."""
-        async with self._questions:
-            try:
-                options = {"range": (0, PACKED_BYTES)}
-                result: Any = await self._ask("get", self._obstore.get_async(self.reads, path, options=options))
-                found = None if result is None else await self._ask("get", result.bytes_async())
-            except RequestFailed as error:
-                if not error.problem.out_of_range:
-                    raise
-                return b"", 0
-        return None if found is None else (bytes(found), int(result.meta["size"]))
-
-    async def _put_object(self, path: str, body: Sequence[Any], mode: str) -> None:
-        """Send the buffers of `body` in one request. They are not copied, and are in use until this has ended."""
-        async with self._transfers:
-            # A multipart put takes more requests and cannot be conditional.
-            await self._ask("put", self._obstore.put_async(self.writes, path, body, mode=mode, use_multipart=False))
 
     async def _exists(self, path: str) -> bool:
         async with self._questions:
@@ -257,14 +190,14 @@ class S3Tier(RemoteTier):
         try:
             return await answer
         except Exception as error:
-            problem = problem_of(error)
-            if isinstance(error, FileNotFoundError) and problem.code != "NoSuchBucket":
+            if isinstance(error, FileNotFoundError) and "<Code>NoSuchBucket<" not in str(error):
                 return None
+            failure = RequestFailed(f"{self.name}: {what} of {self.address}", str(error))
         finally:
             self.pending -= 1
             if not self.pending:
                 self._idle.set()
-        raise RequestFailed(f"{self.name}: {what} of {self.address}: {problem.words}", problem)
+        raise failure
 
 
 _open_tiers: set[S3Tier] = set()
@@ -311,26 +244,9 @@ def _make_stores(
         raise settings.error(
             "url", f"the s3 tier needs obstore, which cannot be imported ({error}): pip install 'tiercache[s3]'"
         ) from None
-    options = _store_options(settings, address, identity)
-
-    def make(silence_s: float, length_bytes: int) -> Any:
-        try:
-            return S3Store(address.bucket, **options, **_timeouts(settings, silence_s, length_bytes))
-        except OSError as error:
-            raise settings.error("tls_ca_file", f"{error.filename} cannot be read: {error.strerror}") from None
-        except Exception as error:
-            option = "tls_ca_file" if settings.options.get("tls_ca_file") else "url"
-            raise settings.error(option, f"the client does not take it ({type(error).__name__})") from None
-
-    # The answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
-    sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
-    writes = make(settings.timeout_s + sending_s, settings.chunk_bytes)
-    return obstore, make(settings.timeout_s, part_bytes), writes
-
-
-def _store_options(settings: RemoteSettings, address: S3Address, identity: Identity) -> dict[str, Any]:
+    given = settings.options
     options: dict[str, Any] = {"disable_bulk_delete": True}  # some stores lack it, and chunks are deleted one by one
-    if settings.options.get("express"):
+    if given.get("express"):
         options["s3_express"] = True
     if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
         # The payload has a checksum of its own, and SHA-256 over it would be the slowest part of a put.
@@ -347,21 +263,7 @@ def _store_options(settings: RemoteSettings, address: S3Address, identity: Ident
         options["skip_signature"] = True
     elif identity.provider is not None:
         options["credential_provider"] = identity.provider
-    return options
-
-
-def _timeouts(settings: RemoteSettings, silence_s: float, length_bytes: int) -> dict[str, Any]:
-    """Limit the wait for the next byte to `silence_s`, and the whole request by its length."""
-    client: dict[str, Any] = {
-        "connect_timeout": timedelta(seconds=settings.timeout_s),
-        "read_timeout": timedelta(seconds=silence_s),
-        "timeout": timedelta(seconds=silence_s + length_bytes / _SLOWEST_BYTES_PER_S),
-    }
-    if settings.options.get("allow_http"):
-        client["allow_http"] = True
-    if ca_file := settings.options.get("tls_ca_file"):
-        client["root_certificate"] = Path(ca_file).read_bytes()
-    retry = {
+    options["retry_config"] = {
         "max_retries": 2,
         "retry_timeout": timedelta(seconds=settings.timeout_s / 2),
         "backoff": {
@@ -370,12 +272,35 @@ def _timeouts(settings: RemoteSettings, silence_s: float, length_bytes: int) -> 
             "base": 2,
         },
     }
-    return {"client_options": client, "retry_config": retry}
+    client: dict[str, Any] = {"connect_timeout": timedelta(seconds=settings.timeout_s)}
+    if given.get("allow_http"):
+        client["allow_http"] = True
+    if ca_file := given.get("tls_ca_file"):
+        try:
+            client["root_certificate"] = Path(ca_file).read_bytes()
+        except OSError as error:
+            raise settings.error("tls_ca_file", f"{ca_file} cannot be read: {error.strerror}") from None
+
+    def make(silence_s: float, length_bytes: int) -> Any:
+        """Limit the wait for the next byte to `silence_s`, and the whole request by its length."""
+        whole_s = silence_s + length_bytes / _SLOWEST_BYTES_PER_S
+        timeouts = {"read_timeout": timedelta(seconds=silence_s), "timeout": timedelta(seconds=whole_s)}
+        try:
+            return S3Store(address.bucket, client_options=client | timeouts, **options)
+        except Exception as error:
+            option = "tls_ca_file" if ca_file else "url"
+            raise settings.error(option, f"the client does not take it ({type(error).__name__})") from None
+
+    # The answer to a put comes after all of it was sent, so its first byte may take as long as the whole.
+    sending_s = settings.chunk_bytes / _SLOWEST_BYTES_PER_S
+    writes = make(settings.timeout_s + sending_s, settings.chunk_bytes)
+    return obstore, make(settings.timeout_s, part_bytes), writes
 
 
 # The client's exceptions. Their text may hold what was signed, tokens included, so none of it is repeated: a status, a code
 # of S3 and the names of well-known causes are looked for in it.
 
+_OUT_OF_RANGE = 416
 _STATUS = re.compile(r"status(?: code)?: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*([A-Za-z]{1,32})")
@@ -398,48 +323,18 @@ _CAUSES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Problem:
-    """The reason why a request failed. `words` hold no secrets."""
-
-    words: str
-    option: str
-    """The setting that the operator has to change; empty if the problem may pass by itself."""
-    status: int
-    code: str
-    kind: str
-    """The name of the client's exception class."""
-
-    @property
-    def exists(self) -> bool:
-        return self.kind == "AlreadyExistsError"
-
-    @property
-    def out_of_range(self) -> bool:
-        """True if the object is shorter than the start of the range."""
-        return self.status == 416
-
-    @property
-    def not_implemented(self) -> bool:
-        return self.status == 501 or self.code in ("NotImplemented", "NotSupported") or self.kind == "NotSupportedError"
-
-
 class RequestFailed(TierUnavailable):
-    """A request to the store failed."""
+    """A request to the store failed. Holds no secrets.
 
-    def __init__(self, message: str, problem: Problem) -> None:
-        super().__init__(message)
-        self.problem = problem
+    `option` is the setting that the operator has to change; empty if the problem may pass by itself.
+    """
 
-
-def problem_of(error: BaseException) -> Problem:
-    """Return the meaning of an exception of the client."""
-    text, kind = str(error), type(error).__name__
-    status = int(found[1]) if (found := _STATUS.search(text)) else 0
-    code = found[1] if (found := _CODE.search(text)) else ""
-    if kind == "NotSupportedError":
-        return Problem("the store does not support it", "", status, code, kind)
-    return Problem(*_meaning(text, status, code), status, code, kind)
+    def __init__(self, request: str, text: str) -> None:
+        """`text` is that of the client's exception."""
+        self.status = int(found[1]) if (found := _STATUS.search(text)) else 0
+        code = found[1] if (found := _CODE.search(text)) else ""
+        self.words, self.option = _meaning(text, self.status, code)
+        super().__init__(f"{request}: {self.words}")
 
 
 def _meaning(text: str, status: int, code: str) -> tuple[str, str]:

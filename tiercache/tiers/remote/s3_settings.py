@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from tiercache.tiers.remote.base import RemoteSettings
 
@@ -58,7 +58,17 @@ class Identity:
 def read_address(settings: RemoteSettings) -> S3Address:
     """Parse the URL and the options. Raises ConfigError, which does not repeat the URL, since that may hold secrets."""
     options = settings.options
-    url = _split(settings)
+    try:
+        url = urlsplit(settings.url or str(options.get("url") or ""))
+        _ = url.port
+    except ValueError:
+        raise settings.error("url", "this is no URL; write s3://bucket/prefix") from None
+    if url.scheme != "s3" or not url.netloc:
+        raise settings.error("url", "this names no bucket; write s3://bucket/prefix")
+    if "@" in url.netloc:
+        raise settings.error("url", "credentials do not belong here; use access_key_id and secret_access_key")
+    if url.query or url.fragment:
+        raise settings.error("url", "an S3 URL has no ? and no #; other settings have keys of their own")
     endpoint = options.get("endpoint") or None
     region = options.get("region") or None
     wanted: bool | None = options.get("virtual_hosted")
@@ -81,22 +91,6 @@ def read_address(settings: RemoteSettings) -> S3Address:
         raise settings.error("url", "this is no name of a bucket; write s3://bucket/prefix, and the server as endpoint")
     parts = [*_names(settings, "url", url.path), *_names(settings, "prefix", str(options.get("prefix", "tiercache")))]
     return S3Address(bucket, "/".join(parts), endpoint, virtual_hosted, region)
-
-
-def _split(settings: RemoteSettings) -> SplitResult:
-    address = settings.url or str(settings.options.get("url") or "")
-    try:
-        url = urlsplit(address)
-        _ = url.port
-    except ValueError:
-        raise settings.error("url", "this is no URL; write s3://bucket/prefix") from None
-    if url.scheme != "s3" or not url.netloc:
-        raise settings.error("url", "this names no bucket; write s3://bucket/prefix")
-    if "@" in url.netloc:
-        raise settings.error("url", "credentials do not belong here; use access_key_id and secret_access_key")
-    if url.query or url.fragment:
-        raise settings.error("url", "an S3 URL has no ? and no #; other settings have keys of their own")
-    return url
 
 
 def _names(settings: RemoteSettings, option: str, path: str) -> list[str]:
@@ -163,8 +157,28 @@ def read_identity(settings: RemoteSettings) -> Identity:
         raise settings.error(
             "access_key_id", f"AWS_PROFILE names the profile {named!r}, which the AWS files do not have"
         )
-    provider = _profile_provider(settings, named or "default", profile or {})
-    return Identity(f"profile {named or 'default'}", provider, region=region)
+    source, profile = f"profile {named or 'default'}", profile or {}
+    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
+    if key and secret:
+        return Identity(source, _fixed(key, secret, profile.get("aws_session_token")), region=region)
+    if not any(option in profile for option in _NEEDS_BOTO3):
+        return Identity(source, region=region)
+    try:
+        import boto3.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+
+        provider = Boto3CredentialProvider(boto3.session.Session(profile_name=named or "default"))
+    except ImportError:
+        raise settings.error(
+            "access_key_id",
+            f"the {source} gets its credentials by a process, a role or single sign-on, which takes boto3: "
+            "pip install boto3",
+        ) from None
+    except Exception as error:  # from many libraries, with secrets in their messages
+        raise settings.error(
+            "access_key_id", f"boto3 has no credentials for the {source} ({type(error).__name__})"
+        ) from None
+    return Identity(source, provider, region=region)
 
 
 def _fixed(key: str, secret: str, token: str | None) -> Callable[[], dict[str, Any]]:
@@ -188,30 +202,3 @@ def _read_profile(settings: RemoteSettings, name: str) -> dict[str, str] | None:
         if parser.has_section(section):
             values = (values or {}) | dict(parser.items(section))
     return values
-
-
-def _profile_provider(
-    settings: RemoteSettings, name: str, profile: dict[str, str]
-) -> Callable[[], dict[str, Any]] | None:
-    """Return the provider of a profile's credentials; None if the profile has none."""
-    key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
-    if key and secret:
-        return _fixed(key, secret, profile.get("aws_session_token"))
-    if not any(option in profile for option in _NEEDS_BOTO3):
-        return None
-    try:
-        import boto3.session
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError:
-        raise settings.error(
-            "access_key_id",
-            f"the profile {name!r} gets its credentials by a process, a role or single sign-on, which takes boto3: "
-            "pip install boto3",
-        ) from None
-    try:
-        provider: Callable[[], dict[str, Any]] = Boto3CredentialProvider(boto3.session.Session(profile_name=name))
-        return provider
-    except Exception as error:  # from many libraries, with secrets in their messages
-        raise settings.error(
-            "access_key_id", f"boto3 has no credentials for the profile {name!r} ({type(error).__name__})"
-        ) from None

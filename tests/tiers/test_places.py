@@ -14,6 +14,7 @@ from tests.tiers.test_disk import fill, is_hit, opened, small_device
 from tiercache.errors import ConfigError
 from tiercache.tiers.base import Tier
 from tiercache.tiers.disk import DiskTier
+from tiercache.tiers.files import access
 from tiercache.tiers.files.shelves import FileSettings
 from tiercache.tiers.gds import GdsSettings, GdsTier
 from tiercache.tiers.weka import WekaSettings, WekaTier
@@ -115,6 +116,22 @@ async def test_directory_that_is_made_where_a_mount_is_missing_is_made_with_a_wa
                 await fill(tier, range(1, 3))
     (said,) = caplog.messages
     assert said.startswith(f"{point / 'kv'} does not exist and is made on the root file system: if it belongs on a mount")
+
+
+async def test_empty_directory_where_mount_points_are_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tmp_path.stat().st_dev != Path("/").stat().st_dev:
+        pytest.skip("temporary files do not lie on the root file system")
+    monkeypatch.setattr(access, "_ABOVE_MOUNTS", (str(tmp_path),))
+    point = tmp_path / "nvme"
+    point.mkdir()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            async with opened(point) as tier:
+                await fill(tier, range(1, 3))
+    (said,) = caplog.messages
+    assert said.startswith(f"{point} is empty and lies on the root file system: if it belongs on a mount, that is missing")
 
 
 async def test_directory_that_is_made_beside_others_is_made_without_a_word(

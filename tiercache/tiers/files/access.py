@@ -158,7 +158,6 @@ class Access:
     def make_root(self, path: Path) -> None:
         """As `make_directory`, with the directories above it. One that is there is somebody's choice and stays as it is."""
         if not path.is_dir():
-            _warn_of_missing_mount(path)
             with contextlib.suppress(FileExistsError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.mkdir(path, 0o700)
@@ -320,17 +319,21 @@ def require_directory(path: Path | str) -> os.stat_result:
     return status
 
 
-def _warn_of_missing_mount(path: Path) -> None:
-    """Warn if `path` is to be made where a mount is probably missing: on the root file system, where nothing else is."""
+def warn_of_missing_mount(path: Path) -> None:
+    """Warn if `path` is on the root file system where a mount is probably missing: it is to be made where nothing else is,
+    or it is an empty directory where mount points usually are."""
     above = path.parent
     while not above.is_dir() and above != above.parent:
         above = above.parent
     with contextlib.suppress(OSError):
-        looks_like_one = str(above) in _ABOVE_MOUNTS or not os.listdir(above)
-        if looks_like_one and os.stat(above).st_dev == os.stat("/").st_dev:
+        if path.is_dir():
+            state, is_suspicious = "is empty and lies", str(above) in _ABOVE_MOUNTS and not os.listdir(path)
+        else:
+            state, is_suspicious = "does not exist and is made", str(above) in _ABOVE_MOUNTS or not os.listdir(above)
+        if is_suspicious and os.stat(path if path.is_dir() else above).st_dev == os.stat("/").st_dev:
             logger.warning(
-                "%s does not exist and is made on the root file system: if it belongs on a mount, that is missing; then "
-                "stop, delete what was made below %s, and mount it", path, above,
+                "%s %s on the root file system: if it belongs on a mount, that is missing; then stop, delete what was made "
+                "there, and mount it", path, state,
             )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from tiercache.core.header import KEY_AT, MAGIC, PACKED_BYTES, Header, HeaderError, file_bytes
 from tiercache.core.keys import HEX_KEY, ChunkKey
-from tiercache.errors import TierUnavailable
+from tiercache.errors import TierFull, TierUnavailable
 from tiercache.tiers.files.access import (
     ABSENT,
     ACCESS,
@@ -42,6 +42,7 @@ from tiercache.tiers.files.access import (
     open_regular,
     opened_directory,
     require_directory,
+    warn_of_missing_mount,
 )
 from tiercache.tiers.files.capacity import Capacity, counted_in
 from tiercache.tiers.files.format import NO_ROOM
@@ -171,6 +172,8 @@ class Identity:
 
 
 _ATTEMPTS = 8
+_DIRECTORY_BYTES = 4096
+"""Bytes that a new directory occupies on most file systems."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """What file systems answer to a way that they do not have: NFS to RENAME_NOREPLACE, FAT to links."""
 _AT_FDCWD = -100
@@ -256,11 +259,25 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
+        """Make a directory of chunks that is missing, and count it. Raises TierFull where it does not fit under the cap."""
+        capacity = self._capacity()
+        reserved_bytes = _DIRECTORY_BYTES
+        if not capacity.reserve(reserved_bytes):
+            raise TierFull(f"{path}: a directory does not fit under the cap")
         try:
-            if self._access.make_directory(path):
-                self._capacity().add(occupied_bytes(os.stat(path)))
-        except NotADirectoryError as error:
-            raise NameTaken(error.errno, error.strerror, path) from error
+            if not self._access.make_directory(path):
+                capacity.cancel(reserved_bytes)
+                return
+            made_bytes = occupied_bytes(os.stat(path))
+            capacity.resize(made_bytes - reserved_bytes)
+            reserved_bytes = made_bytes
+            capacity.commit(made_bytes)
+        except BaseException as error:
+            capacity.cancel(reserved_bytes)
+            if isinstance(error, NotADirectoryError):
+                raise NameTaken(error.errno, error.strerror, path) from error
+            raise
+        capacity.settle(made_bytes)
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
@@ -773,6 +790,7 @@ def make_place(directory: Path, access: Access) -> Path:
 
     Raises PermissionError where the subdirectory is another user's, WrongFormat where it is not ours, OSError.
     """
+    warn_of_missing_mount(directory)
     access.make_root(directory)
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY

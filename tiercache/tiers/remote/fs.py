@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierUnavailable
-from tiercache.tiers.files.access import ACCESS, Access, Mount, local_locks, mount_of
+from tiercache.tiers.files.access import ACCESS, Access, Mount, local_locks, mount_of, warn_of_missing_mount
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import FollowedIndex
 from tiercache.tiers.files.io_posix import TwiceMover
@@ -227,7 +227,8 @@ def _was_wiped(error: OSError) -> bool:
 def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount]:
     """With `access`, makes the directories that are not there. In a thread; asks the mounts, and raises what they say."""
     for directory in directories:
-        if access is not None:
+        if access is not None and not directory.is_dir():
+            warn_of_missing_mount(directory)
             access.make_root(directory)
         with os.scandir(directory) as entries:
             next(entries, None)

@@ -310,7 +310,9 @@ class TestFindingTheWay:
     async def test_what_is_there_already_counts_as_room_after_a_restart(self, tmp_path: Path) -> None:
         first = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
         await first.open()
-        first.shelves.all[0].volume.capacity.add(1 << 40)
+        capacity = first.shelves.all[0].volume.capacity
+        capacity.resize(1 << 40)
+        capacity.commit(1 << 40)
         await first.close()
         second = GdsTier(GdsSettings((tmp_path,), cap_bytes=0), FINGERPRINT)
         await second.open()

@@ -82,7 +82,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "longer": lambda path: os.truncate(path, FILE_BYTES + 4096),
     "bit flipped in the payload": lambda path: flip(path, 4096 + CHUNK_BYTES - 1),
     "bit flipped in the header": lambda path: flip(path, 30),
-    "foreign": lambda path: path.write_bytes(b"not ours" * (FILE_BYTES // 8)),
     "zeroes": lambda path: path.write_bytes(bytes(FILE_BYTES)),
     "another chunk's": lambda path: path.write_bytes(whole_file(99, FINGERPRINT)),
     "another layout's": lambda path: path.write_bytes(whole_file(1, b"g" * 16)),
@@ -256,6 +255,16 @@ async def test_reading_keeps_a_chunk_from_eviction(tmp_path: Path) -> None:
         for number in range(1, 40):
             await fill(tier, range(number, number + 1))
             assert await is_hit(tier, 1)
+
+
+async def test_directories_of_chunks_are_made_within_the_cap(tmp_path: Path) -> None:
+    """A small cap, of which they take a large part."""
+    async with opened(tmp_path, cap_chunks=16) as tier:
+        cap_bytes = tier.settings.cap_bytes
+        for number in range(200):
+            await tier.write(bytes([number]) * 24, chunk(1)[1], CHUNK_BYTES)
+            assert allocated_bytes(tmp_path) <= cap_bytes
+        assert tier.statistics().occupied_bytes <= cap_bytes
 
 
 async def test_chunk_larger_than_the_cap_is_declined(tmp_path: Path) -> None:

@@ -500,16 +500,17 @@ async def test_private_files_that_came_later_are_not_counted(place: Path, kind: 
         assert tier.statistics().occupied_bytes <= counted_bytes + 4096
 
 
+@pytest.mark.parametrize("content", [b"theirs", b"theirs!!" * (FILE_BYTES // 8)], ids=len)
 @pytest.mark.parametrize("kind", ["disk"])
-async def test_a_chunk_whose_name_a_file_of_others_has_is_not_stored(place: Path, kind: str) -> None:
+async def test_a_chunk_whose_name_a_file_of_others_has_is_not_stored(place: Path, kind: str, content: bytes) -> None:
     async with opened(kind, place) as tier:
         await store(tier, range(1, 3))
         path = Path(tier.path(chunk(3)[0]))
-        path.write_bytes(b"theirs")
+        path.write_bytes(content)
         for _ in range(2):
             assert await store(tier, range(3, 4)) == 0
             assert not await is_hit(tier, 3)
-        assert path.read_bytes() == b"theirs"
+        assert path.read_bytes() == content
         path.unlink()
         assert await store(tier, range(3, 4)) == 1
         assert await is_hit(tier, 3)

@@ -27,6 +27,7 @@ def make_files(tier: DiskTier, chunks: Sequence[bytes]) -> None:
         path.parent.mkdir(exist_ok=True)
         with path.open("wb") as file:
             file.truncate(file_bytes(CHUNK_BYTES))
+        path.chmod(0o600)
         os.utime(path, (1000 + age, 1000 + age))
 
 

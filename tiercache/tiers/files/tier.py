@@ -180,14 +180,13 @@ class FileTier(DeviceTier):
             length = await wait_shielded(read(shelf.volume))
         except CorruptChunk as error:
             self._found_bad(shelf, key)
-            moved = " and was quarantined" if self.writes else ""
-            logger.warning("a chunk failed verification%s: %s", moved, error)
+            logger.warning("a chunk failed verification: %s", error)
             raise
         except OSError as error:
             if not await self._is_files_fault(shelf.volume, key, error):
                 raise
             self._found_bad(shelf, key)
-            logger.warning("a chunk cannot be read and was put aside: %s", error)
+            logger.warning("a chunk cannot be read: %s", error)
             await self.shelves.metadata.submit(shelf.volume.set_aside, key)
             raise CorruptChunk(f"{shelf.volume.path(key)}: cannot be read: {error}") from error
         finally:

@@ -19,7 +19,7 @@ The parts follow. The chunk's header names the codec, and has the length and che
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 from typing import Any
@@ -28,9 +28,9 @@ PART_BYTES = 1 << 20
 _WORTH = 0.95
 """A compressed payload is stored if it has at most this share of the plain bytes."""
 _TRIAL_EVERY = 256
-"""Chunks from one measurement of the codecs to the next."""
+"""Chunks from one measurement of the codec to the next."""
 _FASTER = 0.9
-"""A codec is used if reads take less than this share of the time without one."""
+"""Chunks are compressed if reads take less than this share of the time without."""
 
 _FIXED = struct.Struct("<QQII")
 
@@ -137,77 +137,55 @@ def item_bytes(kv_dtype: str) -> int:
     return int(digits) // 8 if digits in ("8", "16", "32", "64") else 1
 
 
-@dataclass
-class _Average:
-    """Exponentially weighted average of seconds per byte."""
-
-    weight: float
-    value: float | None = None
-
-    def add(self, bytes_moved: int, seconds: float) -> None:
-        found = seconds / max(1, bytes_moved)
-        self.value = found if self.value is None else self.value + self.weight * (found - self.value)
-
-
-@dataclass
-class _Candidate:
-    """Measurements of a codec; times are per plain byte."""
-
-    ratio: float = 1.0
-    compress: _Average = field(default_factory=lambda: _Average(0.5))
-    decompress: _Average = field(default_factory=lambda: _Average(0.5))
-
-
 class CompressionChoice:
-    """Chooses the codec of the next chunk (`compression: auto`).
+    """Decides if the next chunk is compressed by Zstandard (`compression: auto`).
 
-    The codec with the shortest read is chosen, transfer and decompression one after the other, of those with which at least
-    as many chunks a second are written as without. All times are measured: transfers as they occur, codecs on a part of
-    every 256th chunk under the load of that moment.
+    It is if reads are shorter, transfer and decompression one after the other, and at least as many chunks a second are
+    written as without. All times are measured, per byte: transfers as they occur, the codec on a part of every 256th chunk
+    under the load of that moment.
     """
 
     def __init__(self, concurrency: int = 4) -> None:
         """`concurrency` is the number of transfers at a time: while some compress, the others use the link."""
         self._concurrency = concurrency
-        self._sending = _Average(1 / 8)
-        self._receiving = _Average(1 / 8)
-        self._candidates = {codec: _Candidate() for codec in COMPRESSING}
+        self._sending_s: float | None = None
+        self._receiving_s: float | None = None
+        self._ratio = 1.0
+        self._compress_s: float | None = None
+        self._decompress_s: float | None = None
         self._chunks_until_trial = 0
 
     def trial_due(self) -> bool:
-        """Return True if the codecs have to be measured with this chunk. Called for each chunk."""
+        """Return True if the codec has to be measured with this chunk. Called for each chunk."""
         self._chunks_until_trial -= 1
         if self._chunks_until_trial >= 0:
             return False
         self._chunks_until_trial = _TRIAL_EVERY - 1
         return True
 
-    def tried(self, codec: Codec, plain_bytes: int, stored_bytes: int, compress_s: float, decompress_s: float) -> None:
-        candidate = self._candidates[codec]
-        candidate.ratio = stored_bytes / plain_bytes
-        candidate.compress.add(plain_bytes, compress_s)
-        candidate.decompress.add(plain_bytes, decompress_s)
+    def tried(self, plain_bytes: int, stored_bytes: int, compress_s: float, decompress_s: float) -> None:
+        self._ratio = stored_bytes / plain_bytes
+        self._compress_s = _averaged(self._compress_s, compress_s / plain_bytes, 1 / 2)
+        self._decompress_s = _averaged(self._decompress_s, decompress_s / plain_bytes, 1 / 2)
 
     def sent(self, stored_bytes: int, seconds: float) -> None:
-        self._sending.add(stored_bytes, seconds)
+        self._sending_s = _averaged(self._sending_s, seconds / max(1, stored_bytes), 1 / 8)
 
     def received(self, stored_bytes: int, seconds: float) -> None:
-        self._receiving.add(stored_bytes, seconds)
+        self._receiving_s = _averaged(self._receiving_s, seconds / max(1, stored_bytes), 1 / 8)
 
     @property
     def codec(self) -> Codec:
         """The codec of the next chunk; PLAIN until a write was measured. Reads are taken to be as fast until one was."""
-        sending_s = self._sending.value
-        if sending_s is None:
+        sending_s, compress_s, decompress_s = self._sending_s, self._compress_s, self._decompress_s
+        if sending_s is None or compress_s is None or decompress_s is None or self._ratio > _WORTH:
             return Codec.PLAIN
-        receiving_s = sending_s if self._receiving.value is None else self._receiving.value
-        best, best_s = Codec.PLAIN, _FASTER * receiving_s
-        for codec, candidate in self._candidates.items():
-            ratio, compress_s, decompress_s = candidate.ratio, candidate.compress.value, candidate.decompress.value
-            if compress_s is None or decompress_s is None or not worth_storing(round(1000 * ratio), 1000):
-                continue
-            keeps_up = compress_s + ratio * sending_s / self._concurrency <= sending_s
-            back_s = ratio * receiving_s + decompress_s
-            if keeps_up and back_s < best_s:
-                best, best_s = codec, back_s
-        return best
+        receiving_s = sending_s if self._receiving_s is None else self._receiving_s
+        keeps_up = compress_s + self._ratio * sending_s / self._concurrency <= sending_s
+        is_shorter = self._ratio * receiving_s + decompress_s < _FASTER * receiving_s
+        return Codec.ZSTD if keeps_up and is_shorter else Codec.PLAIN
+
+
+def _averaged(average: float | None, found: float, weight: float) -> float:
+    """Return the next exponentially weighted average."""
+    return found if average is None else average + weight * (found - average)

@@ -23,7 +23,6 @@ import numpy as np
 import xxhash
 
 from tiercache.core.compression import (
-    COMPRESSING,
     PART_BYTES,
     Codec,
     CompressionChoice,
@@ -74,9 +73,9 @@ class Packed:
 class Compression:
     """The compression of one tier. All methods may be called in any thread.
 
-    `mode` is none, lz4, zstd or auto (`CompressionChoice` picks the fastest to read). Compressed payloads are read in every
-    mode. Memory: one buffer of a chunk's length for each concurrent write, kept for the next one, and 1 MiB for each thread
-    that reads.
+    `mode` is none, lz4, zstd or auto (zstd where `CompressionChoice` says so). Compressed payloads are read in every mode.
+    Memory: one buffer of a chunk's length for each concurrent write, kept for the next one, and 1 MiB for each thread that
+    reads.
     """
 
     def __init__(self, mode: str = "none", item_bytes: int = 1, *, concurrency: int = 4, tier: str = "") -> None:
@@ -132,27 +131,22 @@ class Compression:
                 self._choice.received(stored_bytes, seconds)
 
     def _next_codec(self, plain: np.ndarray) -> Codec:
-        if self._choice is None:
+        choice = self._choice
+        if choice is None:
             return self._codec
         with self._lock:
-            due = self._choice.trial_due()
+            due = choice.trial_due()
         if due:
-            self._try(plain[:PART_BYTES])
-        with self._lock:
-            return self._choice.codec
-
-    def _try(self, part: np.ndarray) -> None:
-        """Measure the ratio and the times of each codec on a part."""
-        assert self._choice is not None
-        plain, out = _items(part, self._item), _scratch()[: part.nbytes]
-        for codec in COMPRESSING:
+            part = plain[:PART_BYTES]
             began_s = time.perf_counter()
-            stored = _blosc_of(plain, codec)
+            stored = _blosc_of(_items(part, self._item), Codec.ZSTD)
             compressed_s = time.perf_counter()
-            _library().decompress(stored, out)
+            _library().decompress(stored, _scratch()[: part.nbytes])
             ended_s = time.perf_counter()
             with self._lock:
-                self._choice.tried(codec, part.nbytes, len(stored), compressed_s - began_s, ended_s - compressed_s)
+                choice.tried(part.nbytes, len(stored), compressed_s - began_s, ended_s - compressed_s)
+        with self._lock:
+            return choice.codec
 
     def _take_buffer(self, size_bytes: int) -> np.ndarray:
         with contextlib.suppress(IndexError):

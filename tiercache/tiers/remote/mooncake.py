@@ -9,20 +9,26 @@ first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import logging
+import mmap
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
 
-from tiercache.core.header import PACKED_BYTES
+from tiercache.core.header import PACKED_BYTES, aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import ConfigError, TierFull, TierUnavailable
 from tiercache.memory.arena import Arena
 from tiercache.memory.workers import Workers
 from tiercache.tiers.remote.base import NotOurs, RemoteSettings, RemoteTier
-from tiercache.tiers.remote.mooncake_client import MooncakeClient, WiredMemory, import_mooncake
 from tiercache.tiers.remote.mooncake_settings import MooncakeAddress, read_address
 
 logger = logging.getLogger("tiercache.mooncake")
@@ -36,6 +42,10 @@ _LEAVE_S = 3.0
 _GIVEN_UP_S = 20.0
 """A read that fails after this time may have been given up by Mooncake while bytes still arrive."""
 
+_LOOK_S = 1.0
+_AGAIN_S = 0.5
+_CELL_BYTES = 128
+
 # Return codes of Mooncake: `ErrorCode` in its types.h.
 _CODES = {
     -1: "internal error",
@@ -45,14 +55,9 @@ _CODES = {
     -200: "no room in any segment",
     -600: "invalid parameters",
     -601: "illegal client",
-    -703: "the value is not complete",
-    -704: "no such value",
-    -705: "the value is already there",
     -706: "somebody reads the value",
     -707: "the read took longer than the master's lease",
     -708: "the value is being copied",
-    -710: "no such replica",
-    -712: "the replica is gone",
     -714: "the replica is busy",
     -800: "the transfer failed",
     -801: "checksum mismatch",
@@ -100,7 +105,7 @@ class MooncakeTier(RemoteTier):
         settings = self.settings
         self._address = await self._control.submit(read_address, settings)
         try:
-            await self._control.submit(import_mooncake)
+            await self._control.submit(importlib.import_module, "mooncake.store")
         except ImportError as error:
             raise ConfigError(
                 f"{self.name} needs Mooncake, which cannot be imported ({error}): pip install "
@@ -127,16 +132,16 @@ class MooncakeTier(RemoteTier):
         self._last.close()
 
     async def _get(self, key: ChunkKey, into: np.ndarray) -> int | None:
-        return await self._in_thread(self._readers.submit(self._get_blocking, self._open_client, key, into))
+        return await self._in_thread(self._readers.submit(self._get_blocking, key, into))
 
     async def _put(self, key: ChunkKey, payload: np.ndarray) -> bool:
-        return await self._in_thread(self._writers.submit(self._put_blocking, self._open_client, key, payload))
+        return await self._in_thread(self._writers.submit(self._put_blocking, key, payload))
 
     async def _exist(self, keys: Sequence[ChunkKey]) -> Sequence[bool]:
-        return await self._ask(self._exist_blocking, self._open_client, keys)
+        return await self._ask(self._exist_blocking, keys)
 
     async def _delete(self, key: ChunkKey) -> bool:
-        return await self._ask(self._delete_blocking, self._open_client, key)
+        return await self._ask(self._delete_blocking, key)
 
     async def _ask(self, call: Callable[..., T], *arguments: object) -> T:
         """Run a request without a payload in a control thread, and abandon it after `timeout_s`."""
@@ -156,81 +161,61 @@ class MooncakeTier(RemoteTier):
             self.known.clear()
             raise
 
-    @property
-    def _open_client(self) -> MooncakeClient:
+    def _use(self) -> AbstractContextManager[_Session]:
         if self._client is None:
             raise TierUnavailable(f"{self.name} is closed")
-        return self._client
+        return self._client.use()
 
     # In threads. Mooncake's calls block, with the GIL released.
 
-    def _get_blocking(self, client: MooncakeClient, key: ChunkKey, into: np.ndarray) -> int | None:
+    def _get_blocking(self, key: ChunkKey, into: np.ndarray) -> int | None:
         """Leaves bytes behind the payload alone. Raises CorruptChunk, TierUnavailable."""
         name = self._name(key)
-        with client.use() as session:
+        with self._use() as session:
             size = session.store.get_size(name)
         if size in _MISSES:
             return None
         if size < 0:
             raise self._failure(f"the length of {name}", size)
         payload_bytes = size - PACKED_BYTES
-        if payload_bytes < 0:
-            raise NotOurs(f"{self.name}: {name} is shorter than any chunk")
         if not 0 < payload_bytes <= into.nbytes:
-            return self._get_misfit(client, key, into[:0], payload_bytes)
+            raise NotOurs(f"{self.name}: {name} has {size} bytes, which no chunk has")
         target = into[:payload_bytes]
         with self._memory.header() as (header, header_address), self._memory.reachable(target) as place:
-            addresses, sizes = [int(place.ctypes.data), header_address], [payload_bytes, PACKED_BYTES]
-
-            def fetch(store: Any) -> int:
-                return int(store.batch_get_into_multi_buffers([name], [addresses], [sizes])[0])
-
-            if not self._read(client, name, size, fetch):
+            code = self._read(name, [int(place.ctypes.data), header_address], [payload_bytes, PACKED_BYTES])
+            if code in _MISSES:
                 return None
+            if code != size:
+                raise self._failure(f"reading {name}", code)
             length = self.verified(key, bytes(header), place, payload_bytes)
             if place is not target:
                 np.copyto(target, place)
             return length
 
-    def _get_misfit(self, client: MooncakeClient, key: ChunkKey, nothing: np.ndarray, payload_bytes: int) -> int | None:
-        """Read only the header of a value of an impossible length, to raise CorruptChunk or NotOurs."""
-        name = self._name(key)
-        with self._memory.header() as (header, header_address):
-
-            def fetch(store: Any) -> int:
-                ranges = ([[[0]]], [[[payload_bytes]]], [[[PACKED_BYTES]]])
-                return int(store.get_into_ranges([header_address], [[name]], *ranges)[0][0][0])
-
-            if not self._read(client, name, PACKED_BYTES, fetch):
-                return None
-            return self.verified(key, bytes(header), nothing, payload_bytes)
-
-    def _read(self, client: MooncakeClient, name: str, expected_bytes: int, fetch: Callable[[Any], int]) -> bool:
-        """Return True if all bytes came, False if the value is gone. Raises TierUnavailable.
+    def _read(self, name: str, addresses: list[int], sizes: list[int]) -> int:
+        """Return Mooncake's code, or the number of bytes that came.
 
         Mooncake gives a transfer up after 60 s, and bytes may arrive after that. So if a failed read took long, this waits
         until the store was left, which ends all transfers. The caller keeps its memory until then.
         """
         began_s = time.monotonic()
-        with client.use() as session:
-            code = fetch(session.store)
-            given_up = code != expected_bytes and time.monotonic() - began_s >= _GIVEN_UP_S
-            if given_up:
-                client.retire(session, "a read was given up: a new client is being set up")
+        with self._use() as session:
+            code = int(session.store.batch_get_into_multi_buffers([name], [addresses], [sizes])[0])
+            given_up = code != sum(sizes) and time.monotonic() - began_s >= _GIVEN_UP_S
+            if given_up and self._client is not None:
+                self._client.retire(session, "a read was given up: a new client is being set up")
         if given_up:
             session.left.wait()
-        if code not in _MISSES and code != expected_bytes:
-            raise self._failure(f"reading {name}", code)
-        return code == expected_bytes
+        return code
 
-    def _put_blocking(self, client: MooncakeClient, key: ChunkKey, payload: np.ndarray) -> bool:
+    def _put_blocking(self, key: ChunkKey, payload: np.ndarray) -> bool:
         """Raises TierFull, TierUnavailable.
 
         Replaces a value of another length, which cannot be the chunk, since the chunk of a key has one length. Mooncake
         reports an existing value as stored, whatever its length.
         """
         name = self._name(key)
-        with client.use() as session:
+        with self._use() as session:
             size = session.store.get_size(name)
             if size == payload.nbytes + PACKED_BYTES:
                 return True
@@ -240,7 +225,7 @@ class MooncakeTier(RemoteTier):
         with (
             self._memory.header() as (header, header_address),
             self._memory.reachable(payload) as place,
-            client.use() as session,
+            self._use() as session,
         ):
             header[:] = np.frombuffer(packed, dtype=np.uint8)
             if place is not payload:
@@ -251,17 +236,17 @@ class MooncakeTier(RemoteTier):
             raise self._failure(f"writing {name}", code)
         return True
 
-    def _exist_blocking(self, client: MooncakeClient, keys: Sequence[ChunkKey]) -> list[bool]:
-        with client.use() as session:
+    def _exist_blocking(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        with self._use() as session:
             codes = session.store.batch_is_exist([self._name(key) for key in keys])
         for code in codes:
             if code < 0 and code not in _MISSES:
                 raise self._failure("asking what is there", code)
         return [code == 1 for code in codes]
 
-    def _delete_blocking(self, client: MooncakeClient, key: ChunkKey) -> bool:
+    def _delete_blocking(self, key: ChunkKey) -> bool:
         """Removes the value even while the master's lease for a read lasts (10 s): readers verify what they get."""
-        with client.use() as session:
+        with self._use() as session:
             code = session.store.remove(self._name(key), True)
         if code < 0 and code not in _MISSES:
             raise self._failure(f"removing {self._name(key)}", code)
@@ -276,3 +261,232 @@ class MooncakeTier(RemoteTier):
         if code == _FULL:
             return TierFull(meaning)
         return MasterLost(meaning) if code in _MASTER_LOST else TierUnavailable(meaning)
+
+
+class WiredMemory:
+    """The arena, cells for headers, and a bounce buffer for payloads elsewhere, registered with Mooncake.
+
+    Thread-safe, except that `wire` and `release` are not called at the same time. Stays mapped while this object lives.
+    """
+
+    def __init__(self, arena: np.ndarray | None, chunk_bytes: int, cells: int, wait_s: float) -> None:
+        self._arena = np.empty(0, dtype=np.uint8) if arena is None else arena
+        self._headers = np.frombuffer(mmap.mmap(-1, aligned(cells * _CELL_BYTES)), dtype=np.uint8)
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for number in range(cells):
+            self._free.put(number * _CELL_BYTES)
+        self._detour = np.frombuffer(mmap.mmap(-1, aligned(chunk_bytes)), dtype=np.uint8)
+        self._detour_lock = threading.Lock()
+        self._wait_s = wait_s
+        self._registered: list[int] = []
+
+    def wire(self, register: Callable[[int, int], int]) -> int:
+        """Register all memory by `register(address, size)`, which returns 0 on success.
+
+        Returns Mooncake's code; 0 also if only the arena cannot be registered.
+        """
+        for memory in (self._headers, self._detour, self._arena):
+            if not memory.nbytes:
+                continue
+            code = register(int(memory.ctypes.data), memory.nbytes)
+            if not code:
+                self._registered.append(int(memory.ctypes.data))
+            elif memory is not self._arena:
+                return code
+            else:
+                logger.warning(
+                    "the arena (%d bytes) cannot be registered with Mooncake (code %d): each chunk is copied once more; "
+                    "with RDMA see ulimit -l", memory.nbytes, code,
+                )  # fmt: skip
+        return 0
+
+    def release(self, unregister: Callable[[int], int]) -> None:
+        """Unregister all memory. No transfer may be in flight."""
+        while self._registered:
+            unregister(self._registered.pop())
+
+    @contextlib.contextmanager
+    def header(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Lend the memory for one header, with its address."""
+        offset = self._free.get()
+        try:
+            yield self._headers[offset : offset + PACKED_BYTES], int(self._headers.ctypes.data) + offset
+        finally:
+            self._free.put(offset)
+
+    @contextlib.contextmanager
+    def reachable(self, payload: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield `payload` itself if it is in the arena, else as many bytes of the bounce buffer, which one thread has at a
+        time.
+
+        The caller copies. Raises TierUnavailable if another thread keeps the bounce buffer too long.
+        """
+        offset = int(payload.ctypes.data) - int(self._arena.ctypes.data)
+        if int(self._arena.ctypes.data) in self._registered and 0 <= offset <= self._arena.nbytes - payload.nbytes:
+            yield payload
+            return
+        if not self._detour_lock.acquire(timeout=self._wait_s):
+            raise TierUnavailable("Mooncake's detour for memory outside of the arena stays taken")
+        try:
+            yield self._detour[: payload.nbytes]
+        finally:
+            self._detour_lock.release()
+
+
+class _Session:
+    """A store that was set up, and the number of its users."""
+
+    def __init__(self, store: Any, write_config: Any) -> None:
+        self.store = store
+        self.write_config = write_config
+        self.users = 0
+        self.left = threading.Event()
+        """Set when no thread of Mooncake's uses the memory any more."""
+
+
+class MooncakeClient:
+    """Sets up a session, and another one after it was retired. Thread-safe.
+
+    A session reconnects by itself to a master that comes back. `setup` blocks for 90 s without a master, so a thread of its
+    own calls it, and first looks if anything listens at the master's address.
+    """
+
+    def __init__(self, name: str, address: MooncakeAddress, memory: WiredMemory) -> None:
+        self.name = name
+        self.address = address
+        self._memory = memory
+        self._session: _Session | None = None
+        self._problem = "it is being set up"
+        self._changed = threading.Condition()
+        self._setting_up = False
+        self._sessions = 0
+        self._first_try = threading.Event()
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        with self._changed:
+            self._start_setting_up()
+
+    def wait_for_first_try(self, wait_s: float) -> str | None:
+        """Block for up to `wait_s`. Returns the problem, or None once the client can be used."""
+        self._first_try.wait(wait_s)
+        return None if self._session is not None else self._problem
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[_Session]:
+        """Lend the session, which stays until the block ends. Raises TierUnavailable while there is none."""
+        with self._changed:
+            if self._closing.is_set():
+                raise TierUnavailable(f"{self.name} is closed")
+            if self._session is None:
+                raise TierUnavailable(f"{self.name}: {self._problem}")
+            session = self._session
+            session.users += 1
+        try:
+            yield session
+        finally:
+            self._done_with(session)
+
+    def retire(self, session: _Session, problem: str) -> None:
+        """Admit no new users to `session`; its last user leaves the store. A new session is then set up."""
+        with self._changed:
+            if self._session is not session:
+                return
+            self._session, self._problem = None, problem
+            session.users += 1
+        self._done_with(session)
+
+    def leave(self) -> None:
+        """Retire the session for good, and block until nothing uses it, however long that takes."""
+        self._closing.set()
+        with self._changed:
+            session = self._session
+        if session is not None:
+            self.retire(session, "it is closed")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._setting_up and self._sessions == 0)
+
+    def _done_with(self, session: _Session) -> None:
+        with self._changed:
+            session.users -= 1
+            if session.users or self._session is session:
+                return
+        try:
+            self._memory.release(session.store.unregister_buffer)
+            session.store.close()
+        finally:
+            session.left.set()
+            with self._changed:
+                self._sessions -= 1
+                if not self._closing.is_set():
+                    self._start_setting_up()
+                self._changed.notify_all()
+
+    def _start_setting_up(self) -> None:
+        self._setting_up = True
+        threading.Thread(target=self._set_up, name=f"tiercache-{self.name}-setup", daemon=True).start()
+
+    def _set_up(self) -> None:
+        session: _Session | None = None
+        try:
+            while session is None and not self._closing.is_set():
+                found = self._unreachable() or self._try_once()
+                if isinstance(found, _Session):
+                    session = found
+                    break
+                if found != self._problem:
+                    logger.warning("%s: not there yet: %s", self.name, found)
+                    self._problem = found
+                self._first_try.set()
+                self._closing.wait(_AGAIN_S)
+        except Exception:
+            self._problem = "it could not be set up, see the log"
+            logger.exception("%s: %s", self.name, self._problem)
+        with self._changed:
+            self._setting_up = False
+            self._session = session
+            self._sessions += session is not None
+            self._changed.notify_all()
+        self._first_try.set()
+        if session is not None and self._closing.is_set():
+            self.retire(session, "it is closed")
+
+    def _unreachable(self) -> str | None:
+        """Return a message if nothing listens at the master's address."""
+        endpoint = self.address.master_endpoint
+        if endpoint is None:
+            return None
+        try:
+            with socket.create_connection(endpoint, _LOOK_S):
+                return None
+        except OSError as error:
+            return f"mooncake_master at {self.address.shown_master} cannot be reached: {error.strerror or error}"
+
+    def _try_once(self) -> _Session | str:
+        """Return a session, or the problem. Each try has a store of its own, which is dropped with all that it holds."""
+        import mooncake.store as module
+
+        address, store = self.address, module.MooncakeDistributedStore()
+        began_s = time.monotonic()
+        code = store.setup(
+            address.local_hostname,
+            address.metadata_server,
+            address.global_segment_bytes,
+            address.local_buffer_bytes,
+            address.protocol,
+            address.device_name,
+            address.master,
+        )
+        if code:
+            return f"Mooncake's setup ({address.protocol}, master {address.shown_master}) says {code}"
+        code = self._memory.wire(store.register_buffer)
+        if code:
+            self._memory.release(store.unregister_buffer)
+            store.close()
+            return f"Mooncake registers no memory: code {code}"
+        config = module.ReplicateConfig()
+        config.replica_num = 1
+        if address.prefer_local:
+            config.preferred_segment = store.get_hostname()
+        logger.info("%s: at %s (%.1f s)", self.name, address.shown_master, time.monotonic() - began_s)
+        return _Session(store, config)

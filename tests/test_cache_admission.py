@@ -125,6 +125,6 @@ async def test_second_touch_writes_a_chunk_that_is_read_at_any_moment_of_its_fir
             await cache.put(key(turns), payload(turns))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            cache.parts.used([key(turns)])
+            cache.parts.fan_out.used([key(turns)], cache.cpu)
             await cache.flush()
         assert [turns for turns in range(12) if not cache.tiers[0].contains(key(turns))] == []

@@ -103,6 +103,6 @@ def test_no_function_is_longer_than_a_screen(kind: type[ast.FunctionDef | ast.As
 
 def test_a_circle_is_found() -> None:
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
-    late = ast.parse("if TYPE_CHECKING:\n    import tiercache.cache\ndef f():\n    import tiercache.checks")
-    assert set(imports(late, when_called=True, for_types=True)) == {"tiercache.cache", "tiercache.checks"}
+    late = ast.parse("if TYPE_CHECKING:\n    import tiercache.cache\ndef f():\n    import tiercache.payloads")
+    assert set(imports(late, when_called=True, for_types=True)) == {"tiercache.cache", "tiercache.payloads"}
     assert list(imports(late, when_called=False, for_types=False)) == []

@@ -12,23 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.checks import check_loop, check_number, check_seconds
 from tiercache.config import Config
 from tiercache.control.naming import Naming, TokenNaming
 from tiercache.control.server import ControlServer, socket_path
 from tiercache.core.keys import ChunkKey, check_key, check_keys, check_one_each, chunk_keys
 from tiercache.core.layout import Layout
 from tiercache.device.driver import Driver, Event
+from tiercache.device.paged import DevicePayload, device_payload
 from tiercache.errors import CacheClosed, TierCacheError
-from tiercache.lifecycle import Closing, Parts, build
+from tiercache.lifecycle import Closing, OnDevice, Parts, build
 from tiercache.memory.slots import Lease
-from tiercache.payloads import Sink, Source, sink_of, source_of
+from tiercache.payloads import Sink, Source, check_loop, check_number, check_seconds, sink_of, source_of
 from tiercache.scheduler.prefetcher import Prefetcher, PrefetchHandle
 from tiercache.scheduler.reads import Hit
 from tiercache.scheduler.writer import FlushReport
-from tiercache.statistics import Statistics
+from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier
+from tiercache.tiers.shared_memory import Mappings
 
 _CLOSED = "the cache is closed"
 _KEY_OF = itemgetter(0)
@@ -37,20 +38,20 @@ _KEY_OF = itemgetter(0)
 class Get:
     """The context manager that `TierCache.get` returns. A generator would take longer on a path of microseconds."""
 
-    __slots__ = ("_deadline_s", "_key", "_lease", "_parts")
+    __slots__ = ("_cache", "_deadline_s", "_key", "_lease")
 
-    def __init__(self, parts: Parts, key: ChunkKey, deadline_s: float | None) -> None:
-        self._parts = parts
+    def __init__(self, cache: TierCache, key: ChunkKey, deadline_s: float | None) -> None:
+        self._cache = cache
         self._key = key
         self._deadline_s = deadline_s
         self._lease: Lease | None = None
 
     async def __aenter__(self) -> Lease | None:
-        reader = self._parts.reader
-        lease = reader.lease_now(self._key)
+        parts = self._cache.parts
+        lease = parts.reader.lease_now(self._key)
         if lease is None:
-            check_loop(self._parts.loop)
-            lease = await reader.fetch(self._key, self._parts.until_s(self._deadline_s))
+            check_loop(parts.loop)
+            lease = await parts.reader.fetch(self._key, self._cache._until_s(self._deadline_s))
         self._lease = lease
         return lease
 
@@ -80,6 +81,7 @@ class TierCache:
         self.layout = layout
         self._driver = device
         self._naming = naming
+        self._chunk_bytes = layout.chunk_bytes
         self.namespace, _ = self._named = layout.named_by(config.tenant_salt)
         self._thread = 0
         """The thread that the loop was last seen in."""
@@ -196,8 +198,7 @@ class TierCache:
         """
         if self._running is not None and self._running.on_device is not None:
             return bool(await self.put_many([key], [payload], deadline_s=deadline_s))
-        length, source = source_of(payload)
-        return bool(await self.put_from([(key, length, source)], deadline_s=deadline_s))
+        return bool(await self.put_from([(key, *source_of(payload))], deadline_s=deadline_s))
 
     async def put_many(
         self, keys: Sequence[ChunkKey], payloads: Sequence[Any], *, after: Event | None = None,
@@ -213,12 +214,16 @@ class TierCache:
         """
         parts = self._in_use()
         check_one_each(keys, payloads, "payload")
-        host, chunks = parts.by_memory(keys, payloads)
+        there = self._on_device(payloads)
+        host = [(keys[at], *source_of(payloads[at])) for at, chunk in enumerate(there) if chunk is None]
+        chunks = [(key, chunk) for key, chunk in zip(keys, there, strict=True) if chunk is not None]
+        for _, chunk in chunks:
+            self._check_length(chunk.payload_bytes)
         stored = await self.put_from(host, deadline_s=deadline_s, prefix=prefix and not chunks) if host else 0
         if chunks and parts.on_device is not None:
-            with parts.closing.operations:
-                event = parts.on_device.event(after)
-                stored += await parts.on_device.path.put(chunks, event, parts.until_s(deadline_s))
+            with parts.closing:
+                event = _event(parts.on_device, after)
+                stored += await parts.on_device.path.put(chunks, event, self._until_s(deadline_s))
             if prefix:
                 parts.cpu.link(keys)
         return stored
@@ -242,11 +247,12 @@ class TierCache:
         """
         parts = self._in_use()
         check_keys(map(_KEY_OF, items))
+        chunk_bytes = self._chunk_bytes
         for _, length, _ in items:
-            if not 0 < length <= parts.chunk_bytes:
-                parts.check_length(length)
-        with parts.closing.operations:
-            return await parts.ingest.put(items, parts.wait_s(deadline_s), prefix=prefix)
+            if not 0 < length <= chunk_bytes:
+                self._check_length(length)
+        with parts.closing:
+            return await parts.ingest.put(items, self._wait_s(deadline_s), prefix=prefix)
 
     async def store(self, tokens: Sequence[int] | np.ndarray, payloads: Sequence[Any]) -> int:
         """Store the chunks of `tokens`, in order, and return how many are hot now."""
@@ -272,7 +278,7 @@ class TierCache:
             check_loop(parts.loop)
             self._thread = get_ident()
         check_key(key)
-        return Get(parts, key, deadline_s)
+        return Get(self, key, deadline_s)
 
     async def get_into(
         self,
@@ -294,11 +300,14 @@ class TierCache:
         """
         parts = self._in_use()
         check_one_each(keys, buffers, "buffer")
-        if parts.on_device is not None and (there := parts.on_device.all_of(buffers)):
-            with parts.closing.operations:
-                event = parts.on_device.event(after)
-                delivered = await parts.on_device.path.get(keys, there, event, parts.until_s(deadline_s), held)
-            parts.served(keys, delivered)
+        there = [chunk for chunk in self._on_device(buffers) if chunk is not None]
+        if there and len(there) < len(buffers):
+            raise ValueError("buffers: expected all in host memory or all in device memory, found both")
+        if there and parts.on_device is not None:
+            with parts.closing:
+                event = _event(parts.on_device, after)
+                delivered = await parts.on_device.path.get(keys, there, event, self._until_s(deadline_s), held)
+            self._served(keys, delivered)
             return delivered
         return await self.get_to(keys, [sink_of(buffer) for buffer in buffers], deadline_s=deadline_s, held=held)
 
@@ -310,8 +319,8 @@ class TierCache:
         thread."""
         parts = self._in_use()
         check_one_each(keys, sinks, "buffer")
-        delivered = await parts.reader.deliver(keys, sinks, parts.until_s(deadline_s), held)
-        parts.served(keys, delivered)
+        delivered = await parts.reader.deliver(keys, sinks, self._until_s(deadline_s), held)
+        self._served(keys, delivered)
         return delivered
 
     async def load(self, tokens: Sequence[int] | np.ndarray, buffers: Sequence[Any]) -> int:
@@ -324,7 +333,7 @@ class TierCache:
         """Promote chunks into the hot cache, and return how many of the contiguous prefix got there."""
         parts = self._in_use()
         check_keys(keys)
-        return await parts.reader.warm(keys, parts.until_s(deadline_s))
+        return await parts.reader.warm(keys, self._until_s(deadline_s))
 
     def warm_soon(self, keys: Sequence[ChunkKey]) -> None:
         """Begin to promote the chunks of a request that is queued in the engine. Non-blocking.
@@ -372,7 +381,7 @@ class TierCache:
         chunks."""
         parts = self._in_use()
         check_keys(keys)
-        chunks, by_tier = await parts.reader.lookup(keys, parts.asked_until_s(deadline_s))
+        chunks, by_tier = await parts.reader.lookup(keys, self._until_s(deadline_s, parts.reader.settings.probe_deadline_s))
         return Hit(chunks, chunks * self.layout.chunk_tokens, by_tier)
 
     async def lookup_each(self, keys: Sequence[ChunkKey], *, deadline_s: float | None = None) -> list[bool]:
@@ -380,7 +389,7 @@ class TierCache:
         `lookup_keys`."""
         parts = self._in_use()
         check_keys(keys)
-        return await parts.reader.lookup_each(keys, parts.asked_until_s(deadline_s))
+        return await parts.reader.lookup_each(keys, self._until_s(deadline_s, parts.reader.settings.probe_deadline_s))
 
     def lookup_hot(self, keys: Sequence[ChunkKey]) -> int:
         """Return how many of `keys`, from the first on without a gap, are hot or mapped. Non-blocking; not an access."""
@@ -390,13 +399,33 @@ class TierCache:
 
     def describe(self) -> str:
         """Describe the arena and the tiers below it in one line for a log."""
-        return self.parts.describe()
+        parts = self.parts
+        arena = f"{parts.arena.size_bytes / 2**30:.2f} GB of {parts.arena.kind} memory in {parts.cpu.pool.count} slots"
+        device = [parts.on_device.staging.describe()] if parts.on_device is not None else []
+        return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in parts.tiers)])
 
     def statistics(self) -> Statistics:
         """Return a snapshot. Raises CacheClosed when the cache is closed."""
-        if self._running is None:
+        if (parts := self._running) is None:
             raise CacheClosed(_CLOSED)
-        return self._running.statistics()
+        device, skipped = None, parts.ingest.skipped
+        if (on_device := parts.on_device) is not None:
+            pool, reader = on_device.device.pool, on_device.reader
+            device = DeviceStatistics(pool.count, pool.free, reader.counters, reader.reads(), reader.breakers())
+            skipped += on_device.path.skipped
+        return Statistics(
+            tiers={tier.name: tier.statistics() for tier in (parts.cpu, *parts.tiers)},
+            writers={writer.tier.name: writer.statistics() for writer in parts.fan_out.writers},
+            reader=parts.reader.counters,
+            reads=parts.reader.reads(),
+            breakers=parts.reader.breakers(),
+            slots=parts.cpu.pool.count,
+            slots_free=parts.cpu.pool.free,
+            prefetch=parts.ahead.plan.accounts,
+            puts_skipped=skipped,
+            device=device,
+            stuck=parts.stuck,
+        )
 
     # Upkeep
 
@@ -426,12 +455,55 @@ class TierCache:
         """
         parts = self._in_use()
         check_keys(keys)
-        await parts.forget(keys, parts.wait_s(deadline_s))
+        only_read = [tier.traffic for tier in parts.tiers if tier.reads and not tier.writes]
+        staging = [] if parts.on_device is None else [parts.on_device.staging]
+        owners: list[CpuTier | Mappings] = [parts.cpu, *staging, *(mapped.mappings for mapped in parts.reader.mapped)]
+
+        def from_memory(keys: Sequence[ChunkKey]) -> None:
+            for key in keys:
+                for owner in owners:
+                    owner.forget(key)
+                for traffic in only_read:
+                    traffic.refuse(key)
+
+        with parts.closing:
+            await parts.fan_out.forget(keys, self._wait_s(deadline_s), from_memory)
 
     def clear_hot(self) -> int:
         """Empty the hot cache, and return how many chunks left it. Chunks in use stay until their leases end."""
         check_loop(self.parts.loop)
         return self.cpu.clear()
+
+    # Helpers
+
+    def _on_device(self, memory: Sequence[Any]) -> list[DevicePayload | None]:
+        """Return for each payload or buffer what it is in device memory; None where it lies in host memory."""
+        on_device = None if self._running is None else self._running.on_device
+        if on_device is None:
+            return [None] * len(memory)
+        return [device_payload(on_device.device.driver, each) for each in memory]
+
+    def _check_length(self, length_bytes: int) -> None:
+        if not 0 < length_bytes <= self._chunk_bytes:
+            raise ValueError(
+                f"payload: expected 1..{self._chunk_bytes} bytes (the layout's chunk), found {length_bytes}"
+            )
+
+    def _wait_s(self, deadline_s: float | None) -> float:
+        if deadline_s is None:
+            return self.config.blocking_timeout_secs
+        check_number("deadline_s", deadline_s)
+        return deadline_s
+
+    def _until_s(self, deadline_s: float | None, default_s: float | None = None) -> float:
+        """Return the deadline of a call, or by default one in `default_s`, as a loop time."""
+        return self.parts.loop.time() + self._wait_s(default_s if deadline_s is None else deadline_s)
+
+    def _served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
+        """Tell the tiers and the prefetcher that a request came for `keys`, and got so many of them."""
+        parts = self.parts
+        parts.fan_out.used(keys[:delivered], parts.cpu)
+        parts.ahead.served(keys)
 
     def _in_use(self) -> Parts:
         parts = self._running
@@ -439,3 +511,9 @@ class TierCache:
             raise CacheClosed(_CLOSED)
         check_loop(parts.loop)
         return parts
+
+
+def _event(on_device: OnDevice, after: Event | None) -> Event:
+    """Return `after`, or an event of the calling thread's own stream."""
+    driver = on_device.device.driver
+    return driver.record(driver.current_stream()) if after is None else after

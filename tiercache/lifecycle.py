@@ -10,32 +10,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tiercache.assembly import arena_settings, make_cpu, make_device, make_fan_out, make_tiers, reader_settings
-from tiercache.checks import check_number
 from tiercache.config import Config
-from tiercache.core.keys import ChunkKey
 from tiercache.core.layout import Layout
 from tiercache.core.prefetch import PrefetchPlan
 from tiercache.device.device import Device
-from tiercache.device.driver import Driver, Event, gpu_in_use
-from tiercache.device.paged import DevicePayload, device_payload
+from tiercache.device.driver import Driver, gpu_in_use
 from tiercache.errors import ConfigError, DeviceError, TierUnavailable
 from tiercache.memory.arena import Arena, ArenaSettings
 from tiercache.memory.slots import SlotPool
 from tiercache.memory.workers import GIVE_UP_S, Workers, once_ended, retrieve_exception, wait_uncancelled
-from tiercache.payloads import Source, source_of
 from tiercache.scheduler.device_path import DevicePath
 from tiercache.scheduler.ingest import Ingest
 from tiercache.scheduler.prefetcher import Prefetcher
 from tiercache.scheduler.reads import Reader
 from tiercache.scheduler.writer import FanOut, FlushReport, TierWriter
-from tiercache.statistics import DeviceStatistics, Statistics
 from tiercache.tiers.base import Tier
 from tiercache.tiers.cpu import CpuTier, StagingTier
 
@@ -60,19 +55,22 @@ Part = tuple[str, Callable[[], Coroutine[Any, Any, object]]]
 """The name of a resource in the log, and its close."""
 
 
-class Operations:
-    """Count the calls in flight that a close waits for: each enters it as a context."""
-
-    __slots__ = ("_idle", "in_flight")
+class Closing:
+    """The exit stack of a cache, the deadline by which it is unwound, and the calls in flight that it waits for: each enters
+    it as a context."""
 
     def __init__(self) -> None:
+        self.stack = AsyncExitStack()
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
-
-    async def ended(self) -> None:
-        """Wait until none is in flight."""
-        await self._idle.wait()
+        self.schedulers: list[TierWriter | Reader] = []
+        self._deadline_s = float("inf")
+        """A loop time. It may be brought forward while a step is waited for."""
+        self._least_s = float("-inf")
+        self._step: asyncio.Timeout | None = None
+        self._task: asyncio.Task[FlushReport] | None = None
+        self._callers = 0
 
     def __enter__(self) -> None:
         self.in_flight += 1
@@ -84,21 +82,6 @@ class Operations:
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
-
-
-class Closing:
-    """The exit stack of a cache, and the deadline by which it is unwound."""
-
-    def __init__(self) -> None:
-        self.stack = AsyncExitStack()
-        self.operations = Operations()
-        self.schedulers: list[TierWriter | Reader] = []
-        self._deadline_s = float("inf")
-        """A loop time. It may be brought forward while a step is waited for."""
-        self._least_s = float("-inf")
-        self._step: asyncio.Timeout | None = None
-        self._task: asyncio.Task[FlushReport] | None = None
-        self._callers = 0
 
     @property
     def report(self) -> FlushReport | None:
@@ -159,6 +142,10 @@ class Closing:
             finally:
                 self._step = None
 
+    async def idle(self) -> None:
+        """Wait until no call is in flight."""
+        await self._idle.wait()
+
     async def unwind(self) -> None:
         """Close everything by the deadline, with a grace of half a second."""
         self._least_s = asyncio.get_running_loop().time() + GRACE_S
@@ -169,11 +156,11 @@ class Closing:
         now_s = asyncio.get_running_loop().time()
         self._least_s = max(self._least_s, now_s + _LEAST_S)
         self.bring_forward(now_s + GRACE_S)
-        operations = asyncio.ensure_future(self.operations.ended())
-        await self.wait([operations, *self.abandoned])
-        operations.cancel()
+        calls = asyncio.ensure_future(self.idle())
+        await self.wait([calls, *self.abandoned])
+        calls.cancel()
         await asyncio.sleep(0)  # what has ended is no longer abandoned with the next step
-        if count := len(self.abandoned) + self.operations.in_flight:
+        if count := len(self.abandoned) + self.in_flight:
             logger.warning("%d operations are abandoned; the memory that they touch stays mapped until they end", count)
 
     async def _close(self, parts: Collection[Part]) -> None:
@@ -202,38 +189,12 @@ class OnDevice:
     """Reads device tiers into device memory."""
     path: DevicePath
 
-    def payload(self, given: Any) -> DevicePayload | None:
-        """Return `given` if it lies in device memory."""
-        return device_payload(self.device.driver, given)
-
-    def all_of(self, buffers: Sequence[Any]) -> list[DevicePayload]:
-        """Return `buffers` if they lie in device memory, and nothing if they lie in host memory. Raises ValueError for a
-        mixture."""
-        there = [chunk for chunk in map(self.payload, buffers) if chunk is not None]
-        if there and len(there) < len(buffers):
-            raise ValueError("buffers: expected all in host memory or all in device memory, found both")
-        return there
-
-    def statistics(self) -> DeviceStatistics:
-        pool = self.device.pool
-        return DeviceStatistics(
-            pool.count, pool.free, self.reader.counters, self.reader.reads(), self.reader.breakers()
-        )
-
-    def event(self, after: Event | None) -> Event:
-        """Return `after`, or an event of the calling thread's own stream."""
-        driver = self.device.driver
-        return driver.record(driver.current_stream()) if after is None else after
-
 
 @dataclass
 class Parts:
     """The parts of a cache that has started. They stay when it is closed."""
 
     loop: asyncio.AbstractEventLoop
-    chunk_bytes: int
-    blocking_s: float
-    """The timeout of an operation that was given no deadline."""
     closing: Closing
     arena: Arena
     cpu: CpuTier
@@ -251,89 +212,6 @@ class Parts:
         copies = self.on_device.device.unfinished if self.on_device is not None else 0
         return len(self.closing.abandoned) + copies
 
-    def describe(self) -> str:
-        arena = f"{self.arena.size_bytes / 2**30:.2f} GB of {self.arena.kind} memory in {self.cpu.pool.count} slots"
-        device = [self.on_device.staging.describe()] if self.on_device is not None else []
-        return " -> ".join([f"cpu ({arena})", *device, *(tier.describe() for tier in self.tiers)])
-
-    def statistics(self) -> Statistics:
-        on_device = self.on_device
-        return Statistics(
-            tiers={tier.name: tier.statistics() for tier in (self.cpu, *self.tiers)},
-            writers={writer.tier.name: writer.statistics() for writer in self.fan_out.writers},
-            reader=self.reader.counters,
-            reads=self.reader.reads(),
-            breakers=self.reader.breakers(),
-            slots=self.cpu.pool.count,
-            slots_free=self.cpu.pool.free,
-            prefetch=self.ahead.plan.accounts,
-            puts_skipped=self.ingest.skipped + (on_device.path.skipped if on_device is not None else 0),
-            device=on_device.statistics() if on_device is not None else None,
-            stuck=self.stuck,
-        )
-
-    def wait_s(self, deadline_s: float | None) -> float:
-        if deadline_s is None:
-            return self.blocking_s
-        check_number("deadline_s", deadline_s)
-        return deadline_s
-
-    def until_s(self, deadline_s: float | None) -> float:
-        """Return the deadline of an operation as a loop time."""
-        return self.loop.time() + self.wait_s(deadline_s)
-
-    def asked_until_s(self, deadline_s: float | None) -> float:
-        """Return the deadline of a look-up as a loop time."""
-        return self.until_s(self.reader.settings.probe_deadline_s if deadline_s is None else deadline_s)
-
-    def check_length(self, length_bytes: int) -> None:
-        if not 0 < length_bytes <= self.chunk_bytes:
-            raise ValueError(
-                f"payload: expected 1..{self.chunk_bytes} bytes (the layout's chunk), found {length_bytes}"
-            )
-
-    def by_memory(
-        self, keys: Sequence[ChunkKey], payloads: Sequence[Any]
-    ) -> tuple[list[tuple[ChunkKey, int, Source]], list[tuple[ChunkKey, DevicePayload]]]:
-        """Return the chunks in host memory, as calls that copy them, and those in device memory."""
-        host, chunks = [], []
-        for key, payload in zip(keys, payloads, strict=True):
-            chunk = self.on_device.payload(payload) if self.on_device is not None else None
-            if chunk is None:
-                host.append((key, *source_of(payload)))
-            else:
-                self.check_length(chunk.payload_bytes)
-                chunks.append((key, chunk))
-        return host, chunks
-
-    def used(self, keys: Sequence[ChunkKey]) -> None:
-        """Tell the tiers that a request was served with `keys`."""
-        self.fan_out.used(keys, self.cpu)
-
-    def served(self, keys: Sequence[ChunkKey], delivered: int) -> None:
-        """Tell the tiers and the prefetcher that a request came for `keys`, and got so many of them."""
-        self.used(keys[:delivered])
-        self.ahead.served(keys)
-
-    async def forget(self, keys: Sequence[ChunkKey], timeout_s: float) -> None:
-        only_read = [tier for tier in self.tiers if tier.reads and not tier.writes]
-
-        def from_memory(keys: Sequence[ChunkKey]) -> None:
-            for key in keys:
-                self.cpu.forget(key)
-            for mapped in self.reader.mapped:
-                for key in keys:
-                    mapped.mappings.forget(key)
-            if self.on_device is not None:
-                for key in keys:
-                    self.on_device.staging.forget(key)
-            for tier in only_read:
-                for key in keys:
-                    tier.traffic.refuse(key)
-
-        with self.closing.operations:
-            await self.fan_out.forget(keys, timeout_s, from_memory)
-
     async def written(self) -> FlushReport:
         """Write what is queued until the deadline, or until a cancellation, and return what happened to it."""
         before = self.fan_out.counts()
@@ -347,51 +225,66 @@ class Parts:
         return report
 
     async def _written(self) -> None:
-        """Wait until no operation is in flight, everything is written or given up, and what was forgotten is removed.
+        """Wait until no call is in flight, everything is written or given up, and what was forgotten is removed.
 
         A put has queued nothing before its end, and copies of a device go on without their waiters.
         """
-        await self.closing.operations.ended()
+        await self.closing.idle()
         await self.fan_out.drained()
         await self.fan_out.removed()
 
 
-async def in_thread(
-    what: str,
+async def by_deadline(
+    work: asyncio.Future[T],
     timeout_s: float | None,
-    make: Callable[..., T],
-    *arguments: Any,
-    close: Callable[[T], object] = lambda made: None,
+    late: str,
+    undo: Callable[[T], asyncio.Future[Any] | None] = lambda made: None,
     call_off: Callable[[], object] = lambda: None,
-    give_up_s: float = _CALL_OFF_S,
+    give_up_s: float | None = None,
 ) -> T:
-    """Return `make(*arguments)`, called in a daemon thread. Raises ConfigError about `what` after `timeout_s`.
+    """Return the result of `work`, which makes or opens a part. Raises ConfigError (`late`) after `timeout_s`.
 
-    A result that comes after that, or after a cancellation, is given to `close`. Cancelled, this calls `call_off`, and ends
-    when the thread has, or after `give_up_s`.
+    If that comes first, or a cancellation, `call_off` is called, and a result that comes all the same is given to `undo`.
+    This waits for both for two seconds, cancelled for `give_up_s` if that is given, and abandons them then.
     """
-    workers = Workers("start", 1)
-    try:
-        work = workers.submit(make, *arguments)
-    except TierUnavailable as error:
-        raise ConfigError(f"{what}: {error}") from error
-    workers.close()
-
-    def close_result() -> None:
-        if not work.cancelled() and work.exception() is None:
-            close(work.result())
-
     try:
         await asyncio.wait([work], timeout=timeout_s)
     except asyncio.CancelledError:
-        call_off()
-        await wait_uncancelled([work], give_up_s)
-        once_ended([work], close_result)
+        await _call_off(work, undo, call_off, give_up_s or _CALL_OFF_S)
         raise
     if not work.done():
-        once_ended([work], close_result)
-        raise ConfigError(f"{what}: no answer within {timeout_s:.0f} s; does a device, a mount or a server hang?")
+        await _call_off(work, undo, call_off, _CALL_OFF_S)
+        raise ConfigError(f"{late} within {timeout_s:.0f} s; does a device, a mount or a server hang, or a lock's owner?")
     return work.result()
+
+
+async def _call_off(
+    work: asyncio.Future[T],
+    undo: Callable[[T], asyncio.Future[Any] | None],
+    call_off: Callable[[], object],
+    give_up_s: float,
+) -> None:
+    undoing: list[asyncio.Future[Any]] = []
+
+    def ended() -> None:
+        if not work.cancelled() and work.exception() is None and (undone := undo(work.result())) is not None:
+            undoing.append(undone)
+
+    call_off()
+    await wait_uncancelled([work], give_up_s)
+    once_ended([work], ended)
+    await wait_uncancelled(undoing, give_up_s)
+
+
+def in_thread(option: str, make: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    """Call `make(*arguments)` in a daemon thread of its own. Raises ConfigError where none can be started."""
+    workers = Workers("start", 1)
+    try:
+        return workers.submit(make, *arguments)
+    except TierUnavailable as error:
+        raise ConfigError(f"{option}: {error}") from error
+    finally:
+        workers.close()
 
 
 async def make_arena(settings: ArenaSettings) -> Arena:
@@ -399,17 +292,9 @@ async def make_arena(settings: ArenaSettings) -> Arena:
 
     No device can hang in that, and a start that follows at once needs its name, so a cancellation waits for longer.
     """
-    unwanted = threading.Event()
-    return await in_thread(
-        "max_local_cpu_size",
-        None,
-        Arena,
-        settings,
-        unwanted.is_set,
-        close=Arena.close,
-        call_off=unwanted.set,
-        give_up_s=GIVE_UP_S,
-    )
+    option, unwanted = "max_local_cpu_size", threading.Event()
+    making = in_thread(option, Arena, settings, unwanted.is_set)
+    return await by_deadline(making, None, option, Arena.close, unwanted.set, GIVE_UP_S)
 
 
 def _close_device(device: Device | None) -> None:
@@ -420,39 +305,20 @@ def _close_device(device: Device | None) -> None:
 async def open_tier(tier: Tier) -> None:
     """Call `tier.open` by the tier's own deadline. Raises ConfigError where it fails or is too late.
 
-    A tier that is too late, or whose opening is cancelled, is cancelled and closed. It has two seconds for that, and is
-    abandoned then.
+    A tier that is too late, or whose opening is cancelled, is cancelled, and closed where it came up all the same.
     """
-    opening = asyncio.ensure_future(tier.open())
-    timeout_s = max(tier.open_s, 2 * (tier.patience_s or 0.0))
     option = getattr(tier, "option", tier.name)
+    opening = asyncio.ensure_future(tier.open())
+
+    def close(opened: None) -> asyncio.Future[None]:
+        logger.warning("%s: came up too late, and is closed again", tier.name)
+        return asyncio.ensure_future(tier.close())
+
+    timeout_s = max(tier.open_s, 2 * (tier.patience_s or 0.0))
     try:
-        await asyncio.wait([opening], timeout=timeout_s)
-    except asyncio.CancelledError:
-        await _call_off(tier, opening)
-        raise
-    if not opening.done():
-        await _call_off(tier, opening)
-        raise ConfigError(
-            f"{option}: {tier.describe()} did not open within {timeout_s:.0f} s; does its device, "
-            "mount or server hang, or a process that holds its lock?"
-        )
-    try:
-        opening.result()
+        await by_deadline(opening, timeout_s, f"{option}: {tier.describe()} did not open", close, opening.cancel)
     except (TierUnavailable, DeviceError, OSError) as error:
         raise ConfigError(f"{option}: {error}") from error
-
-
-async def _call_off(tier: Tier, opening: asyncio.Future[None]) -> None:
-    opening.cancel()
-
-    async def close() -> None:
-        await asyncio.wait([opening])
-        if not opening.cancelled() and opening.exception() is None:
-            logger.warning("%s: came up too late, and is closed again", tier.name)
-            await tier.close()
-
-    await wait_uncancelled([asyncio.ensure_future(close())], _CALL_OFF_S)
 
 
 async def build(config: Config, layout: Layout, driver: Driver | None, closing: Closing) -> Parts:
@@ -460,12 +326,12 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     raises, has pushed its close to `closing`."""
     stack = closing.stack
     settings = arena_settings(config, layout)
-    device = await in_thread(
-        "device", DEVICE_S, make_device, config, layout, driver, gpu_in_use(), close=_close_device
-    )
+    coming_up = in_thread("device", make_device, config, layout, driver, gpu_in_use())
+    device = await by_deadline(coming_up, DEVICE_S, "device: it did not come up", _close_device)
     stack.callback(_close_device, device)
-    places = ", ".join([*(config.gds_path or ()), *(config.weka_path or ())])
-    tiers = await in_thread(f"gds_path, weka_path: {places}", FILE_SYSTEMS_S, make_tiers, config, layout, device)
+    places = f"gds_path, weka_path: {', '.join([*(config.gds_path or ()), *(config.weka_path or ())])}"
+    making = in_thread(places, make_tiers, config, layout, device)
+    tiers = await by_deadline(making, FILE_SYSTEMS_S, f"{places}: no answer")
     arena = await make_arena(settings)
     stack.callback(arena.close)
     pool = SlotPool(arena, layout.chunk_bytes)
@@ -474,7 +340,8 @@ async def build(config: Config, layout: Layout, driver: Driver | None, closing: 
     for workers in (copiers, fillers):
         stack.callback(workers.close)
     if device is not None:
-        await in_thread("device", DEVICE_S, device.pin, arena.memory, pool.slot_bytes, give_up_s=GIVE_UP_S)
+        pinning = in_thread("device", device.pin, arena.memory, pool.slot_bytes)
+        await by_deadline(pinning, DEVICE_S, "device: it did not pin the arena", give_up_s=GIVE_UP_S)
     cpu = make_cpu(config, pool, copiers)
     await cpu.open()
     stack.push_async_callback(closing.settle)
@@ -526,8 +393,6 @@ async def _connected(
     closing.push([("prefetching", ahead.close)])
     return Parts(
         loop=loop,
-        chunk_bytes=chunk_bytes,
-        blocking_s=float(config.blocking_timeout_secs),
         closing=closing,
         arena=arena,
         cpu=cpu,

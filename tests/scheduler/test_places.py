@@ -94,7 +94,7 @@ async def test_read_does_not_wait_for_prefetches_that_are_apart(bench: Bench) ->
     await more[1]
 
 
-async def test_reads_and_prefetches_together_have_the_part_of_their_tier_at_most(bench: Bench) -> None:
+async def test_reads_and_prefetches_together_have_half_of_the_arena_at_most(bench: Bench) -> None:
     bench.cpu.budget.tiers = bench.cpu.pool.count
     assert bench.cpu.budget.reads_at_once == 1
     places = OnePlace(bench, apart=True)

@@ -144,8 +144,7 @@ class SlotBudget:
     """Counts of held slots. `obtainable` slots are those free or evictable at this moment.
 
     A write leaves enough for reads to reach `read_floor`, a read leaves enough for writes to reach `write_floor`, and a
-    prefetch leaves both. The reads in flight of all tiers together have at most the read floor, each tier an equal part, so
-    a tier that hangs does not take the others' parts.
+    prefetch leaves both. Abandoned reads do not count as held, so that a tier that hangs does not use up the floor.
     """
 
     slots: int
@@ -158,13 +157,14 @@ class SlotBudget:
 
     @classmethod
     def for_arena(cls, slots: int) -> SlotBudget:
-        """Return a budget with floors of a quarter of the arena for reads and an eighth for writes, at least one slot."""
-        return cls(slots, read_floor=max(1, slots // 4), write_floor=max(1, slots // 8))
+        """Return a budget with floors of an eighth of the arena each, at least one slot."""
+        floor = max(1, slots // 8)
+        return cls(slots, read_floor=floor, write_floor=floor)
 
     @property
     def reads_at_once(self) -> int:
-        """The most slots that the reads of one tier may hold, abandoned ones included."""
-        return max(1, self.read_floor // max(1, self.tiers))
+        """The most slots that the reads of one tier may hold, abandoned ones included; half of the slots for all tiers."""
+        return max(1, self.slots // (2 * max(1, self.tiers)))
 
     def writes_at_once(self, tiers: int) -> int:
         """Return the most slots that one of so many tiers may be writing from, abandoned writes included; a quarter of the
@@ -369,9 +369,14 @@ class LeaseOwner(ABC):
         is none."""
         pinned = entry.leases and pins_in(entry.leases)
         lease = self.begin_lease(entry, purpose)
-        if pinned and purpose is READ and self.on_pinned_access is not None:
-            self.on_pinned_access(entry.key)  # this ends the pin: the lease keeps the memory from waiters
+        if purpose is READ:
+            self.count_read(entry, counted)
+            if pinned and self.on_pinned_access is not None:
+                self.on_pinned_access(entry.key)  # this ends the pin: the lease keeps the memory from waiters
         return lease
+
+    def count_read(self, entry: Any, counted: bool) -> None:  # noqa: B027 - mappings do not count reads
+        """Count a read, and its access unless that is `counted` already."""
 
     def end_lease_from_anywhere(self, entry: Any, purpose: Purpose) -> None:
         """Called in the thread in which a lease was garbage-collected."""

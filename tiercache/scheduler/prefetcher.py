@@ -13,7 +13,6 @@ from itertools import count
 from math import isfinite
 from operator import index
 
-from tiercache.checks import check_loop, check_seconds
 from tiercache.core.keys import ChunkKey, check_keys
 from tiercache.core.prefetch import (
     QUEUE,
@@ -27,6 +26,7 @@ from tiercache.core.prefetch import (
 )
 from tiercache.errors import ConfigError
 from tiercache.memory.slots import Lease
+from tiercache.payloads import check_loop, check_seconds
 from tiercache.scheduler.reads import Reader
 
 logger = logging.getLogger("tiercache.prefetch")

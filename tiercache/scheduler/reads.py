@@ -453,6 +453,8 @@ class TierReader:
 
     def _abandon(self, read: _Read) -> None:
         self._abandoned.add(read.task)
+        if read.slot is not None:
+            self.cpu.budget.give_back(read.purpose)
         self._abandoned_by_key[read.key] = read
         read.task.add_done_callback(lambda _: self._end_abandoned(read))
 
@@ -461,6 +463,9 @@ class TierReader:
         if read.task not in self._abandoned:
             return
         self._abandoned.remove(read.task)
+        if read.slot is not None:
+            self.cpu.budget.take(read.purpose)
+            self.cpu.wait_queue.serve()  # a write may have waited for the floor of reads
         if self._abandoned_by_key.get(read.key) is read:
             del self._abandoned_by_key[read.key]
         outcome, _ = self._outcome(read)

@@ -359,14 +359,12 @@ class CpuTier(LeaseOwner, Tier):
 
     # Leases
 
-    def serve(self, entry: Entry, purpose: Purpose, *, counted: bool) -> Lease:
-        if purpose is READ:
-            statistics = self._statistics
-            statistics.reads += 1
-            statistics.read_bytes += entry.payload_bytes
-            if not counted and entry.hot:
-                self._order.access((entry.key,))
-        return super().serve(entry, purpose, counted=counted)
+    def count_read(self, entry: Entry, counted: bool) -> None:
+        statistics = self._statistics
+        statistics.reads += 1
+        statistics.read_bytes += entry.payload_bytes
+        if not counted and entry.hot:
+            self._order.access((entry.key,))
 
     def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
         if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):

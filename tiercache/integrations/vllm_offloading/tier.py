@@ -162,7 +162,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _use(self, keys: list[ChunkKey]) -> None:
         cache = self.thread.cache
-        cache.parts.used(keys)
+        cache.parts.fan_out.used(keys, cache.cpu)
         cache.warm_soon(keys)
 
     @survives(lambda: None)

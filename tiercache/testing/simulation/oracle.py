@@ -92,11 +92,10 @@ class Truth:
 
 def check_memory(cache: TierCache) -> None:
     """Slots free, hot, held and being filled are all slots; budgets count just those."""
-    _check_slots(cache.cpu)
-    if cache.parts.on_device is not None:
-        _check_slots(cache.parts.on_device.staging)
     parts = cache.parts
     for reader in [parts.reader] if parts.on_device is None else [parts.reader, parts.on_device.reader]:
+        abandoned = sum(len(tier.abandoned) for tier in reader.tiers if tier.mapped is None)
+        _check_slots(reader.cpu, abandoned)
         share = reader.cpu.budget.reads_at_once
         for tier in reader.tiers:
             if tier.mapped is None and tier.reads.reading > share:
@@ -104,16 +103,17 @@ def check_memory(cache: TierCache) -> None:
     _check_queues(cache)
 
 
-def _check_slots(cpu: CpuTier) -> None:
+def _check_slots(cpu: CpuTier, abandoned: int) -> None:
     evictable = [purpose_of(entry.leases) for entry in cpu._entries.values()].count(None)
     held = len(cpu._entries) - evictable
     if evictable != cpu._order.evictable:
         raise Violation(f"{cpu.name}: slots: {evictable} can be evicted, the tier counts {cpu._order.evictable}")
     elsewhere = cpu.pool.count - cpu.pool.free - len(cpu._entries)
-    if elsewhere < 0 or sum(cpu.budget.held) != held + elsewhere:
+    if elsewhere < 0 or sum(cpu.budget.held) + abandoned != held + elsewhere:
         raise Violation(
             f"{cpu.name}: slots: {cpu.pool.count} in all, {cpu.pool.free} free, {len(cpu._entries)} hot, {held} of them "
-            f"held; so {elsewhere} are being filled or leave, and the budget counts {cpu.budget.held}"
+            f"held; so {elsewhere} are being filled or leave, {abandoned} of them abandoned, and the budget counts "
+            f"{cpu.budget.held}"
         )
     if min(cpu.budget.held) < 0:
         raise Violation(f"{cpu.name}: budget: counts below zero: {cpu.budget.held}")

@@ -307,7 +307,7 @@ async def test_a_bit_that_flips_on_the_wire_costs_the_directory_nothing(mount: F
         assert await is_hit(tier, 1)
         assert not mount.behind.with_name("behind.flip").exists(), "it was flipped"
         assert not (mount.behind / "quarantine").exists()
-        assert (tier.statistics().read_again, tier.statistics().corrupt) == (1, 0)
+        assert tier.statistics().corrupt == 0
 
 
 @needs_fuse

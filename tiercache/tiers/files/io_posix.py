@@ -6,9 +6,7 @@ A prefetch pauses between two parts of its chunk while a demand read is in fligh
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,10 +18,10 @@ import numpy as np
 from tiercache.core.keys import ChunkKey
 from tiercache.device.device import Device
 from tiercache.device.driver import Tensor
-from tiercache.errors import ConfigError, CorruptChunk, DeviceError
+from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.workers import Workers, wait_shielded
 from tiercache.tiers.files.directory import Victims
-from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns, read_chunk
+from tiercache.tiers.files.format import EVERYBODYS, DeviceTurns
 from tiercache.tiers.files.io_gds import DeviceFiles, KvikioFiles, probe_gds
 from tiercache.tiers.files.shelves import Mover, Shelves
 from tiercache.tiers.files.volume import Volume
@@ -144,35 +142,6 @@ class ThreadMover(Mover):
         return self._writers.submit(volume.write, key, payload, payload_bytes, victims, turns)
 
 
-class TwiceMover(ThreadMover):
-    """What is bad is read once more before it goes to quarantine: it belongs to everybody, and a bit may have flipped on
-    its way over the network."""
-
-    def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._precedence.read(self._readers.submit(self._read, volume, key, into))
-
-    def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        return self._precedence.prefetch(
-            key, lambda pause: self._prefetchers.submit(self._read, volume, key, into, pause)
-        )
-
-    def _read(
-        self, volume: Volume, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None
-    ) -> int | None:
-        fingerprint, compression = self._shelves.fingerprint, self._shelves.compression
-
-        def read(path: str) -> int:
-            try:
-                return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct, pause=pause)
-            except CorruptChunk as error:
-                logger.info("%s; reading it again", error)
-                self._shelves.counters.read_again += 1
-            _forget_cached(path)
-            return read_chunk(path, key, fingerprint, into, compression, direct=volume.direct, pause=pause)
-
-        return volume.read_by(key, read)
-
-
 class DeviceMover(ThreadMover):
     """Moves device memory as well: through cuFile where GPUDirect Storage works on this file system, through pinned host
     memory where it does not, which is found out once, at the start. Without a device: host memory only."""
@@ -266,13 +235,3 @@ def places_of(threads: int) -> int:
     """How much so many threads take on: two more, so that one that is done finds its next job waiting, without a round by
     the loop. A single one does one after the other."""
     return threads + 2 if threads > 1 else 1
-
-
-def _forget_cached(path: str) -> None:
-    """What the kernel has kept of a file, so that the next read asks the server."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

@@ -251,7 +251,12 @@ class Volume:
         path = self.path(key)
         try:
             self.require_place(path)
-            return reader(path)
+            try:
+                return reader(path)
+            except CorruptChunk:
+                if not self._many_hosts:
+                    raise
+                return reader(path)  # a bit may have flipped on its way over the network
         except ABSENT:
             if not self.identity.is_here_or_deleted():
                 raise

@@ -29,7 +29,7 @@ from tiercache.errors import ConfigError, TierUnavailable
 from tiercache.tiers.files.access import ACCESS, Access, Mount, local_locks, mount_of, warn_of_missing_mount
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import FollowedIndex
-from tiercache.tiers.files.io_posix import TwiceMover
+from tiercache.tiers.files.io_posix import ThreadMover
 from tiercache.tiers.files.tier import BeginRead, BeginWrite, FileTier
 from tiercache.tiers.remote.base import RemoteSettings
 from tiercache.tiers.weka import METADATA_THREADS, WekaSettings
@@ -110,7 +110,7 @@ class FsTier(FileTier):
             remote.key("base_path"),
             settings,
             remote.fingerprint,
-            TwiceMover,
+            ThreadMover,
             lambda shelves: FollowedIndex(shelves, settings.refresh_s),
             metadata_threads=METADATA_THREADS,
         )

@@ -498,3 +498,21 @@ async def test_copies_are_enqueued_off_the_loop(bench: Bench) -> None:
     watched.content[:] = payload
     assert await bench.path.put([(key, watched)], None, bench.soon()) == 1
     assert threads and threading.main_thread() not in threads
+
+
+async def test_host_slot_of_a_copy_that_hangs_is_not_used_again_before_it_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiercache.device.device.LONGEST_COPY_S", 0.1)
+    bench.tier.gate.clear()
+    assert await bench.put(1, paged=True) == 1
+    bench.cpu.clear()
+    hold, reader = Hold(bench.device.storing.stream), Reader(bench.cpu, [bench.staging])
+    assert await reader.fetch(chunk(1)[0], bench.soon(0.5)) is None
+    while reader.in_flight:
+        await asyncio.sleep(0)
+    assert len(reader.abandoned) == 1
+    assert bench.cpu.obtainable == bench.cpu.pool.count - 1
+    hold.release()
+    bench.tier.gate.set()
+    await bench.until_whole()

@@ -486,4 +486,5 @@ class StagingTier(CpuTier):
 
     async def _copy(self, into: np.ndarray, view: Tensor) -> None:
         device, lane = self.device, self.device.storing
-        await device.ended(device.run(lane, device.driver.copy, host_tensor(into), view, lane.stream))
+        # However long that takes: the caller gives the memory to others when this has ended.
+        await wait_shielded(device.run(lane, device.driver.copy, host_tensor(into), view, lane.stream))

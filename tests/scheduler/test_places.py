@@ -16,7 +16,7 @@ from tiercache.tiers.base import Traits
 class OnePlace(TierReader):
     def __init__(self, bench: Bench, *, apart: bool = False) -> None:
         traits = Traits(read_concurrency=1, prefetches_apart=apart)
-        super().__init__(MemoryTier("t", traits), bench.cpu, ReaderSettings(), ReaderStatistics())
+        super().__init__(MemoryTier("t", traits), bench.cpu, ReaderSettings(), ReaderStatistics(), {})
         assert self.places == 1
 
     async def acquire(self, purpose: Purpose) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -80,7 +80,7 @@ class TierReadStatistics:
 class InFlight:
     """The read of one chunk through the cascade, and its waiters."""
 
-    __slots__ = ("begun", "deadline_s", "epoch", "key", "parent", "purpose", "task", "time", "waiters")
+    __slots__ = ("begun", "deadline_s", "ended", "epoch", "key", "parent", "purpose", "task", "time", "waiters")
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class InFlight:
         """The latest deadline of its waiters. It moves when one joins."""
         self.begun = False
         """True once a tier has begun to read. Until then a demand read overtakes a prefetch."""
+        self.ended = False
         self.waiters: list[tuple[asyncio.Future[Lease | None], Purpose]] = []
         self.task: asyncio.Task[None] | None = None
 
@@ -130,6 +131,7 @@ class InFlight:
 
         A demand read has counted its access already: it is not counted a second time.
         """
+        self.ended = True
         counted = self.purpose is Purpose.READ
         for arrival, purpose in self.waiters:
             if not arrival.done():
@@ -140,10 +142,10 @@ class InFlight:
                 arrival.set_result(lease)
 
 
-@dataclass
-class _Read:
-    """A read that one tier has begun. It keeps its slot and its place at the tier until it has really ended, also if it was
-    abandoned; its chunk is published then all the same."""
+@dataclass(eq=False, slots=True)
+class _Transfer:
+    """A read that one tier has begun. It keeps its slot and its place at the tier until it ends, also after its deadline.
+    Its chunk is published then all the same."""
 
     key: ChunkKey
     slot: Slot | None
@@ -152,11 +154,9 @@ class _Read:
     parent: ChunkKey | None
     time: int | None
     epoch: int
+    began_s: float
     task: asyncio.Task[_Outcome]
-    joined: int = 0
-    """Callers that joined it after it was abandoned."""
-    landed: Lease | None = None
-    """A lease on its chunk until they have their own."""
+    abandoned: bool = False
 
 
 class TierReader:
@@ -168,16 +168,24 @@ class TierReader:
     """
 
     def __init__(
-        self, tier: Tier, cpu: CpuTier, settings: ReaderSettings, counters: ReaderStatistics, *, maps: bool = False
+        self,
+        tier: Tier,
+        cpu: CpuTier,
+        settings: ReaderSettings,
+        counters: ReaderStatistics,
+        in_flight: dict[ChunkKey, InFlight],
+        *,
+        maps: bool = False,
     ) -> None:
         """`cpu` is the tier that it reads into; its budget bounds the slots of reads in flight, abandoned ones included.
-        With `maps`, chunks are mapped instead."""
+        With `maps`, chunks are mapped instead. `in_flight` are the reads that wait for chunks."""
         self.tier = tier
         self.mapped = tier if maps and isinstance(tier, SharedMemoryTier) else None
         self.name = tier.name
         self.cpu = cpu
         self.settings = settings
         self.counters = counters
+        self.in_flight = in_flight
         self.patience_s = min(tier.patience_s or settings.deadline_s, settings.deadline_s)
         self.breaker = Breaker(BreakerSettings(slow_s=settings.deadline_s))
         self.estimate = TransferEstimate(tier.traits.read_concurrency)
@@ -189,17 +197,17 @@ class TierReader:
         self.wait_queue = WaitQueue(self._take_place, lambda _, purpose: self._leave(purpose))
         """Waiters for a place."""
         self.reads = TierReadStatistics()
-        self._begun: dict[asyncio.Task[_Outcome], float] = {}
-        """Reads in flight and the times at which they began, the oldest first; without prefetches that give way, since their
-        duration says nothing about the tier."""
-        self._abandoned_by_key: dict[ChunkKey, _Read] = {}
-        self._abandoned: set[asyncio.Task[_Outcome]] = set()
+        self._transfers: dict[ChunkKey, _Transfer] = {}
+        """Those that the tier has begun, the oldest first, and at most one for a key."""
         self._closed = False
 
     @property
     def abandoned(self) -> Sequence[asyncio.Task[_Outcome]]:
         """Reads that outlived their deadline and still hold a slot."""
-        return list(self._abandoned)
+        return [transfer.task for transfer in self._transfers.values() if transfer.abandoned]
+
+    def statistics(self) -> TierReadStatistics:
+        return replace(self.reads, seconds=self.reads.seconds.copy(), reading=len(self._transfers))
 
     def close(self) -> None:
         """Publish nothing any more."""
@@ -223,8 +231,12 @@ class TierReader:
         return self._worthwhile(chunks, now_s) and self.breaker.allows(now_s, question=question)
 
     def _worthwhile(self, chunks: int, now_s: float) -> bool:
-        oldest_s = now_s - next(iter(self._begun.values()), now_s)
+        oldest_s = now_s - next((transfer.began_s for transfer in self._timed()), now_s)
         return self.estimate.worthwhile(chunks, self.settings.recompute_s, now_s, oldest_s)
+
+    def _timed(self) -> Iterator[_Transfer]:
+        """Iterate over the transfers whose duration says something about the tier: not those that give way."""
+        return (each for each in self._transfers.values() if each.purpose is READ or not self._apart)
 
     def lasting_s(self, chunks: int) -> float | None:
         """Return the seconds that a demand read of so many chunks should take, behind those in flight; None: not known."""
@@ -250,18 +262,11 @@ class TierReader:
 
     # Look-ups
 
-    def ask(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[int | None]:
-        """Begin `Tier.probe` with a deadline and report the outcome to the breaker; None if there was no answer.
+    def ask(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> asyncio.Task[_Answer | None]:
+        """Begin a look-up with a deadline and report its outcome to the breaker; None if there was no answer.
 
         A cancelled look-up, also one that has not begun, leaves the breaker's probe to the next operation.
         """
-        return self._asking(partial(self.tier.probe, keys), deadline_s)
-
-    def ask_each(self, keys: Sequence[ChunkKey], deadline_s: float) -> asyncio.Task[list[bool] | None]:
-        """Begin `Tier.probe_each`, as `ask` does `Tier.probe`."""
-        return self._asking(partial(self.tier.probe_each, keys), deadline_s)
-
-    def _asking(self, question: Callable[[], Awaitable[_Answer]], deadline_s: float) -> asyncio.Task[_Answer | None]:
         began_s = asyncio.get_running_loop().time()
         task = asyncio.create_task(self._ask(question, deadline_s), name="tiercache-ask")
         task.add_done_callback(lambda ended: self._proved_nothing(began_s) if ended.cancelled() else None)
@@ -290,73 +295,81 @@ class TierReader:
 
     # Reading
 
-    async def read(self, request: InFlight) -> Lease | None:
-        """Return a lease on the chunk if the tier has it, by the deadlines of the tier and of the waiters. After those, and
-        when this is cancelled, the read goes on as an abandoned one."""
-        if self._unwanted(request) or not self.may_have(request.key):
-            return None
-        abandoned = self._abandoned_by_key.get(request.key)
-        if abandoned is not None and not self.cpu.tombstones.forgot(request.key, abandoned.epoch):
-            landed = await self._join(abandoned, request)
-        else:
-            landed = await self._read(request)
-        if landed is not None:
-            self.counters.hits[self.name] += 1
-        return landed
+    async def read(self, request: InFlight) -> None:
+        """Read the chunk if the tier has it, until the deadline of the tier or of the waiters.
+
+        A transfer that takes longer goes on, also when this is cancelled, and the next read of its key waits for it.
+        Whenever it ends, those who wait for the chunk get it.
+        """
+        key, loop = request.key, asyncio.get_running_loop()
+        if self._unwanted(request) or not self.may_have(key):
+            return
+        began_s = loop.time()
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if not self.serves(self.estimate.concurrency):
+                return
+            try:
+                transfer = await self._begin(request)
+            finally:
+                if transfer is None:
+                    self._proved_nothing(began_s)
+            if transfer is None:
+                return
+            began_s = transfer.began_s
+        elif not self.would_serve(self.estimate.concurrency) or self.cpu.tombstones.forgot(key, transfer.epoch):
+            return
+        try:
+            in_time = await done_by(transfer.task, lambda: self._until_s(request.deadline_s, began_s))
+        except BaseException:
+            self._abandon(transfer)
+            self._proved_nothing(began_s)
+            raise
+        if in_time:
+            self._end(transfer)  # its callback may run later
+            return
+        self._timed_out(began_s)
+        if not transfer.abandoned:
+            self._abandon(transfer)
+            self.counters.failed += 1
+            self.reads.failed += 1
+            self.reads.seconds.add(loop.time() - began_s)
 
     def _unwanted(self, request: InFlight) -> bool:
-        """Return True if the key was forgotten since the request began: nothing is published."""
-        return self.cpu.tombstones.forgot(request.key, request.epoch)
+        """Return True if the chunk came from elsewhere, or was forgotten since the request began."""
+        return request.ended or self.cpu.tombstones.forgot(request.key, request.epoch)
 
-    async def _read(self, request: InFlight) -> Lease | None:
-        if not self.serves(self.estimate.concurrency):
-            return None
-        began_s = asyncio.get_running_loop().time()
-        read = None
-        try:
-            read = await self._begin(request)
-        finally:
-            if read is None:
-                self._proved_nothing(began_s)
-        return None if read is None else await self._land(read, request)
-
-    async def _begin(self, request: InFlight) -> _Read | None:
+    async def _begin(self, request: InFlight) -> _Transfer | None:
         """Begin to read when there is a place at the tier and a slot to read into; None if there is none in time."""
-        key, purpose, tier = request.key, request.purpose, self.tier
+        key, purpose, cpu = request.key, request.purpose, self.cpu
         slot, placed, needs_slot = None, False, self.mapped is None
         try:
-            if purpose is PREFETCH and needs_slot:
-                # The slot comes before the place: while it waits for a slot it must not block demand reads.
-                slot = await self._slot(request)
-                if slot is None:
-                    return None
             placed = await self._place(request)
-            if placed and slot is None and needs_slot:
-                slot = self.cpu.try_reserve(purpose, key)
-                if slot is None and self.cpu.wait_queue.blocks_only_itself(purpose, key):
-                    # A tenant at its quota waits for a slot without a place, so that it does not block others.
+            if placed and needs_slot and (slot := cpu.try_reserve(purpose, key)) is None:
+                if purpose is PREFETCH or cpu.wait_queue.blocks_only_itself(purpose, key):
+                    # While it waits for a slot it must not block demand reads, or other tenants.
                     self._leave(purpose)
                     placed = False
-                    slot = await self._slot(request)
-                    placed = slot is not None and await self._place(request)
-                elif slot is None:
-                    slot = await self._slot(request)
+                slot = await cpu.wait_queue.wait(purpose, lambda: request.deadline_s, key)
+                if slot is not None and not placed:
+                    placed = await self._place(request)
             if not placed or (slot is None and needs_slot) or self._unwanted(request) or not self.may_have(key):
                 return None
             task = asyncio.create_task(self._transfer(key, slot, purpose))
-            if purpose is READ or not self._apart:
-                self._begun[task] = asyncio.get_running_loop().time()
-            begun = _Read(key, slot, purpose, request.parent, request.time, self.cpu.tombstones.begin(), task)
+            began_s = asyncio.get_running_loop().time()
+            epoch = cpu.tombstones.begin()
+            transfer = _Transfer(key, slot, purpose, request.parent, request.time, epoch, began_s, task)
             slot, placed = None, False
         finally:
             if slot is not None:
-                self.cpu.abandon(slot, purpose)
+                cpu.abandon(slot, purpose)
             if placed:
                 self._leave(purpose)
-        tier.traffic.begin(key)
-        self.reads.reading += 1
+        self._transfers[key] = transfer
+        task.add_done_callback(lambda _: self._end(transfer))
+        self.tier.traffic.begin(key)
         request.begun = True
-        return begun
+        return transfer
 
     def _transfer(self, key: ChunkKey, slot: Slot | None, purpose: Purpose) -> Coroutine[Any, Any, _Outcome]:
         tier = self.tier
@@ -367,12 +380,6 @@ class TierReader:
         if self.cpu.on_device and isinstance(tier, DeviceTier):
             return tier.read_device(key, view)
         return tier.prefetch(key, view) if purpose is PREFETCH else tier.read(key, view)
-
-    async def _slot(self, request: InFlight) -> Slot | None:
-        slot = self.cpu.try_reserve(request.purpose, request.key)
-        if slot is None:
-            slot = await self.cpu.wait_queue.wait(request.purpose, lambda: request.deadline_s, request.key)
-        return slot
 
     async def _place(self, request: InFlight) -> bool:
         began_s = asyncio.get_running_loop().time()
@@ -386,7 +393,7 @@ class TierReader:
     @property
     def _is_full(self) -> bool:
         """True if as many reads are in flight as the tier takes on."""
-        return len(self._begun) >= self.places or self.reads.reading >= self.cpu.budget.reads_at_once
+        return sum(1 for _ in self._timed()) >= self.places or len(self._transfers) >= self.cpu.budget.reads_at_once
 
     def _take_place(self, purpose: Purpose, *_: object) -> bool | None:
         """Take a place for that purpose; None if there is none."""
@@ -406,111 +413,73 @@ class TierReader:
         self.taken[purpose] -= 1
         self.wait_queue.serve()
 
-    async def _land(self, read: _Read, request: InFlight) -> Lease | None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        try:
-            in_time = await done_by(read.task, lambda: self._until_s(request.deadline_s, began_s))
-        except BaseException:
-            self._abandon(read)  # also if it has ended by now
-            self._proved_nothing(began_s)
-            raise
-        if not in_time:
-            self._abandon(read)
-            self._timed_out(began_s)
-            self.counters.failed += 1
-            self.reads.failed += 1
-            self.reads.seconds.add(loop.time() - began_s)
-            return None
-        outcome, error = self._outcome(read)
-        if error is None:
-            took_s = loop.time() - began_s
-            self.breaker.succeeded(loop.time(), took_s)
-            if outcome is not None:
-                self.reads.seconds.add(took_s)
-        elif isinstance(error, CorruptChunk):
-            self._proved_nothing(began_s)  # an answer, which says nothing about the tier's health
-        else:
-            self.breaker.failed(loop.time(), began_s=began_s)
-        return self._end(read, outcome)
+    def _abandon(self, transfer: _Transfer) -> None:
+        """Let a transfer go on without a waiter. Its slot does not count as held for a read meanwhile."""
+        if self._transfers.get(transfer.key) is transfer and not transfer.abandoned:
+            transfer.abandoned = True
+            if transfer.slot is not None:
+                self.cpu.budget.give_back(transfer.purpose)
 
-    async def _join(self, abandoned: _Read, request: InFlight) -> Lease | None:
-        """Wait for an abandoned read of the same key: a second one would take one more slot and place."""
-        if not self.would_serve(self.estimate.concurrency):
-            return None
-        began_s = asyncio.get_running_loop().time()
-        abandoned.joined += 1
-        try:
-            if not await done_by(abandoned.task, lambda: self._until_s(request.deadline_s, began_s)):
-                self._timed_out(began_s)
-                return None
-            self._end_abandoned(abandoned)
-            return None if self._unwanted(request) else (self.mapped or self.cpu).pin(request.key)
-        finally:
-            abandoned.joined -= 1
-            if not abandoned.joined and abandoned.landed is not None:
-                abandoned.landed.release()
-
-    def _abandon(self, read: _Read) -> None:
-        self._abandoned.add(read.task)
-        if read.slot is not None:
-            self.cpu.budget.give_back(read.purpose)
-        self._abandoned_by_key[read.key] = read
-        read.task.add_done_callback(lambda _: self._end_abandoned(read))
-
-    def _end_abandoned(self, read: _Read) -> None:
-        """Called by the task's callback, or by a waiter of the task, which may run before the callback does."""
-        if read.task not in self._abandoned:
+    def _end(self, transfer: _Transfer) -> None:
+        """Give back what a transfer took, publish its chunk unless that was forgotten, and serve those who wait for it.
+        Idempotent: called by the task's callback, or by a waiter of the task, which may run before."""
+        key, slot, purpose = transfer.key, transfer.slot, transfer.purpose
+        if self._transfers.get(key) is not transfer:
             return
-        self._abandoned.remove(read.task)
-        if read.slot is not None:
-            self.cpu.budget.take(read.purpose)
+        outcome = self._outcome(transfer)
+        if transfer.abandoned and slot is not None:
+            self.cpu.budget.take(purpose)
             self.cpu.wait_queue.serve()  # a write may have waited for the floor of reads
-        if self._abandoned_by_key.get(read.key) is read:
-            del self._abandoned_by_key[read.key]
-        outcome, _ = self._outcome(read)
-        read.landed = self._end(read, outcome)
-        if read.landed is not None:
-            self.counters.kept += 1
-            if not read.joined:
-                read.landed.release()
-
-    def _outcome(self, read: _Read) -> tuple[_Outcome, BaseException | None]:
-        """Return the outcome of an ended read, or the error, which is counted."""
-        cancelled = read.task.cancelled()
-        error = asyncio.CancelledError("cancelled") if cancelled else read.task.exception()
-        if error is None:
-            return read.task.result(), None
-        self.reads.failed += 1
-        if isinstance(error, CorruptChunk):
-            self.counters.corrupt += 1
-        else:
-            self.counters.failed += 1
-            logger.warning("%s: a read failed: %s", self.name, error)
-        return None, error
-
-    def _end(self, read: _Read, outcome: _Outcome) -> Lease | None:
-        """Give back what a read took, and publish its chunk unless that was forgotten."""
-        self._leave(read.purpose)
-        self.reads.reading -= 1
-        now_s = asyncio.get_running_loop().time()
-        began_s = self._begun.pop(read.task, None)
+        del self._transfers[key]
+        self._leave(purpose)
         lease = outcome if isinstance(outcome, Lease) else None
-        if outcome is not None and began_s is not None:
-            self.estimate.add(now_s - began_s, now_s)  # abandoned reads included
-        unwanted = self._closed or self.cpu.tombstones.forgot(read.key, read.epoch)
-        self.cpu.tombstones.end(read.epoch)
+        unwanted = self._closed or self.cpu.tombstones.forgot(key, transfer.epoch)
+        self.cpu.tombstones.end(transfer.epoch)
         if lease is not None and unwanted:
             lease.release()
             lease = None
-        if read.slot is not None and isinstance(outcome, int) and not unwanted:
+        if slot is not None and isinstance(outcome, int) and not unwanted:
             if not self.cpu.on_device:
-                zero_padding(self.cpu.pool.view(read.slot), outcome)  # tiers leave the slot's earlier bytes there
-            lease = self.cpu.publish(read.key, read.slot, outcome, read.purpose, read.parent, read.time)
-        elif read.slot is not None:
-            self.cpu.abandon(read.slot, read.purpose)
-        self.tier.traffic.end(read.key)
-        return lease
+                zero_padding(self.cpu.pool.view(slot), outcome)  # tiers leave the slot's earlier bytes there
+            lease = self.cpu.publish(key, slot, outcome, purpose, transfer.parent, transfer.time)
+        elif slot is not None:
+            self.cpu.abandon(slot, purpose)
+        self.tier.traffic.end(key)
+        if lease is None:
+            return
+        if (waiting := self.in_flight.pop(key, None)) is not None:
+            self.counters.hits[self.name] += 1
+            waiting.end(lease)
+        else:
+            self.counters.kept += 1
+        lease.release()
+
+    def _outcome(self, transfer: _Transfer) -> _Outcome:
+        """Return the outcome of an ended transfer, None if it failed, and report it. The breaker knows of an abandoned one
+        already."""
+        now_s, task = asyncio.get_running_loop().time(), transfer.task
+        took_s, in_time = now_s - transfer.began_s, not transfer.abandoned
+        error = asyncio.CancelledError("cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            outcome = task.result()
+            if in_time:
+                self.breaker.succeeded(now_s, took_s)
+            if outcome is not None and in_time:
+                self.reads.seconds.add(took_s)
+            if outcome is not None and transfer in self._timed():
+                self.estimate.add(took_s, now_s)
+            return outcome
+        self.reads.failed += 1
+        if isinstance(error, CorruptChunk):
+            self.counters.corrupt += 1
+            if in_time:
+                self._proved_nothing(transfer.began_s)  # an answer, which says nothing about the tier's health
+        else:
+            self.counters.failed += 1
+            logger.warning("%s: a read failed: %s", self.name, error)
+            if in_time:
+                self.breaker.failed(now_s, began_s=transfer.began_s)
+        return None
 
 
 EVERY_S = 60.0
@@ -565,11 +534,12 @@ class Reader:
         self.mapped = [tier for tier in tiers if maps and isinstance(tier, SharedMemoryTier)]
         for tier in self.mapped:
             tier.maps_ahead = True
+        self._hot: tuple[CpuTier | SharedMemoryTier, ...] = (cpu, *self.mapped)
         cpu.budget.tiers = len(tiers) - len(self.mapped)
         self.counters = ReaderStatistics(hits=dict.fromkeys([cpu.name, *(tier.name for tier in tiers)], 0))
         self.undelivered = Undelivered(self.counters)
-        self.tiers = [TierReader(tier, cpu, self.settings, self.counters, maps=maps) for tier in tiers]
         self.in_flight: dict[ChunkKey, InFlight] = {}
+        self.tiers = [TierReader(tier, cpu, self.settings, self.counters, self.in_flight, maps=maps) for tier in tiers]
         self.on_demand: Callable[[ChunkKey], None] | None = None
         """Called when a caller comes for a chunk that is only being prefetched."""
         self.lanes = max([2, *(tier.traits.read_concurrency + 2 for tier in tiers)])
@@ -589,7 +559,7 @@ class Reader:
         return [read for tier in self.tiers for read in tier.abandoned]
 
     def reads(self) -> dict[str, TierReadStatistics]:
-        return {tier.name: replace(tier.reads, seconds=tier.reads.seconds.copy()) for tier in self.tiers}
+        return {tier.name: tier.statistics() for tier in self.tiers}
 
     def breakers(self) -> dict[str, str]:
         return {tier.name: tier.breaker.state.value for tier in self.tiers}
@@ -613,11 +583,7 @@ class Reader:
     def lease_now(self, key: ChunkKey, *, counted: bool = False) -> Lease | None:
         """Return a lease on the chunk if it is hot or mapped, else None. Counts a hit, and the access unless that is
         `counted` already; does not count a miss."""
-        lease = self.cpu.lease(key, counted=counted)
-        if lease is not None:
-            self.counters.hits[self.cpu.name] += 1
-            return lease
-        for tier in self.mapped:
+        for tier in self._hot:
             if (lease := tier.lease(key, counted=counted)) is not None:
                 self.counters.hits[tier.name] += 1
                 return lease
@@ -625,17 +591,11 @@ class Reader:
 
     def _lease_unserved(self, key: ChunkKey) -> Lease | None:
         """Return a lease as `lease_now`, for a chunk that is only kept hot: no hit, and its access is counted already."""
-        lease = self.cpu.lease(key, counted=True)
-        for tier in self.mapped:
-            lease = lease or tier.lease(key, counted=True)
-        return lease
+        return next(filter(None, (tier.lease(key, counted=True) for tier in self._hot)), None)
 
     def pin(self, key: ChunkKey) -> Lease | None:
         """Pin a chunk that is hot, or mapped, for a future reader; not an access. None when it is neither."""
-        lease = self.cpu.pin(key)
-        for tier in self.mapped:
-            lease = lease or tier.pin(key)
-        return lease
+        return next(filter(None, (tier.pin(key) for tier in self._hot)), None)
 
     def has_at_hand(self, key: ChunkKey) -> bool:
         """Return True if the chunk is hot or mapped."""
@@ -720,31 +680,23 @@ class Reader:
         read.task.add_done_callback(lambda _: self.cpu.tombstones.end(read.epoch))
 
     async def _read(self, read: InFlight) -> None:
-        landed: Lease | None = None
+        """Read from one tier after the other. Then try the tiers again that have got the chunk since, since a waiter may
+        have joined after that."""
+        lacking = []
         try:
-            landed = await self._from_tiers(read)
+            for tier in self.tiers:
+                if not tier.tier.offers(read.key):
+                    lacking.append(tier)
+                await tier.read(read)
+            for tier in lacking:
+                if tier.tier.offers(read.key):
+                    await tier.read(read)
         except Exception:
             logger.exception("a read failed unexpectedly")
         finally:
             if self.in_flight.get(read.key) is read:
                 del self.in_flight[read.key]
-            read.end(landed)
-            if landed is not None:
-                landed.release()
-
-    async def _from_tiers(self, read: InFlight) -> Lease | None:
-        """Read from one tier after the other. Then try the tiers again that have got the chunk since, since a waiter may
-        have joined after that."""
-        lacking = []
-        for tier in self.tiers:
-            if not tier.tier.offers(read.key):
-                lacking.append(tier)
-            if (landed := await tier.read(read)) is not None:
-                return landed
-        for tier in lacking:
-            if tier.tier.offers(read.key) and (landed := await tier.read(read)) is not None:
-                return landed
-        return None
+            read.end(None)
 
     # Many chunks
 
@@ -828,7 +780,7 @@ class Reader:
             while position < len(keys):
                 for tier in due:
                     if tier.serves(len(keys) - position, question=True):
-                        asked[tier.ask(keys[position:], deadline_s)] = tier, position
+                        asked[tier.ask(partial(tier.tier.probe, keys[position:]), deadline_s)] = tier, position
                 if not asked:
                     break
                 left_s = deadline_s + _CANCEL_S - asyncio.get_running_loop().time()
@@ -852,7 +804,7 @@ class Reader:
         unknown = self._unknown(keys)
         due = [tier for tier in self.tiers if tier.tier.traits.shared] if unknown and deadline_s > loop.time() else []
         serving = [tier for tier in due if tier.serves(len(unknown), question=True)]
-        asked = {tier.ask_each(unknown, deadline_s) for tier in serving}
+        asked = {tier.ask(partial(tier.tier.probe_each, unknown), deadline_s) for tier in serving}
         try:
             while asked and unknown:
                 left_s = deadline_s + _CANCEL_S - loop.time()

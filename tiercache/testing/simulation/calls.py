@@ -205,7 +205,7 @@ class Calls:
             self.expected.forgets[key] += 1
             self.expected.stored.pop(key, None)
             reader, name = self.cache.parts.reader, self.keys[key]
-            self.overtaken += (name in reader.in_flight) + sum(name in tier._abandoned_by_key for tier in reader.tiers)
+            self.overtaken += (name in reader.in_flight) + sum(name in tier._transfers for tier in reader.tiers)
         generations = [self.truth.newest[key] for key in operation.keys]
         await self.cache.forget(self._names(operation), deadline_s=self._deadline_s(operation))
         for key, generation in zip(operation.keys, generations, strict=True):

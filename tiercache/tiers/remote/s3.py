@@ -263,14 +263,11 @@ def _make_stores(
         options["skip_signature"] = True
     elif identity.provider is not None:
         options["credential_provider"] = identity.provider
+    longest_s = max(0.1, min(1.0, settings.timeout_s / 4))
     options["retry_config"] = {
         "max_retries": 2,
         "retry_timeout": timedelta(seconds=settings.timeout_s / 2),
-        "backoff": {
-            "init_backoff": timedelta(milliseconds=50),
-            "max_backoff": timedelta(seconds=max(0.1, min(1.0, settings.timeout_s / 4))),
-            "base": 2,
-        },
+        "backoff": {"init_backoff": timedelta(seconds=0.05), "max_backoff": timedelta(seconds=longest_s), "base": 2},
     }
     client: dict[str, Any] = {"connect_timeout": timedelta(seconds=settings.timeout_s)}
     if given.get("allow_http"):

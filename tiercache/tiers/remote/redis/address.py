@@ -102,17 +102,7 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
         raise settings.error("tls", f"is false, but {scheme}:// means TLS")
     if options.get("tls") and scheme == "unix":
         raise settings.error("tls", "expected none on a Unix socket")
-    if mode == "standalone" and len(endpoints) > 1:
-        raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
-    if mode == "cluster" and int(database):
-        raise settings.error("database", f"a cluster has only database 0, found {database}")
-    if username and not secret:
-        raise settings.error("password", "expected one, since there is a username")
-    if set(options.get("prefix") or "") & set("{}"):
-        raise settings.error(
-            "prefix", "expected no braces, which mark the part of a name that selects its slot in a cluster"
-        )
-    return RedisAddress(
+    address = RedisAddress(
         mode,
         tuple(endpoints),
         tls or bool(options.get("tls")),
@@ -122,6 +112,22 @@ def read_address(settings: RemoteSettings) -> RedisAddress:
         service,
         options.get("sentinel_password"),
     )
+    _check(settings, address)
+    return address
+
+
+def _check(settings: RemoteSettings, address: RedisAddress) -> None:
+    """Raises ConfigError for settings that do not belong together."""
+    if address.mode == "standalone" and len(address.endpoints) > 1:
+        raise settings.error("url", "several hosts are a cluster (redis-cluster://) or Sentinels (redis-sentinel://)")
+    if address.mode == "cluster" and address.database:
+        raise settings.error("database", f"a cluster has only database 0, found {address.database}")
+    if address.username and not address.password:
+        raise settings.error("password", "expected one, since there is a username")
+    if set(settings.options.get("prefix") or "") & set("{}"):
+        raise settings.error(
+            "prefix", "expected no braces, which mark the part of a name that selects its slot in a cluster"
+        )
 
 
 def _endpoint(settings: RemoteSettings, text: str, default_port: int) -> Endpoint:

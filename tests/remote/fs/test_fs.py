@@ -168,7 +168,7 @@ async def test_a_mount_whose_locks_stay_on_this_host_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mounted = Mount(str(tmp_path), "nfs", "server:/kv", ("rw", "nolock"))
-    monkeypatch.setattr("tiercache.tiers.remote.fs.mount_of", lambda directory: mounted)
+    monkeypatch.setattr("tiercache.tiers.files.tier.mount_of", lambda directory: mounted)
     async with opened(tmp_path):
         assert f"fs.a: {tmp_path} is mounted with nolock: the cap holds among the instances of one host" in caplog.text
 
@@ -318,17 +318,17 @@ async def test_a_mount_that_hangs_does_not_hold_up_the_start_and_comes_in_later(
         await store(tier, range(1, 3))
     mount.hang()
     tier = tier_on(mount.path, timeout_s=1.0)
-    with caplog.at_level(logging.WARNING, "tiercache.fs"):
+    with caplog.at_level(logging.WARNING, "tiercache.disk"):
         await tier.open()
     assert "fs.a" in caplog.text and "cannot be reached" in caplog.text
     assert not tier.contains(chunk(1)[0])
-    with pytest.raises(TierUnavailable, match=r"fs\.a: .*cannot be reached"):
+    with pytest.raises(TierUnavailable, match=r"fs\.a .*cannot be reached"):
         await is_hit(tier, 1)
     with pytest.raises(TierUnavailable):
         await tier.probe([chunk(1)[0]])
     mount.go_on()
-    assert tier._coming is not None
-    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    assert tier._opening is not None
+    await asyncio.wait_for(asyncio.shield(tier._opening), 20)
     assert await is_hit(tier, 1)
     await tier.close()
 
@@ -363,8 +363,8 @@ async def test_a_mount_that_is_dead_at_the_start_is_tried_again(mount: FragileMo
     with pytest.raises(TierUnavailable, match="cannot be reached"):
         await store(tier, range(1, 2))
     await asyncio.to_thread(mount.revive)
-    assert tier._coming is not None
-    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    assert tier._opening is not None
+    await asyncio.wait_for(asyncio.shield(tier._opening), 20)
     await store(tier, range(1, 2))
     await tier.close()
 
@@ -378,8 +378,8 @@ async def test_a_mount_that_is_full_at_the_start_is_tried_again(mount: FragileMo
     with pytest.raises(TierUnavailable):
         await store(tier, range(1, 2))
     mount.make_room()
-    assert tier._coming is not None
-    await asyncio.wait_for(asyncio.shield(tier._coming), 20)
+    assert tier._opening is not None
+    await asyncio.wait_for(asyncio.shield(tier._opening), 20)
     await store(tier, range(1, 2))
     await tier.close()
 

@@ -3,6 +3,9 @@
 This is the asynchronous half: it decides and counts, and hands whole operations to worker threads; `volume.py` is the half
 that blocks. File systems differ in two parts (`shelves.py`): how bytes move, and what is known of a directory.
 A tier for one file system is a choice of these.
+
+The mount of a directory may be away. A tier that opens late is there from the start, and used once its mount answers. A
+mount that is so full that our bookkeeping finds no room on it counts as away.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Container, Sequence
+import os
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
@@ -19,10 +25,18 @@ from tiercache.core.header import file_bytes
 from tiercache.core.keys import ChunkKey
 from tiercache.core.tenants import added_up, shown
 from tiercache.device.driver import Tensor
-from tiercache.errors import CorruptChunk, TierFull, TierUnavailable
+from tiercache.errors import ConfigError, CorruptChunk, TierFull, TierUnavailable
 from tiercache.memory.workers import wait_shielded
 from tiercache.tiers.base import DeviceTier, TierStatistics, Traits
-from tiercache.tiers.files.access import NotAFile
+from tiercache.tiers.files.access import (
+    ACCESS,
+    Access,
+    Mount,
+    NotAFile,
+    local_locks,
+    mount_of,
+    warn_of_missing_mount,
+)
 from tiercache.tiers.files.directory import NameTaken, Victims, reads_back
 from tiercache.tiers.files.format import NO_ROOM
 from tiercache.tiers.files.index import OwnIndex
@@ -36,6 +50,15 @@ _ATTEMPTS = 4
 _FILES_TO_DOUBT = 3
 """After so many unreadable files in a row the device is tested by reading something else: bad files may lie together."""
 _FILES_OWN_FAULT = frozenset({errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODATA})
+_AWAY = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET, errno.EREMOTEIO}
+    | {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ESHUTDOWN}
+    | {errno.ENODEV, errno.ENXIO}
+)
+"""Errors of file systems whose server is away."""
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+"""Bounds of the pause between two attempts to open a tier whose mount is away."""
 
 BeginRead = Callable[[Volume], "asyncio.Future[int | None]"]
 """Begins what does as `Volume.read`."""
@@ -54,8 +77,13 @@ class FileTier(DeviceTier):
         knowledge: Callable[[Shelves], Knowledge] = OwnIndex,
         *,
         metadata_threads: int = 1,
+        late_s: float | None = None,
     ) -> None:
-        """`option` is the configuration key that names the directories, for messages."""
+        """`option` is the configuration key that names the directories, for messages.
+
+        A tier with `late_s` may open late: `open` waits so many seconds for the mount and goes on in the background, and
+        until then operations raise TierUnavailable.
+        """
         self.name = name
         self.option = option
         self.shelves = Shelves(name, option, settings, fingerprint, metadata_threads, mover, knowledge)
@@ -67,6 +95,8 @@ class FileTier(DeviceTier):
         self._unreadable: set[ChunkKey] = set()
         """The first files that could not be read since a read succeeded, at most `_FILES_TO_DOUBT`."""
         self._evicted_for_quotas = 0
+        self._late_s = late_s
+        self._opening: asyncio.Task[None] | None = None
 
     @property
     def settings(self) -> FileSettings:
@@ -78,22 +108,104 @@ class FileTier(DeviceTier):
         return self.shelves.mover.serves_device
 
     async def open(self) -> None:
+        """Raises ConfigError for what does not pass by waiting. Cancelled, it closes again."""
         try:
-            await self.shelves.open(only_reads=not self.writes)
-        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nobody would run what waits
+            if self._late_s is None:
+                await self.shelves.open(only_reads=not self.writes)
+            else:
+                await self._open_late(self._late_s)
+        except (Exception, asyncio.CancelledError):  # not GeneratorExit: nothing would run what waits
             await self.close()
             raise
         self.traits = self._traits()
 
     async def close(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening], timeout=self._late_s)
         await self.shelves.mover.close()
         await self.shelves.close()
 
     def describe(self) -> str:
         places = ", ".join(str(directory) for directory in self.settings.directories)
+        if not self.shelves.is_open:
+            return f"{self.name} ({places})"
         way = self.shelves.mover.describe()
         most = f"at most {self.settings.cap_bytes / 2**30:.2f} GB" if self.writes else "only read"
         return f"{self.name} ({places}, {most}{way and ', '}{way})"
+
+    # Opening late
+
+    async def _open_late(self, late_s: float) -> None:
+        opening = self._opening = asyncio.create_task(self._keep_opening(), name=f"tiercache-open-{self.name}")
+        await asyncio.wait([opening], timeout=late_s)
+        if opening.done():
+            opening.result()
+            return
+
+        def report(opening: asyncio.Task[None]) -> None:
+            if not opening.cancelled() and (error := opening.exception()) is not None:
+                logger.error("%s stays out of use: %s", self.name, error)
+
+        opening.add_done_callback(report)
+        logger.warning("%s cannot be reached; the tier is used as soon as it answers", self.describe())
+
+    async def _keep_opening(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._open_once()
+                return
+            except TierUnavailable as error:
+                logger.warning("%s; trying again", error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _open_once(self) -> None:
+        """Raises TierUnavailable for what may pass by waiting, ConfigError for what does not."""
+        try:
+            # First, and by itself: a mount that hangs does it here, where nothing has to be undone.
+            access = ACCESS[self.settings.file_access] if self.writes else None
+            for mount in await self.shelves.metadata.submit(_mounts_of, self.settings.directories, access):
+                option, _ = local_locks(mount)
+                if option:
+                    logger.warning(
+                        "%s: %s is mounted with %s: the cap holds among the instances of one host, not of all",
+                        self.name, mount.point, option,
+                    )  # fmt: skip
+            await self.shelves.open(only_reads=not self.writes)
+        except (OSError, ConfigError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if not isinstance(cause, OSError):
+                raise
+            is_missing = isinstance(cause, FileNotFoundError)
+            # A missing directory is made by an instance that writes. Bookkeeping may be deleted while it is begun. A full
+            # mount has files of others, which may go.
+            if (
+                cause.errno in _AWAY
+                or cause.errno in NO_ROOM
+                or (is_missing and (not self.writes or "/.tiercache" in str(cause.filename)))
+            ):
+                raise TierUnavailable(f"{self.name}: {cause}") from error
+            raise ConfigError(f"{self.option}: {cause}") from error
+
+    @contextmanager
+    def _at_mount(self) -> Iterator[None]:
+        """Bracket an operation on the directories. Raises TierUnavailable where a tier that may open late is not open, or
+        its mount is away."""
+        is_late = self._late_s is not None
+        if is_late and self._opening is None:
+            raise TierUnavailable(f"{self.name}: closed")
+        if is_late and not self.shelves.is_open:
+            raise TierUnavailable(f"{self.describe()} cannot be reached")
+        try:
+            yield
+        except OSError as error:
+            self.shelves.mover.failed(error)
+            if is_late and (error.errno in _AWAY or isinstance(error, FileNotFoundError)):
+                raise TierUnavailable(f"{self.name}: {error}") from error
+            raise
 
     def contains(self, key: ChunkKey) -> bool:
         return self.shelves.contains(key)
@@ -108,10 +220,12 @@ class FileTier(DeviceTier):
         return self.shelves.prefix(keys)
 
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        return await self.shelves.knowledge.probe(keys)
+        with self._at_mount():
+            return await self.shelves.knowledge.probe(keys)
 
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        return await self.shelves.knowledge.probe_each(keys)
+        with self._at_mount():
+            return await self.shelves.knowledge.probe_each(keys)
 
     def statistics(self) -> TierStatistics:
         shelves = self.shelves
@@ -154,16 +268,13 @@ class FileTier(DeviceTier):
         return await self._read(key, lambda volume: self.shelves.mover.read_device(volume, key, into))
 
     async def _read(self, key: ChunkKey, read: BeginRead) -> int | None:
-        length, shelves = None, self.shelves.places(key)
-        is_known = key in shelves[0].index
-        try:
+        with self._at_mount():
+            length, shelves = None, self.shelves.places(key)
+            is_known = key in shelves[0].index
             for shelf in shelves:
                 length = await self._read_from(shelf, key, read)
                 if length is not None:
                     break
-        except OSError as error:
-            self.shelves.mover.failed(error)
-            raise
         if not is_known:
             self.shelves.knowledge.missed(shelves[0])
         if length is None:
@@ -239,11 +350,8 @@ class FileTier(DeviceTier):
     async def _write(self, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         if not self.writes:
             return False
-        try:
+        with self._at_mount():
             return await self._write_to(self.shelves.places(key)[0], key, payload_bytes, write)
-        except OSError as error:
-            self.shelves.mover.failed(error)
-            raise
 
     async def _write_to(self, shelf: Shelf, key: ChunkKey, payload_bytes: int, write: BeginWrite) -> bool:
         await shelf.left(key)
@@ -365,10 +473,8 @@ class FileTier(DeviceTier):
             places.append((shelf.volume, shelf.index.remove(key)))
             shelf.note(key)
         try:
-            return await self.shelves.metadata.submit(_remove, places, key)
-        except OSError as error:
-            self.shelves.mover.failed(error)
-            raise
+            with self._at_mount():
+                return await self.shelves.metadata.submit(_remove, places, key)
         finally:
             # Who looked at the directory meanwhile may have seen it still.
             for shelf in self.shelves.all:
@@ -384,6 +490,17 @@ class FileTier(DeviceTier):
             write_concurrency=mover.write_places,
             prefetches_apart=mover.prefetches_apart,
         )
+
+
+def _mounts_of(directories: Sequence[Path], access: Access | None) -> list[Mount]:
+    """Ask the mounts, and raise their errors. With `access`, make missing directories. Runs in a thread."""
+    for directory in directories:
+        if access is not None and not directory.is_dir():
+            warn_of_missing_mount(directory)
+            access.make_root(directory)
+        with os.scandir(directory) as entries:
+            next(entries, None)
+    return list(dict.fromkeys(mount_of(directory) for directory in directories))
 
 
 def _remove(places: list[tuple[Volume, int | None]], key: ChunkKey) -> bool:

@@ -18,7 +18,7 @@ from tiercache.core.eviction import MEAN_LRU
 from tiercache.core.header import file_bytes
 from tiercache.core.layout import Layout
 from tiercache.device.device import Device
-from tiercache.device.driver import CpuDriver, CudaDriver, Driver
+from tiercache.device.driver import CudaDriver, Driver
 from tiercache.errors import ConfigError, DeviceError
 from tiercache.memory.arena import ArenaSettings, numa_node_for
 from tiercache.memory.slots import SlotBudget, SlotPool
@@ -92,9 +92,9 @@ def make_device(config: Config, layout: Layout, driver: Driver | None, in_use: i
     return None
 
 
-def make_cpu_driver() -> CpuDriver:
+def make_cpu_driver() -> Driver:
     """Return a driver that has host memory in the place of a device's: as much as the machine can spare."""
-    return CpuDriver(available_memory_bytes() or 1 << 30)
+    return Driver(available_memory_bytes() or 1 << 30)
 
 
 def make_cpu(config: Config, pool: SlotPool, copiers: Workers) -> CpuTier:
@@ -353,7 +353,8 @@ def make_fan_out(
         wait_s=config.queue_wait_s,
         most_at_once=budget.writes_at_once(len(tiers)),
     )
-    return FanOut([TierWriter(tier, settings) for tier in tiers if tier.writes], layout.keeps)
+    writers = [TierWriter(tier, settings) for tier in tiers if tier.writes]
+    return FanOut(writers, layout.keeps) if layout.replicas > 1 else FanOut(writers)
 
 
 def reader_settings(config: Config, layout: Layout) -> ReaderSettings:

@@ -24,11 +24,11 @@ def keys_of(numbers: Sequence[int]) -> list[bytes]:
     return [key(number) for number in numbers]
 
 
-def made(policy: str = "LRU") -> LeafLru[Resident]:
+def made(policy: str = "LRU") -> LeafLru:
     return LeafLru(policy)
 
 
-def put(order: LeafLru[Resident], numbers: Sequence[int], slots: int | None = None) -> list[int]:
+def put(order: LeafLru, numbers: Sequence[int], slots: int | None = None) -> list[int]:
     """Put a prefix as the hot cache does. Return what was evicted where there are only so many slots."""
     keys, evicted = keys_of(numbers), []
     time = order.access(keys)
@@ -49,18 +49,18 @@ def number_of(entry: Resident | None) -> int | None:
     return None if entry is None else int.from_bytes(entry.key[:24], "big")
 
 
-def all_victims(order: LeafLru[Resident]) -> list[int | None]:
+def all_victims(order: LeafLru) -> list[int | None]:
     return [number_of(order.pop_victim()) for _ in range(len(order))]
 
 
-def lease(order: LeafLru[Resident], number: int) -> Resident:
+def lease(order: LeafLru, number: int) -> Resident:
     entry = order.entries[key(number)]
     entry.leases += 1
     order.leased(entry)
     return entry
 
 
-def release(order: LeafLru[Resident], entry: Resident) -> None:
+def release(order: LeafLru, entry: Resident) -> None:
     entry.leases -= 1
     order.released(entry)
 
@@ -233,7 +233,7 @@ def test_a_forest_that_was_accessed_as_a_whole_is_evicted_in_that_order() -> Non
 
 
 def test_the_coldest_leaf_of_a_tenant() -> None:
-    order: LeafLru[Resident] = LeafLru(by_tenant=True)
+    order: LeafLru = LeafLru(by_tenant=True)
     for number in range(6):
         order.insert(Resident(key(number, TENANTS[number % 3])))
     assert order.victim(tenant_tag("nobody")) is None
@@ -256,7 +256,7 @@ class AgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.order: LeafLru[Resident] = LeafLru(self.policy, by_tenant=self.by_tenant)
+        self.order: LeafLru = LeafLru(self.policy, by_tenant=self.by_tenant)
         self.parents: dict[bytes, bytes | None] = {}
         self.chain: dict[bytes, bytes] = {}
         """The only parent that a key ever has, as with chained keys."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tiercache.device.device import Device, Lane
-from tiercache.device.driver import CpuDriver
+from tiercache.device.driver import Driver
 from tiercache.errors import DeviceError
 from tiercache.testing.twin import TwinDriver
 
@@ -44,7 +44,7 @@ async def test_ends_come_after_the_work_and_in_its_order(driver: TwinDriver, lan
 
 
 async def test_what_has_ended_is_not_waited_for() -> None:
-    lane = Lane(CpuDriver(), "test")
+    lane = Lane(Driver(), "test")
     assert lane.end().done()
     lane.close()
 

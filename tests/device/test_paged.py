@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tiercache.device.driver import CpuDriver, bytes_of
+from tiercache.device.driver import Driver, bytes_of
 from tiercache.device.paged import PagedChunk, PagedKv, device_payload
 from tiercache.errors import LayoutError
 
 BLOCKS = 13
-DRIVER = CpuDriver()
+DRIVER = Driver()
 
 
 def planes_of(*shape: int, dtype: Any = torch.bfloat16) -> list[Any]:

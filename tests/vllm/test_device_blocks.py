@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from tiercache.device.driver import CpuDriver
+from tiercache.device.driver import Driver
 from tiercache.errors import LayoutError
 from tiercache.integrations.vllm.device_blocks import DeviceKvBlocks
 
@@ -28,8 +28,8 @@ SHAPE = (BLOCKS, HEADS, TOKENS, CONTENT)
 
 
 @pytest.fixture
-def driver() -> CpuDriver:
-    return CpuDriver()
+def driver() -> Driver:
+    return Driver()
 
 
 def spec_of(dtype: Any = torch.bfloat16, **more: Any) -> Any:
@@ -50,7 +50,7 @@ def allocated(layout: str, spec: Any, split: int = 1, layers: int = LAYERS) -> d
     return tensors
 
 
-def blocks_of(driver: CpuDriver, tensors: dict[str, Any], spec: Any) -> DeviceKvBlocks:
+def blocks_of(driver: Driver, tensors: dict[str, Any], spec: Any) -> DeviceKvBlocks:
     return DeviceKvBlocks(
         driver,
         tensors,
@@ -82,7 +82,7 @@ def scattered(kv: DeviceKvBlocks, chunk: Any, chunk_blocks: int, skip: int, bloc
     ("layout", "split"),
     [(layout, 1) for layout in (*BLOCK_COMPACT, *A_RUN_A_HEAD)] + [("LBNHC", 2), ("LBHNC", 2), ("LBHNC", 4)],
 )
-def test_blocks_come_back_into_others_in_every_order(driver: CpuDriver, layout: str, split: int, dtype: Any) -> None:
+def test_blocks_come_back_into_others_in_every_order(driver: Driver, layout: str, split: int, dtype: Any) -> None:
     spec = spec_of(dtype)
     tensors = allocated(layout, spec, split)
     kv = blocks_of(driver, tensors, spec)
@@ -100,7 +100,7 @@ def test_blocks_come_back_into_others_in_every_order(driver: CpuDriver, layout: 
     assert torch.equal(logical(tensors, [10, 11]), expected[:, 3:])
 
 
-def test_chunk_is_whole_blocks_one_after_the_other(driver: CpuDriver) -> None:
+def test_chunk_is_whole_blocks_one_after_the_other(driver: Driver) -> None:
     spec = spec_of()
     tensors = allocated("LBHNC", spec)
     kv = blocks_of(driver, tensors, spec)
@@ -108,7 +108,7 @@ def test_chunk_is_whole_blocks_one_after_the_other(driver: CpuDriver) -> None:
     assert gathered(kv, [5, 2]).numpy().tobytes() == expected.numpy().tobytes()
 
 
-def test_padding_between_blocks_is_left_alone(driver: CpuDriver) -> None:
+def test_padding_between_blocks_is_left_alone(driver: Driver) -> None:
     spec = spec_of(page_size_padded=spec_of().page_size_bytes + 512)
     tensors = allocated("LBNHC", spec)
     kv = blocks_of(driver, tensors, spec)
@@ -131,7 +131,7 @@ def test_padding_between_blocks_is_left_alone(driver: CpuDriver) -> None:
     ],
     ids=["tokens innermost", "padded tokens", "tokens outermost"],
 )
-def test_blocks_of_any_strides_come_back(driver: CpuDriver, memory: Any) -> None:
+def test_blocks_of_any_strides_come_back(driver: Driver, memory: Any) -> None:
     memory.copy_(torch.randn(memory.shape))
     tensors = {"layer.0": memory}
     kv = blocks_of(driver, tensors, spec_of(torch.float32))
@@ -140,7 +140,7 @@ def test_blocks_of_any_strides_come_back(driver: CpuDriver, memory: Any) -> None
     assert torch.equal(memory[[20, 1, 2]], expected)
 
 
-def test_description_names_what_is_inside_a_block_and_not_where_it_lies(driver: CpuDriver) -> None:
+def test_description_names_what_is_inside_a_block_and_not_where_it_lies(driver: Driver) -> None:
     def described(layout: str, dtype: Any = torch.bfloat16, split: int = 1) -> str:
         spec = spec_of(dtype)
         return blocks_of(driver, allocated(layout, spec, split), spec).describe()
@@ -168,18 +168,18 @@ def test_description_names_what_is_inside_a_block_and_not_where_it_lies(driver: 
         (torch.zeros(BLOCKS * HEADS * TOKENS * CONTENT).as_strided(SHAPE, (512, 512, 16, 1)), "do not overlap"),
     ],
 )  # fmt: skip
-def test_an_unknown_arrangement_is_refused(driver: CpuDriver, wrong: Any, found: str) -> None:
+def test_an_unknown_arrangement_is_refused(driver: Driver, wrong: Any, found: str) -> None:
     with pytest.raises(LayoutError, match=rf"KV of layer layer\.0: .*{found}"):
         blocks_of(driver, {"layer.0": wrong}, spec_of(torch.float32))
 
 
-def test_unlike_layers_are_refused(driver: CpuDriver) -> None:
+def test_unlike_layers_are_refused(driver: Driver) -> None:
     one, other = torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(SHAPE, dtype=torch.float16)
     with pytest.raises(LayoutError, match=r"KV of layer layer\.1: expected .*bfloat16.* found .*float16"):
         blocks_of(driver, {"layer.0": one, "layer.1": other}, spec_of())
 
 
-def test_memory_of_another_device_is_refused(driver: CpuDriver) -> None:
+def test_memory_of_another_device_is_refused(driver: Driver) -> None:
     tensor = torch.zeros(SHAPE, dtype=torch.bfloat16, device="meta")
     with pytest.raises(LayoutError, match="expected memory of cpu, found device meta"):
         DeviceKvBlocks(
@@ -187,6 +187,6 @@ def test_memory_of_another_device_is_refused(driver: CpuDriver) -> None:
         )
 
 
-def test_no_tensors_are_refused(driver: CpuDriver) -> None:
+def test_no_tensors_are_refused(driver: Driver) -> None:
     with pytest.raises(LayoutError, match="no KV tensors"):
         blocks_of(driver, {}, spec_of())

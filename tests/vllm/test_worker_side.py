@@ -151,7 +151,7 @@ class Worker:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worker]]:
-    monkeypatch.setattr("tiercache.assembly.CpuDriver", EngineTwin)
+    monkeypatch.setattr("tiercache.assembly.Driver", EngineTwin)
     workers: list[Worker] = []
 
     def make(**settings: Any) -> Worker:

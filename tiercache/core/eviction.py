@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, TypeVar
 
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 
@@ -55,12 +54,18 @@ def rank_policy(policy: str) -> str:
 
 
 class Resident:
-    """A chunk in the hot cache. Subclasses add where it lies."""
+    """A chunk in a slot of the hot cache."""
 
-    __slots__ = ("children", "key", "leases", "parent", "queued_rank", "rank", "unleased_children")
+    __slots__ = (
+        "children", "hot", "key", "leases", "parent", "payload_bytes", "queued_rank", "rank", "slot", "unleased_children"
+    )  # fmt: skip
 
-    def __init__(self, key: ChunkKey) -> None:
+    def __init__(self, key: ChunkKey, slot: int = -1, payload_bytes: int = 0) -> None:
         self.key = key
+        self.slot = slot
+        self.payload_bytes = payload_bytes
+        self.hot = True
+        """True while a look-up finds the chunk."""
         self.leases = 0
         """Any number; 0 means that the chunk may be evicted."""
         self.parent: Resident | None = None
@@ -70,9 +75,6 @@ class Resident:
         self.rank = 0
         self.queued_rank: int | None = None
         """The rank of this resident's item in the queue; None when it has no item."""
-
-
-R = TypeVar("R", bound=Resident)
 
 
 class _Bucket:
@@ -100,7 +102,7 @@ class _Queue:
         """Residents that may have an item here."""
 
 
-class LeafLru(Generic[R]):
+class LeafLru:
     """The residents of the hot cache and their order of eviction.
 
     Time is a counter. An access to n chunks of a prefix advances it by n; the first chunk gets the new time and each later
@@ -114,7 +116,7 @@ class LeafLru(Generic[R]):
     def __init__(self, policy: str = "LRU", *, by_tenant: bool = False) -> None:
         """`policy` is a name in `POLICIES`. With `by_tenant` the coldest leaf of a single tenant can be asked for."""
         self.policy = rank_policy(policy)
-        self.entries: dict[ChunkKey, R] = {}
+        self.entries: dict[ChunkKey, Resident] = {}
         self.evictable = 0
         """Residents without a lease."""
         self._rank = RANKS[self.policy]
@@ -156,7 +158,7 @@ class LeafLru(Generic[R]):
             self.access(keys)
 
     def insert(
-        self, entry: R, parent_key: ChunkKey | None = None, time: int | None = None, *, in_order: bool = False
+        self, entry: Resident, parent_key: ChunkKey | None = None, time: int | None = None, *, in_order: bool = False
     ) -> None:
         """Add a resident whose key is not resident, with the leases that it has.
 
@@ -191,7 +193,7 @@ class LeafLru(Generic[R]):
         if time is None:
             self._clock = time = self._clock + len(keys)
         get = self.entries.get
-        before: R | None = None
+        before: Resident | None = None
         root: Resident | None = None
         for position, key in enumerate(keys):
             entry = get(key)
@@ -207,7 +209,7 @@ class LeafLru(Generic[R]):
                 self._enqueue(entry)
             before = entry
 
-    def discard(self, key: ChunkKey) -> R | None:
+    def discard(self, key: ChunkKey) -> Resident | None:
         """Remove a resident wherever it stands; None when `key` is not resident. Its children become roots."""
         entry = self.entries.pop(key, None)
         if entry is None:
@@ -238,20 +240,20 @@ class LeafLru(Generic[R]):
                 self._less_unleased(parent)
         return entry
 
-    def leased(self, entry: R) -> None:
+    def leased(self, entry: Resident) -> None:
         """Called when a resident gets its first lease."""
         self.evictable -= 1
         if entry.parent is not None:
             self._less_unleased(entry.parent)
 
-    def released(self, entry: R) -> None:
+    def released(self, entry: Resident) -> None:
         """Called when the last lease on a resident ends."""
         self.evictable += 1
         if entry.parent is not None:
             self._more_unleased(entry.parent)
         self._enqueue(entry)
 
-    def victim(self, tenant: Tenant | None = None) -> R | None:
+    def victim(self, tenant: Tenant | None = None) -> Resident | None:
         """Return the leaf that `pop_victim` would remove now; None where every resident is leased."""
         queue = self._queue
         if tenant is not None:
@@ -278,7 +280,7 @@ class LeafLru(Generic[R]):
                 self._enqueue(entry)
         return None
 
-    def pop_victim(self, tenant: Tenant | None = None) -> R | None:
+    def pop_victim(self, tenant: Tenant | None = None) -> Resident | None:
         """Remove and return the coldest leaf, of one tenant where it is given; None where every resident is leased."""
         entry = self.victim(tenant)
         if entry is not None:
@@ -290,7 +292,7 @@ class LeafLru(Generic[R]):
         """Items in the queue of all leaves, stale ones included."""
         return sum(len(bucket.heap) for bucket in self._queue.buckets.values())
 
-    def _attach(self, entry: R, parent: Resident) -> None:
+    def _attach(self, entry: Resident, parent: Resident) -> None:
         entry.parent = parent
         if parent.children is None:
             parent.children = {}

@@ -97,27 +97,21 @@ class KeyFilter:
     """
 
     def __init__(self, size_bytes: int = 2 << 20) -> None:
-        """`size_bytes` is a power of two. The memory is taken with the first key."""
-        self._size_bytes = size_bytes
-        self._bits: bytearray | None = None
-
-    def __bool__(self) -> bool:
-        return self._bits is not None
+        """`size_bytes` is a power of two."""
+        self._bits = bytearray(size_bytes)
 
     def __contains__(self, key: ChunkKey) -> bool:
         bits = self._bits
-        return bits is not None and all(bits[place >> 3] >> (place & 7) & 1 for place in self._places(key))
+        return all(bits[place >> 3] >> (place & 7) & 1 for place in self._places(key))
 
     def add(self, key: ChunkKey) -> None:
-        if self._bits is None:
-            self._bits = bytearray(self._size_bytes)
         for place in self._places(key):
             self._bits[place >> 3] |= 1 << (place & 7)
 
     def _places(self, key: ChunkKey) -> list[int]:
         first = xxhash.xxh3_64_intdigest(key)
         step = (first >> 32) | 1
-        last_place = 8 * self._size_bytes - 1
+        last_place = 8 * len(self._bits) - 1
         return [(first + number * step) & last_place for number in range(_BITS_PER_KEY)]
 
 
@@ -132,7 +126,8 @@ class KeyTraffic:
     def __init__(self) -> None:
         self._in_flight: dict[ChunkKey, int] = {}
         self._removing: set[ChunkKey] = set()
-        self._refused = KeyFilter()
+        self._refused: KeyFilter | None = None
+        """Made with the first key that is refused for good."""
         self.on_clear: Callable[[ChunkKey], None] | None = None
         """Called when the last operation in flight of a key that is to be removed has ended."""
         self.questions: set[Any] = set()
@@ -142,11 +137,11 @@ class KeyTraffic:
 
     def refuses(self, key: ChunkKey) -> bool:
         """Return True if nothing of `key` may begin now, whatever the tier has of it."""
-        return key in self._removing or key in self._refused
+        return key in self._removing or (self._refused is not None and key in self._refused)
 
     @property
     def refuses_none(self) -> bool:
-        return not self._removing and not self._refused
+        return not self._removing and self._refused is None
 
     def begin(self, key: ChunkKey) -> None:
         self._in_flight[key] = self._in_flight.get(key, 0) + 1
@@ -182,4 +177,6 @@ class KeyTraffic:
     def refuse(self, key: ChunkKey) -> None:
         """Let nothing of `key` begin for good: it was forgotten, and is not removed here. A few other keys are refused with
         it (`KeyFilter`)."""
+        if self._refused is None:
+            self._refused = KeyFilter()
         self._refused.add(key)

@@ -1,6 +1,6 @@
 """An accelerator through torch: its memory, its streams and events, and host memory that is locked for its copies.
 
-Memory is torch tensors, so the same code runs on a GPU (`CudaDriver`) and on tensors in host memory (`CpuDriver`, for
+Memory is torch tensors, so the same code runs on a GPU (`CudaDriver`) and on tensors in host memory (`Driver`, for
 tests). torch is imported when a driver is made and not before.
 """
 
@@ -10,7 +10,6 @@ import ctypes
 import logging
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -37,65 +36,65 @@ _CAPTURE_RELAXED = 2
 _LOST = frozenset({4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 
-class Driver(ABC):
-    """One device. Methods may be called from any thread, and raise DeviceError when the device refuses.
+class Driver:
+    """One device. This class has host memory in place of a device's, for tests and debugging: work has ended when `enqueue`
+    returns. `CudaDriver` is a GPU.
 
-    Work on a stream runs in order. Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
+    Methods may be called from any thread, and raise DeviceError when the device refuses. Work on a stream runs in order.
+    Only `empty`, `pin`, `unpin`, `synchronize` and `finish` block.
     """
 
-    name: str
+    name = "cpu"
     """The device's name in torch, such as `cuda:0`."""
 
-    @abstractmethod
+    def __init__(self, total_bytes: int = 1 << 40) -> None:
+        self.total_bytes = total_bytes
+
     def memory_bytes(self) -> tuple[int, int]:
         """Return free and total memory of the device."""
+        return self.total_bytes, self.total_bytes
 
-    @abstractmethod
     def empty(self, length_bytes: int) -> Tensor:
         """Return an unset tensor uint8[length_bytes] in the device's memory, aligned to 4096 bytes."""
+        import torch
 
-    @abstractmethod
+        return _from_page(torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8), length_bytes)
+
     def owns(self, tensor: Tensor) -> bool:
         """Return True if a tensor lies in the device's memory."""
+        return bool(tensor.device.type == "cpu")
 
-    @abstractmethod
     def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
         """Lock host memory, so that copies of it do not block their caller. Return False if that fails; copies are slower
         then. A copy may not cross a multiple of `slot_bytes`."""
+        return True
 
-    @abstractmethod
     def unpin(self, memory: np.ndarray) -> None:
         """Undo `pin`. No copy of the memory may be running."""
 
-    @abstractmethod
     def make_stream(self) -> Stream:
         """Return a new stream, which does not wait for any other."""
 
-    @abstractmethod
     def current_stream(self) -> Stream:
         """Return torch's current stream of the calling thread."""
 
-    @abstractmethod
     def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
         """Give a stream the torch operations that `work` consists of."""
+        work()
 
-    @abstractmethod
     def record(self, stream: Stream) -> Event:
         """Return an event that happens when all work that `stream` was given by now has ended."""
 
-    @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """Let work that `stream` is given from now on begin after `event`. The calling thread does not wait."""
 
-    @abstractmethod
     def query(self, event: Event) -> bool:
         """Return True if `event` has happened."""
+        return True
 
-    @abstractmethod
     def synchronize(self, event: Event) -> None:
         """Block the calling thread until `event` has happened; it sleeps and does not hold the GIL."""
 
-    @abstractmethod
     def finish(self, stream: Stream) -> None:
         """Block the calling thread, as `synchronize` does, until all work that `stream` was given by now has ended."""
 
@@ -237,52 +236,6 @@ class CudaDriver(Driver):
             unknown = code is None and isinstance(error, getattr(self._torch, "AcceleratorError", ()))
             lines = str(error).splitlines() or [repr(error)]
             raise DeviceError(f"{self.name}: {lines[0]}", lost=unknown or code in _LOST) from error
-
-
-class CpuDriver(Driver):
-    """Host memory in place of a device's, for tests and debugging. Work has ended when `enqueue` returns."""
-
-    name = "cpu"
-
-    def __init__(self, total_bytes: int = 1 << 40) -> None:
-        self.total_bytes = total_bytes
-
-    def memory_bytes(self) -> tuple[int, int]:
-        return self.total_bytes, self.total_bytes
-
-    def empty(self, length_bytes: int) -> Tensor:
-        import torch
-
-        return _from_page(torch.empty(length_bytes + PAGE_BYTES, dtype=torch.uint8), length_bytes)
-
-    def owns(self, tensor: Tensor) -> bool:
-        return bool(tensor.device.type == "cpu")
-
-    def pin(self, memory: np.ndarray, slot_bytes: int) -> bool:
-        return True
-
-    def unpin(self, memory: np.ndarray) -> None: ...
-
-    def make_stream(self) -> Stream:
-        return None
-
-    def current_stream(self) -> Stream:
-        return None
-
-    def enqueue(self, stream: Stream, work: Callable[[], object]) -> None:
-        work()
-
-    def record(self, stream: Stream) -> Event:
-        return None
-
-    def wait(self, stream: Stream, event: Event) -> None: ...
-
-    def query(self, event: Event) -> bool:
-        return True
-
-    def synchronize(self, event: Event) -> None: ...
-
-    def finish(self, stream: Stream) -> None: ...
 
 
 def gpu_in_use() -> int | None:

@@ -15,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from tiercache.core.eviction import Resident
 from tiercache.core.header import aligned
 from tiercache.core.keys import ChunkKey
 from tiercache.errors import CacheClosed, ConfigError
@@ -327,18 +326,6 @@ class Leased(Protocol):
     """The sum of `ONE` of the purpose of each lease; 0 means that the memory may be reused."""
     hot: bool
     """True while a look-up finds the chunk."""
-
-
-class Entry(Resident):
-    """A chunk in a slot of the hot cache."""
-
-    __slots__ = ("hot", "payload_bytes", "slot")
-
-    def __init__(self, key: ChunkKey, slot: Slot, payload_bytes: int) -> None:
-        super().__init__(key)
-        self.slot = slot
-        self.payload_bytes = payload_bytes
-        self.hot = True
 
 
 class LeaseOwner(ABC):

@@ -33,7 +33,7 @@ class Ram:
     def __init__(self, policy: str, blocks: int, quota_blocks: int = 0) -> None:
         """`quota_blocks`: 0 for none."""
         self.blocks = blocks
-        self._order: LeafLru[Resident] = LeafLru(policy, by_tenant=quota_blocks > 0)
+        self._order: LeafLru = LeafLru(policy, by_tenant=quota_blocks > 0)
         self._shares = Shares(quota_blocks) if quota_blocks else None
         self.entries = self._order.entries
         self.access = self._order.access

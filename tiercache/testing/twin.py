@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.device.driver import CpuDriver, Event, Stream
+from tiercache.device.driver import Driver, Event, Stream
 from tiercache.errors import DeviceError
 
 STREAM_THREAD = "twin-stream"
@@ -41,7 +41,7 @@ class TwinEvent:
         self.happened = threading.Event()
 
 
-class TwinDriver(CpuDriver):
+class TwinDriver(Driver):
     """`total_bytes` is the memory that it pretends to have, `can_pin` what `pin` answers."""
 
     name = "twin"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.core.eviction import LeafLru
+from tiercache.core.eviction import LeafLru, Resident
 from tiercache.core.index import prefix_in
 from tiercache.core.keys import ChunkKey, Tenant, tenant_of
 from tiercache.core.tenants import Shares, shown
@@ -29,7 +29,6 @@ from tiercache.memory.slots import (
     PREFETCH,
     READ,
     WRITE,
-    Entry,
     Fill,
     Lease,
     LeaseOwner,
@@ -111,7 +110,7 @@ class CpuTier(LeaseOwner, Tier):
         self.copiers = copiers
         self.keep = keep
         self.budget = SlotBudget.for_arena(pool.count)
-        self._order: LeafLru[Entry] = LeafLru(policy, by_tenant=quota_bytes > 0)
+        self._order = LeafLru(policy, by_tenant=quota_bytes > 0)
         self._entries = self._order.entries
         self._quotas: SlotQuotas | None = None
         if quota_bytes:
@@ -131,7 +130,7 @@ class CpuTier(LeaseOwner, Tier):
 
     # Memory
 
-    def view(self, entry: Entry, length_bytes: int) -> Any:
+    def view(self, entry: Resident, length_bytes: int) -> Any:
         """Return the first bytes of a chunk: uint8, read-only."""
         return self.pool.readable(entry.slot, length_bytes)
 
@@ -268,7 +267,7 @@ class CpuTier(LeaseOwner, Tier):
             lease = self.begin_lease(entry, purpose)
             self.wait_queue.serve()
             return lease
-        entry = Entry(key, slot, payload_bytes)
+        entry = Resident(key, slot, payload_bytes)
         entry.leases = ONE[purpose]
         if quotas is not None:
             quotas.own(slot, tenant_of(key))
@@ -290,7 +289,7 @@ class CpuTier(LeaseOwner, Tier):
                 continue
             if self._quotas is not None:
                 self._quotas.own(slot, tenant_of(key))
-            self._order.insert(Entry(key, slot, payload_bytes), parents.get(key), times.get(key), in_order=True)
+            self._order.insert(Resident(key, slot, payload_bytes), parents.get(key), times.get(key), in_order=True)
             self._statistics.writes += 1
             self._statistics.written_bytes += payload_bytes
             self._changed(key)
@@ -359,14 +358,14 @@ class CpuTier(LeaseOwner, Tier):
 
     # Leases
 
-    def count_read(self, entry: Entry, counted: bool) -> None:
+    def count_read(self, entry: Resident, counted: bool) -> None:
         statistics = self._statistics
         statistics.reads += 1
         statistics.read_bytes += entry.payload_bytes
         if not counted and entry.hot:
             self._order.access((entry.key,))
 
-    def begin_lease(self, entry: Entry, purpose: Purpose) -> Lease:
+    def begin_lease(self, entry: Resident, purpose: Purpose) -> Lease:
         if purpose is PREFETCH and self._quotas is not None and not pins_in(entry.leases):
             self._quotas.pin(tenant_of(entry.key), 1)
         if not entry.leases:
@@ -377,7 +376,7 @@ class CpuTier(LeaseOwner, Tier):
             self._count(entry, ONE[purpose])
         return Lease(self, entry, purpose)
 
-    def end_lease(self, entry: Entry, purpose: Purpose) -> None:
+    def end_lease(self, entry: Resident, purpose: Purpose) -> None:
         if purpose is PREFETCH and self._quotas is not None and pins_in(entry.leases) == 1:
             self._quotas.pin(tenant_of(entry.key), -1)
         if entry.leases != ONE[purpose]:
@@ -397,7 +396,7 @@ class CpuTier(LeaseOwner, Tier):
         if self.wait_queue.waiters:
             self.wait_queue.serve()
 
-    def _count(self, entry: Entry, change: int) -> None:
+    def _count(self, entry: Resident, change: int) -> None:
         """Change the leases of a chunk that others lease as well."""
         before = purpose_of(entry.leases)
         entry.leases += change

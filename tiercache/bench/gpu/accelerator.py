@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tiercache.device.driver import CpuDriver, CudaDriver, Driver
+from tiercache.device.driver import CudaDriver, Driver
 
 
 class Accelerator:
@@ -18,7 +18,7 @@ class Accelerator:
         import torch
 
         self.is_gpu = not cpu
-        self.driver: Driver = CpuDriver() if cpu else CudaDriver(0)
+        self.driver: Driver = Driver() if cpu else CudaDriver(0)
         self.torch_device = "cpu" if cpu else "cuda:0"
         self.name = "cpu" if cpu else torch.cuda.get_device_name(0)
         self._pinned: list[Any] = []

@@ -103,7 +103,7 @@ class Machine:
             ("tiercache.tiers.files.index", "TOP_LEVELS", self._top_levels),
             # Of 1 MiB each there would be 128 slots, and more.
             ("tiercache.assembly", "MIB", _DEVICE_SLOT_BYTES),
-            ("tiercache.assembly", "CpuDriver", self._make_twin),
+            ("tiercache.assembly", "Driver", self._make_twin),
             ("tiercache.tiers.files.io_posix", "probe_gds", _gds_works),
             ("tiercache.tiers.files.io_gds", "import_kvikio", make_kvikio),
             ("tiercache.memory.arena", "SHM_DIRECTORY", self.memory.path),

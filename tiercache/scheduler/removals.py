@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("tiercache.writer")
 _REMEMBERED_KEYS = 1 << 16
 """Keys whose removal is tried again, at about 200 bytes each."""
 _RETRY_S = 1.0
-"""The least pause before those that failed are tried again; the breaker's pauses grow."""
+"""How often the breaker is asked whether those that failed may be tried again. Its pauses grow."""
 _AT_ONCE = 64
 """Removals by one task in one turn of the loop, from a tier that does not wait for anything."""
 
@@ -41,8 +41,8 @@ class Request:
 class Removals:
     """All methods belong to the event loop. Until a removal has ended the tier's traffic refuses its key, so one that hangs
     or fails never brings a chunk back. It is tried again until it succeeds or the cache is closed: those that failed are
-    tried in turn, one timer for all of them, as the breaker allows. Each forget tries one key in any case: one chunk that
-    cannot be removed says little about others.
+    tried together when the breaker allows it. Each forget tries one key in any case: one chunk that cannot be removed says
+    little about others.
 
     The breaker is not that of writes: a full tier refuses writes, and removals make room there.
 
@@ -55,21 +55,16 @@ class Removals:
         self.tier = tier
         self.breaker = Breaker(BreakerSettings(slow_s=deadline_s))
         self._deadline_s = deadline_s
-        self._wanted: dict[ChunkKey, tuple[Request, ...] | None] = {}
-        """Keys to be removed, with the requests that they belong to; None where that has failed and is tried again."""
+        self._wanted: dict[ChunkKey, tuple[Request, ...]] = {}
+        """Keys to be removed, with the requests that they belong to and that are not told yet."""
         self._due: deque[ChunkKey] = deque()
-        """Keys with nothing in flight. First those to be tried now, then those that failed."""
-        self._now = 0
-        """How many of them are to be tried now."""
+        """Keys with nothing in flight, to be tried now."""
+        self._failed: dict[ChunkKey, None] = {}
+        """Keys to be tried again."""
         self._called = False
         """True if the next one is tried whatever the breaker says: each forget tries one."""
         self._lanes: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._retry_at_s = 0.0
-        """The loop time of the timer."""
-        """For the next attempt at those that failed."""
-        self._requests: dict[Request, None] = {}
-        """Those that are not settled, in their order."""
         self._error: Exception | None = None
         """Why the latest one that failed did."""
         self._progress = asyncio.Event()
@@ -82,12 +77,10 @@ class Removals:
 
     async def ended(self, key: ChunkKey) -> bool:
         """Wait until `key` is not to be removed. Return False where that has failed, or takes longer than the deadline."""
-        if not self.tier.traffic.refuses(key):
-            return True
         try:
             async with asyncio.timeout(self._deadline_s):
                 while self.tier.traffic.refuses(key):
-                    if self._closed or self._wanted.get(key) is None:
+                    if self._closed or key in self._failed or key not in self._wanted:
                         return False
                     self._progress.clear()
                     await self._progress.wait()
@@ -98,24 +91,26 @@ class Removals:
     def request(self, keys: int) -> Request:
         """Begin a request for so many keys, all different. The caller says with `leave` when it stops waiting for it."""
         request = Request(asyncio.get_running_loop().create_future(), keys)
-        self._requests[request] = None
-        self._settle_one(request, 0, None)
-        self._called = True
+        if keys:
+            self._called = True
+        else:
+            request.settled.set_result(None)
         return request
 
     def want(self, keys: Sequence[ChunkKey], request: Request) -> None:
         """Begin to remove some of the keys of `request`, or join removals in flight: since those were wanted nothing was
         written."""
-        wanted = self._wanted
-        new = [key for key in keys if key not in wanted]
-        if len(new) < len(keys):
-            for key in filter(wanted.__contains__, keys):
-                self._join(key, request)
-            self._now = len(self._due)  # some may have failed before, and are tried again
-        wanted.update(dict.fromkeys(new, (request,)))
-        clear = [key for key in new if self.tier.traffic.want_removal(key)]
-        self._due.extendleft(reversed(clear))
-        self._now += len(clear)
+        for key in keys:
+            before = self._wanted.get(key)
+            if before is None:
+                self._wanted[key] = (request,)
+                if self.tier.traffic.want_removal(key):
+                    self._due.append(key)
+            else:
+                self._wanted[key] = (*(other for other in before if not other.over), request)
+                if key in self._failed:
+                    del self._failed[key]
+                    self._due.append(key)
         self._add_lanes()
 
     def leave(self, request: Request) -> None:
@@ -124,31 +119,25 @@ class Removals:
         excess = len(self._wanted) - _REMEMBERED_KEYS
         if excess <= 0 or self._closed:
             return
-        kept: list[ChunkKey] = []
-        given_up = 0
-        while self._due and given_up < excess:
-            key = self._due.pop()
-            if not all(other.over for other in self._wanted[key] or ()):
-                kept.append(key)
-                continue
-            self._settle(self._wanted.pop(key), None)
+        unawaited = (key for key in (*self._failed, *self._due) if all(other.over for other in self._wanted[key]))
+        given_up = list(islice(unawaited, excess))
+        for key in given_up:
+            self._failed.pop(key, None)
             self.tier.traffic.refuse(key)
-            self.tier.traffic.removed(key)
-            given_up += 1
-        self._due.extend(reversed(kept))
-        self._now = min(self._now, len(self._due))
+            self._end(key)
         if given_up:
+            self._due = deque(filter(self._wanted.__contains__, self._due))
             logger.warning(
                 "%s: more than %d forgotten chunks could not be removed; %d others stay there, and are neither read nor "
                 "written there until the cache is closed: find out why the tier does not remove them (%s)",
-                self.tier.name, _REMEMBERED_KEYS, given_up, self._error or "it takes long",
+                self.tier.name, _REMEMBERED_KEYS, len(given_up), self._error or "it takes long",
             )  # fmt: skip
-            self._progress.set()
 
     async def settled(self) -> None:
-        """Wait until each key that was forgotten by now is removed, or that has failed once."""
-        if self._requests:
-            await asyncio.wait([request.settled for request in self._requests])
+        """Wait until each key that was forgotten is removed, or that has failed."""
+        while len(self._failed) < len(self._wanted) and not self._closed:
+            self._progress.clear()
+            await self._progress.wait()
 
     def close(self) -> None:
         """Stop. Does not wait for removals that hang."""
@@ -158,41 +147,28 @@ class Removals:
                 "%s: %d forgotten chunks were not removed before the close; a durable tier has them after a restart",
                 self.tier.name, len(self._wanted),
             )  # fmt: skip
-        self._now = 0
-        self._progress.set()
         if self._timer is not None:
             self._timer.cancel()
         for lane in self._lanes:
             lane.cancel()
-        closed = CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed")
-        for request in tuple(self._requests):
-            self._settle_one(request, request.left, closed)
-
-    def _join(self, key: ChunkKey, request: Request) -> None:
-        before = self._wanted[key] or ()
-        for other in before:
-            if other.over:
-                self._settle_one(other, 1, None)
-        self._wanted[key] = (*(other for other in before if not other.over), request)
+        self._due.clear()
+        self._tell(self._wanted, CacheClosed(f"{self.tier.name}: the cache was closed before a chunk was removed"))
 
     def _begin(self, key: ChunkKey) -> None:
         """Called when the last read or write of a key that is to be removed has ended."""
-        if self._closed:
-            return
-        self._due.appendleft(key)
-        self._now += 1
-        self._add_lanes()
+        if not self._closed:
+            self._due.append(key)
+            self._add_lanes()
 
     def _add_lanes(self) -> None:
-        for _ in range(min(self._now, self.tier.traits.write_concurrency - len(self._lanes))):
+        for _ in range(min(len(self._due), self.tier.traits.write_concurrency - len(self._lanes))):
             lane = asyncio.create_task(self._remove_due(), name=f"tiercache-remove-{self.tier.name}")
             self._lanes.add(lane)
 
     async def _remove_due(self) -> None:
         removed = 0
         try:
-            while self._now and self._may_try():
-                self._now -= 1
+            while self._due and self._may_try():
                 await self._remove(self._due.popleft())
                 removed += 1
                 if not removed % _AT_ONCE:
@@ -209,10 +185,8 @@ class Removals:
             self._called = False
             return True
         if not self.breaker.probing(now_s):
-            unavailable = TierUnavailable(f"{self.tier.name}: removals failed and wait for a while: {self._error}")
-            for key in islice(self._due, self._now):
-                self._fail(key, unavailable)
-            self._now = 0
+            due, self._due = self._due, deque()
+            self._fail(due, TierUnavailable(f"{self.tier.name}: removals failed and wait for a while: {self._error}"))
         self._retry_later()
         return False
 
@@ -231,54 +205,47 @@ class Removals:
             if was_cancelled():
                 raise
             cancelled = TierUnavailable(f"{self.tier.name}: a removal was cancelled")
-            error = caught if isinstance(caught, Exception) else cancelled
+            self._error = caught if isinstance(caught, Exception) else cancelled
             if not self._closed:
-                if self._wanted[key] is None:
-                    logger.info("%s: a chunk could still not be removed: %s", self.tier.name, error)
-                self._error = error
                 self.breaker.failed(loop.time(), began_s=began_s)
-                self._due.append(key)
-                self._fail(key, error)
+                self._fail([key], self._error)
                 self._retry_later()
-            return
-        self.breaker.succeeded(loop.time(), took_s)
-        requests = self._wanted.pop(key)
-        traffic.removed(key)
-        self._settle(requests, None)
-        self._progress.set()
+        else:
+            self.breaker.succeeded(loop.time(), took_s)
+            self._end(key)
         self._add_lanes()
 
-    def _fail(self, key: ChunkKey, error: Exception) -> None:
-        requests, self._wanted[key] = self._wanted[key], None
-        self._settle(requests, error)
+    def _end(self, key: ChunkKey) -> None:
+        """Let the tier be asked for a key that was removed, or given up."""
+        self._tell([key], None)
+        del self._wanted[key]
+        self.tier.traffic.removed(key)
+
+    def _fail(self, keys: Collection[ChunkKey], error: Exception) -> None:
+        self._failed.update(dict.fromkeys(keys))
+        self._tell(keys, error)
+
+    def _tell(self, keys: Iterable[ChunkKey], error: Exception | None) -> None:
+        """Tell the requests of `keys` that these are settled."""
+        for key in keys:
+            requests, self._wanted[key] = self._wanted[key], ()
+            for request in requests:
+                request.left -= 1
+                request.error = request.error or error
+                if not request.left:
+                    request.settled.set_result(None)
         self._progress.set()
 
-    def _settle(self, requests: tuple[Request, ...] | None, error: Exception | None) -> None:
-        for request in requests or ():
-            self._settle_one(request, 1, error)
-
-    def _settle_one(self, request: Request, keys: int, error: Exception | None) -> None:
-        request.left -= keys
-        request.error = request.error or error
-        if not request.left and request in self._requests:
-            del self._requests[request]
-            request.settled.set_result(None)
-
     def _retry_later(self) -> None:
-        """Retry when the breaker allows it, or earlier if that is due already. A probe in flight delays that for long; when
-        it fails, only the breaker's pause counts."""
-        if self._closed:
-            return
-        loop = asyncio.get_running_loop()
-        at_s = loop.time() + max(_RETRY_S, self.breaker.wait_s(loop.time()))
-        if self._timer is not None:
-            if self._retry_at_s <= at_s:
-                return
-            self._timer.cancel()
-        self._retry_at_s = at_s
-        self._timer = loop.call_at(at_s, self._retry)
+        if self._timer is None and not self._closed:
+            self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._retry)
 
     def _retry(self) -> None:
+        """Try again those that failed, when the breaker allows it."""
         self._timer = None
-        self._now = len(self._due)
+        if not self.breaker.would_allow(asyncio.get_running_loop().time()):
+            self._retry_later()
+            return
+        self._due.extend(self._failed)
+        self._failed.clear()
         self._add_lanes()

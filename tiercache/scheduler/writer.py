@@ -95,14 +95,12 @@ class TierWriter:
         self._latest: dict[ChunkKey, _Write] = {}
         """The latest write of each key in `_writing`. An earlier one writes bytes that were forgotten since."""
         self._abandoned: set[_Write] = set()
-        self._removals = Removals(tier, settings.deadline_s)
+        self.removals = Removals(tier, settings.deadline_s)
         self._room = asyncio.Event()
         self._line = asyncio.Lock()
         """Held by the call that is the first in line for room."""
         self._waiting = 0
         """Calls in line."""
-        self._probe_ended = asyncio.Event()
-        """Set when the breaker has heard of a write."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -185,36 +183,23 @@ class TierWriter:
         while leases:
             leases.pop().release()
 
-    def request_removal(self, keys: int) -> Request:
-        """Begin a request to remove so many keys, all different, which `forget` is called with."""
-        return self._removals.request(keys)
-
     def forget(self, keys: Sequence[ChunkKey], request: Request) -> None:
         """Remove `keys` from the queue, and from the tier once their reads and writes in flight have ended. The tier is not
         asked for them until then, and what is put of them is written after the removal."""
         self._release([lease for lease in map(self._queue.discard, keys) if lease is not None])
-        self._removals.want(keys, request)
-
-    def leave(self, request: Request) -> None:
-        """Say that no caller waits for `request` any more; see `Removals.leave`."""
-        self._removals.leave(request)
+        self.removals.want(keys, request)
 
     async def drained(self) -> None:
         """Wait until all is written or given up. Cancelling it changes nothing."""
         await self._idle.wait()
 
-    async def removed(self) -> None:
-        """Wait until what was forgotten is removed, or that has failed. Cancelling it changes nothing."""
-        await self._removals.settled()
-
     async def close(self, until_s: float) -> int:
         """Stop. Chunks still queued are given up; writes in flight may end until the loop time `until_s`, and are abandoned
         then. Return how many chunks were not written."""
         self._closed = True
-        self._removals.close()
+        self.removals.close()
         unwritten = len(self._queue)
         self._drop_queue()
-        self._probe_ended.set()
         if tasks := [write.task for write in self._writing if write.task is not None]:
             await asyncio.wait(tasks, timeout=max(0.0, until_s - asyncio.get_running_loop().time()))
         unwritten += self.pending
@@ -237,12 +222,18 @@ class TierWriter:
     # Writing
 
     def _start_writes(self) -> None:
-        """Begin queued writes, as many at a time as the tier takes on. Abandoned ones count: they occupy its threads."""
+        """Begin queued writes, as many at a time as the tier takes on. Abandoned ones count: they occupy its threads. While
+        one of them probes the tier the others wait in the queue."""
+        now_s = asyncio.get_running_loop().time()
         while self._queue and len(self._writing) + len(self._abandoned) < self._places:
+            if not self.breaker.allows(now_s):
+                if not self.breaker.probing(now_s):
+                    self._drop_queue()
+                return
             key, lease = self._queue.take()
-            self._moved_at_s = asyncio.get_running_loop().time()
+            self._moved_at_s = now_s
             self._room.set()
-            self._latest[key] = write = _Write(key, lease)
+            self._latest[key] = write = _Write(key, lease, began_s=now_s)
             self._writing.add(write)
             write.task = asyncio.create_task(self._write(write), name=f"tiercache-write-{self.tier.name}")
             write.task.add_done_callback(partial(self._end, write))  # where it is cancelled before its first step
@@ -277,16 +268,16 @@ class TierWriter:
             if attempt:
                 counters.retried += 1
                 await asyncio.sleep(self.settings.first_pause_s * 2 ** (attempt - 1))
-            if not lease.findable:  # forgotten meanwhile
-                return True
-            if not await self._removals.ended(write.key):
-                break
-            if not await self._may_write():
+                if not self.breaker.allows(loop.time()):
+                    break
+                write.began_s = loop.time()
+            removed = await self.removals.ended(write.key)
+            if not removed or not lease.findable:  # it was forgotten meanwhile
+                self.breaker.abandoned(loop.time(), write.began_s)  # this may have been the probe
+                if removed:
+                    return True
                 break
             write.began_s = loop.time()
-            if not write.lease.findable:
-                self._tell_breaker(self.breaker.abandoned, write)  # it may have been the probe
-                return True
             tier.traffic.begin(write.key)
             write.timer = loop.call_later(self.settings.deadline_s, self._outlived, write)
             try:
@@ -295,15 +286,15 @@ class TierWriter:
                 if write.abandoned:
                     return False
                 if was_cancelled():
-                    self._tell_breaker(self.breaker.abandoned, write)
+                    self.breaker.abandoned(loop.time(), write.began_s)
                     raise
                 if isinstance(error, TierFull):
                     if self.breaker.state is BreakerState.CLOSED:
                         logger.warning("%s: paused: %s", tier.name, error)
-                    self._tell_breaker(self.breaker.trip, write)
+                    self.breaker.trip(loop.time(), began_s=write.began_s)
                     break
                 logger.warning("%s: a write failed: %s", tier.name, error or type(error).__name__)
-                self._tell_breaker(self.breaker.failed, write)
+                self.breaker.failed(loop.time(), began_s=write.began_s)
                 continue
             finally:
                 write.timer.cancel()
@@ -313,7 +304,6 @@ class TierWriter:
                 return False
             took_s = loop.time() - write.began_s
             self.breaker.succeeded(loop.time(), took_s)
-            self._probe_ended.set()
             if stored:
                 counters.written += 1
                 counters.seconds.add(took_s)
@@ -326,26 +316,12 @@ class TierWriter:
             self._drop_queue()
         return False
 
-    async def _may_write(self) -> bool:
-        """Return True if the breaker lets a write begin. While another write probes the tier, wait for its end, which is at
-        most `deadline_s` away."""
-        loop = asyncio.get_running_loop()
-        while not self._closed:
-            if self.breaker.allows(loop.time()):
-                return True
-            if not self.breaker.probing(loop.time()):
-                return False
-            self._probe_ended.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.deadline_s):
-                    await self._probe_ended.wait()
-        return False
-
     def _outlived(self, write: _Write) -> None:
         """Called at the deadline of a write."""
         logger.warning("%s: a write took longer than %.1f s and was given up", self.tier.name, self.settings.deadline_s)
         self._abandon(write)
-        self._tell_breaker(self.breaker.trip if self._hangs else self.breaker.failed, write)
+        tell = self.breaker.trip if self._hangs else self.breaker.failed
+        tell(asyncio.get_running_loop().time(), began_s=write.began_s)
         if self._hangs or self._is_refused():
             self._drop_queue()
 
@@ -364,11 +340,6 @@ class TierWriter:
             del self._latest[write.key]
         if not self.pending:
             self._idle.set()
-
-    def _tell_breaker(self, tell: Callable[..., None], write: _Write) -> None:
-        """Call `failed`, `trip` or `abandoned` of the breaker for an attempt."""
-        tell(asyncio.get_running_loop().time(), began_s=write.began_s)
-        self._probe_ended.set()
 
     def _is_refused(self) -> bool:
         """Return True while the breaker is open and no probe is in flight."""
@@ -490,7 +461,7 @@ class FanOut:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         keys = list(dict.fromkeys(keys))
-        requests = {writer: writer.request_removal(len(keys)) for writer in self.writers}
+        requests = {writer: writer.removals.request(len(keys)) for writer in self.writers}
         parts = iter([keys[start : start + _FORGOTTEN_AT_ONCE] for start in range(0, len(keys), _FORGOTTEN_AT_ONCE)])
 
         def forget(part: Sequence[ChunkKey]) -> None:
@@ -508,7 +479,7 @@ class FanOut:
             for part in parts:
                 forget(part)
             for writer, request in requests.items():
-                writer.leave(request)
+                writer.removals.leave(request)
         for request in requests.values():
             if request.error is not None:
                 raise request.error
@@ -536,7 +507,7 @@ class FanOut:
     async def removed(self) -> None:
         """Wait until what was forgotten is removed from every tier, or that has failed. Cancelling it changes nothing."""
         for writer in self.writers:
-            await writer.removed()
+            await writer.removals.settled()
 
     def counts(self) -> dict[str, WriterStatistics]:
         """Return what was counted up to now, by tier."""

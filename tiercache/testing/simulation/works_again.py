@@ -44,7 +44,7 @@ async def works_again(node: Node, within_s: float, first: int) -> None:
             writer: writer.counters.dropped
             for writer in cache.parts.fan_out.writers
             if isinstance(writer.tier, RemoteTier) and writer.breaker.would_allow(loop.time())
-            if not (writer.abandoned or len(writer._removals))
+            if not (writer.abandoned or len(writer.removals))
         }
         await node.calls.put_many(several)
         if node.calls.device is not None:
@@ -102,8 +102,8 @@ def _not_yet_well(cache: TierCache) -> dict[str, str]:
     for writer in cache.parts.fan_out.writers:
         if writer.breaker.probing(now_s) and not (writer.pending or stuck):
             raise Violation(f"{writer.tier.name}: the breaker waits for a write, and there is none")
-        if len(writer._removals):
-            left[f"removals from {writer.tier.name}"] = str(len(writer._removals))
+        if len(writer.removals):
+            left[f"removals from {writer.tier.name}"] = str(len(writer.removals))
     return left
 
 

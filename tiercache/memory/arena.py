@@ -32,8 +32,8 @@ _MAP_HUGETLB = 0x40000
 _MADV_POPULATE_WRITE = 23
 SHM_DIRECTORY = Path("/dev/shm")
 _SHM_PREFIX = "tiercache."
-_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.01
-"""Another start that looks for files of dead processes holds the lock for a moment only."""
+_LINK_TRIES, _LINK_PAUSE_S = 10, 0.01
+"""Another start that looks for files of dead processes holds their locks for a moment."""
 _PREFAULT_STEP_BYTES = 64 << 20
 _PROGRESS_FROM_BYTES = 8 << 30
 
@@ -152,19 +152,19 @@ class Arena:
         return True
 
     def _map_shared(self, name: str) -> None:
-        """Map the file `/dev/shm/tiercache.<name>`, which is locked while the arena is open.
+        """Map a new file, which gets the name `/dev/shm/tiercache.<name>` when it is locked, and is locked while it is open.
 
-        A file that a crashed process left has no lock: under this name it is emptied, since its bytes mean nothing here, and
-        under other names it is removed. Raises ConfigError for a name that a living process uses, and for anything but a
-        regular file of this user that no other user may write: another writer could change verified chunks.
+        A file of this user without a lock was left by a process that died, and is removed. Raises ConfigError for a name
+        that is taken otherwise.
         """
         if "/" in name.strip("/") or not name.strip("/"):
             raise ConfigError(f"shm_name: expected a name without '/', found {name!r}")
         _sweep_dead_arenas()
         path = SHM_DIRECTORY / f"{_SHM_PREFIX}{name.strip('/')}"
-        descriptor = _open_locked(path)
+        nameless = path.with_name(f"{path.name}.{os.getpid()}.{id(self)}")
+        descriptor = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(descriptor, 0)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = os.statvfs(SHM_DIRECTORY)
             if free.f_bavail * free.f_frsize < self.size_bytes:
                 raise ConfigError(
@@ -173,10 +173,12 @@ class Arena:
                 )
             os.ftruncate(descriptor, self.size_bytes)
             self._mapping = mmap.mmap(descriptor, self.size_bytes, flags=mmap.MAP_SHARED)
+            _take_name(nameless, path)
         except BaseException:
-            path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
+        finally:
+            nameless.unlink()
         self.kind = "shm"
         self.shm_path = path
         self._shm_file = descriptor
@@ -267,54 +269,23 @@ def _unlink_own(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _open_locked(path: Path) -> int:
-    """Open and lock the file `path`, and make it where there is none. Raises ConfigError as `Arena._map_shared` does."""
-    for _ in range(_LOCK_TRIES):
+def _take_name(nameless: Path, path: Path) -> None:
+    """Link the file to its name. Raises ConfigError where that is taken."""
+    for _ in range(_LINK_TRIES):
         try:
-            if os.path.lexists(path):  # without O_CREAT, which the kernel may refuse for a file of another user
-                _check_own(path, os.lstat(path))
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            else:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except (FileNotFoundError, FileExistsError):
-            continue  # another start has removed or made it since
-        except OSError as error:
-            raise ConfigError(f"shm_name: {path} cannot be opened: {error.strerror}") from error
-        try:
-            _check_own(path, os.fstat(descriptor))
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
-                return descriptor
-        except BlockingIOError:
-            time.sleep(_LOCK_PAUSE_S)  # a start that sweeps holds the lock for a moment
-        except FileNotFoundError:
-            pass  # another start has removed it since
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-    raise ConfigError(f"shm_name: {path} is in use by a living process; choose another name")
+            os.link(nameless, path)
+            return
+        except FileExistsError:
+            _sweep_dead_arenas()
+            time.sleep(_LINK_PAUSE_S)
+    raise ConfigError(
+        f"shm_name: {path} is in use by a living process, or is no file that only user {os.geteuid()} may write; choose "
+        "another name, or remove it"
+    )
 
 
 def _is_own(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-def _check_own(path: Path, found: os.stat_result) -> None:
-    """Raise ConfigError unless it is a regular file of this user that no other user may write."""
-    if _is_own(found):
-        return
-    kind = f"a file of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}"
-    if stat.S_ISLNK(found.st_mode):
-        kind = "a symbolic link"
-    elif stat.S_ISDIR(found.st_mode):
-        kind = "a directory"
-    elif not stat.S_ISREG(found.st_mode):
-        kind = "a pipe, socket or device"
-    raise ConfigError(
-        f"shm_name: {path}: expected a regular file of user {os.geteuid()} that only this user may write, found {kind}; "
-        "remove it or choose another name"
-    )
 
 
 def _sweep_dead_arenas() -> None:

@@ -1,8 +1,9 @@
-"""A directory of chunk files: where it lies, its manifest and identity, scans, names of files, and quarantine.
+"""Parts of one directory of chunk files: location, manifest, identity, publication, quarantine and scan.
 
-A configured directory that has our manifest, or holds nothing but files of ours, is used itself. In one that holds files
-of others, or that others can change, a subdirectory is made, so that no file of ours lies among theirs, whatever their
-names are. Synchronous; for worker threads.
+A configured directory is used itself if it has our manifest or holds only our files. If it holds foreign files or others can
+change it, `make_place` creates a subdirectory. `Publisher` names finished files, `Quarantine` keeps bad ones, `Surveyor`
+scans, and `Identity` detects that a directory was deleted or mounted again. Everything is synchronous and runs in worker
+threads.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ from tiercache.tiers.files.owners import PENDING_NAME, Owner
 logger = logging.getLogger("tiercache.disk")
 
 class Victims(list[tuple[ChunkKey, int]]):
-    """Evicted chunks, which are to be deleted, and the bytes that each occupies."""
+    """Evicted chunks to delete, with the bytes that each occupies."""
 
     def __init__(self, chunks: Iterable[tuple[ChunkKey, int]] = ()) -> None:
         super().__init__(chunks)
         self.freed_bytes = 0
-        """Of those that were there still; the others somebody else had deleted. Known once the write has ended or failed."""
+        """Bytes of the victims that still existed. Set when the write has ended or failed."""
         self.left: list[tuple[ChunkKey, int]] = []
         """Victims that this process may not delete."""
         self.are_deleted = False
-        """Or will not be any more. A write goes on after that, and may take long."""
+        """True if the deletions have ended or failed. The write may continue."""
         self._when_deleted: list[Callable[[], None]] = []
 
     @property
@@ -68,13 +69,13 @@ class Victims(list[tuple[ChunkKey, int]]):
         return bool(self) and not self.freed_bytes
 
     def deleted(self) -> None:
-        """From any thread, and as often as one likes."""
+        """Mark the deletions as ended. Thread-safe and idempotent."""
         self.are_deleted = True
         for tell in self._when_deleted:
             tell()
 
     def when_deleted(self, tell: Callable[[], None]) -> None:
-        """`tell` is called at least once then, from any thread."""
+        """Call `tell` at least once after the deletions, from any thread."""
         self._when_deleted.append(tell)
         if self.are_deleted:
             tell()
@@ -82,7 +83,7 @@ class Victims(list[tuple[ChunkKey, int]]):
 
 @dataclass
 class PendingFile:
-    """A chunk for which room is reserved, and a path at which its file may be made."""
+    """A chunk with reserved bytes and the path of its temporary file."""
 
     key: ChunkKey
     path: str
@@ -91,41 +92,40 @@ class PendingFile:
 
 @dataclass
 class Deleted:
-    """What `Volume.delete_all` did. Chunks that were gone already are in none of these."""
+    """Result of `Volume.delete_all`, without chunks that were missing already."""
 
     chunks: int = 0
     freed_bytes: int = 0
     left: list[tuple[ChunkKey, int]] = field(default_factory=list)
-    """Could not be deleted, for the reason in `error`."""
+    """Chunks that could not be deleted, for the reason in `error`."""
     error: OSError | None = None
 
 
 class Identity:
-    """Of the directory at `root`, from `note` on."""
+    """Identity of the directory at `root` since `note`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._device = self._number = -1
         self._is_mount_point = False
         self.user = -1
-        """To whom it belongs."""
+        """Id of the owner."""
 
     def note(self) -> None:
-        """It is opened now. Raises OSError."""
+        """Record the directory when it is opened. Raises OSError."""
         status = require_directory(self.root)
         self.user = status.st_uid
         self._device, self._number = status.st_dev, status.st_ino
         self._is_mount_point = os.stat(f"{self.root}/..").st_dev != self._device
 
     def is_same(self, other: Identity) -> bool:
-        """Whether both are the same directory, by whatever names."""
+        """Return True if both are the same directory under any names."""
         return self._number >= 0 and (self._device, self._number) == (other._device, other._number)
 
     def is_deleted(self) -> bool:
-        """Whether somebody deleted the directory, or moved it away: it is not there, and what it lay in is, on the file
-        system on which it was. Else a mount is away, and it comes back with that. Raises OSError when the device does not
-        say."""
-        place = os.path.realpath(self.root)  # a link to it may be there still
+        """Return True if the directory was deleted or moved: its parent exists on the recorded file system. Otherwise a
+        mount is missing and may come back. Raises OSError if the device fails."""
+        place = os.path.realpath(self.root)  # the root may be a link
         try:
             os.stat(place)
             return False
@@ -137,14 +137,14 @@ class Identity:
             return False
 
     def is_here_or_deleted(self) -> bool:
-        """Whether a chunk that is not found is none: the directory is not just away. Raises OSError."""
+        """Return False if the directory may come back: a missing file then proves nothing. Raises OSError."""
         return self.root.is_dir() or self.is_deleted()
 
     def make_anew(self, access: Access) -> bool:
-        """Before the directory is opened anew: make it where it was deleted; whether it was.
+        """Create the directory again if it was deleted; return True if it was.
 
-        Raises TierUnavailable where it cannot be made, and where a mount is away: who writes to what is below it fills
-        another device. OSError when the device does not say.
+        Raises TierUnavailable if that fails, or if a mount is missing: writes would fill the device below it. Raises OSError
+        if the device fails.
         """
         if self.root.is_dir():
             if self._is_unmounted():
@@ -159,34 +159,34 @@ class Identity:
         return True
 
     def _is_unmounted(self) -> bool:
-        """Whether only the mount point is left of what was mounted there. Raises OSError."""
+        """Return True if only the mount point of a recorded mount is left. Raises OSError."""
         here = os.stat(self.root).st_dev
         return self._is_mount_point and here != self._device and here == os.stat(f"{self.root}/..").st_dev
 
     def is_mounted_anew(self, descriptor: int) -> bool:
-        """Whether what is open there lies on another mount than what has the directory's path now."""
+        """Return True if the path leads to another mount than `descriptor`."""
         try:
             return os.fstat(descriptor).st_dev != os.stat(self.root).st_dev
         except OSError:
-            return True  # the mount that is open is dead
+            return True  # our mount is dead
 
 
 _ATTEMPTS = 8
 _DIRECTORY_BYTES = 4096
 """Bytes that a new directory occupies on most file systems."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""What file systems answer to a way that they do not have: NFS to RENAME_NOREPLACE, FAT to links."""
+"""Errors for unsupported calls: NFS lacks RENAME_NOREPLACE, FAT lacks links."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 Publish = Callable[[str, str], None]
-"""From a temporary name to the final one. Raises FileExistsError when that is taken, FileNotFoundError when its directory
-is not there, and an OSError of `UNSUPPORTED` when the file system cannot do it this way."""
+"""Renames a temporary file without replacing. Raises FileExistsError if the name is taken, FileNotFoundError if its
+directory is missing, an OSError of `UNSUPPORTED` if the file system lacks the call."""
 
 
 def rename_new(temporary: str, path: str) -> None:
-    """renameat2(RENAME_NOREPLACE)."""
+    """Publish by renameat2(RENAME_NOREPLACE)."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, "this C library has no renameat2", path)
     if _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE):
@@ -195,11 +195,11 @@ def rename_new(temporary: str, path: str) -> None:
 
 
 def link_new(temporary: str, path: str) -> None:
-    """A second name, then the first one goes. Killed in between, the file has both until its writer is found dead."""
+    """Publish by link and unlink. After a kill in between, removal of the dead owner removes the temporary name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # A network file system may have done it, lost the answer, and been asked again.
+        # A network file system may repeat a call whose answer was lost.
         if not os.path.samefile(temporary, path):
             raise
     with contextlib.suppress(OSError):
@@ -207,31 +207,31 @@ def link_new(temporary: str, path: str) -> None:
 
 
 WAYS: tuple[Publish, ...] = (rename_new, link_new)
-"""In the order in which they are tried."""
+"""Ways to publish, in the order of attempts."""
 
 
 class NameTaken(OSError):
-    """Something that is not ours has the name of this chunk, or of its directory, and stays there. Others can be written."""
+    """A foreign file has the name of this chunk or of its directory. Other chunks can be written."""
 
 
 class Publisher:
-    """Gives the files of a volume their names."""
+    """Publishes temporary files under their final names."""
 
     def __init__(self, access: Access, quarantine: Quarantine, capacity: Callable[[], Capacity]) -> None:
         self.ways = WAYS
-        """The first that the file system can do is taken."""
+        """Ways to publish; the first that the file system supports is used."""
         self._access = access
         self._quarantine = quarantine
         self._capacity = capacity
 
     def publish(self, temporary: str, path: str) -> int | None:
-        """Give the finished file its name. None, or the bytes of another instance's file that has it already."""
+        """Publish a finished file. Return None, or the bytes of another instance's file with that name."""
         for _ in range(_ATTEMPTS):
             try:
                 self._name(temporary, path)
                 return None
             except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):  # then it was evicted since, and the name is free again
+                with contextlib.suppress(FileNotFoundError):  # it was evicted meanwhile
                     status = os.lstat(path)
                     if has_our_header(path):
                         return occupied_bytes(status)
@@ -241,7 +241,7 @@ class Publisher:
             except FileNotFoundError:
                 if not os.path.lexists(temporary):
                     raise
-                # The directory is not there yet, or somebody tidied it away.
+                # The directory is missing, or another program removed it.
                 self.make_directory(os.path.dirname(path))
         raise OSError(f"{path}: the directory vanishes as often as it is made")
 
@@ -259,7 +259,7 @@ class Publisher:
             os.rename(temporary, path)
 
     def make_directory(self, path: str) -> None:
-        """Make a directory of chunks that is missing, and count it. Raises TierFull where it does not fit under the cap."""
+        """Create and count a missing directory of chunks. Raises TierFull above the cap."""
         capacity = self._capacity()
         reserved_bytes = _DIRECTORY_BYTES
         if not capacity.reserve(reserved_bytes):
@@ -281,29 +281,29 @@ class Publisher:
 
 
 QUARANTINED_NAME = re.compile(r"(?:[0-9a-f]{2})+\.\d{15,}")
-"""A key, and the time in nanoseconds. Files with other names are not ours."""
+"""A key and a time in nanoseconds. Other names are foreign."""
 _KEEPS = 8
 _SHARE = 4
-"""The part of the cap that these may take."""
+"""The quarantine may occupy the cap divided by this."""
 
 
 class Quarantine:
-    """What lies here is counted, and stays bounded."""
+    """Keeps the last few bad chunks, counted and bounded."""
 
     def __init__(self, directory: Path, access: Access) -> None:
         self.directory = directory
         self._access = access
 
     def take(self, path: str) -> None:
-        """Move a bad chunk here. Raises OSError (FileNotFoundError: another instance was quicker)."""
+        """Move a bad chunk here. Raises OSError; FileNotFoundError if another instance moved it."""
         self._access.make_directory(self.directory)
         above, name = os.path.split(path)
         with opened_directory(above) as source, opened_directory(self.directory) as target:
             os.rename(name, f"{name}.{time.time_ns()}", src_dir_fd=source, dst_dir_fd=target)
 
     def trim(self, capacity: Capacity, cap_bytes: int) -> None:
-        """Keep the last few, and no more than a part of a small cap: chunks need it. What cannot be removed, or is no file,
-        is no reason to keep others. `cap_bytes` 0: nobody knows it here."""
+        """Keep the last few files within a share of the cap, and skip those that cannot be removed. `cap_bytes` 0:
+        unknown."""
         with self._opened() as (directory, found):
             kept = sorted(((status.st_mtime_ns, name, occupied_bytes(status)) for name, status in found), reverse=True)
             left_bytes = cap_bytes / _SHARE if cap_bytes else math.inf
@@ -313,7 +313,7 @@ class Quarantine:
                     _remove(name, directory, occupied, capacity)
 
     def forget(self, key: ChunkKey, capacity: Capacity) -> None:
-        """Remove what is kept of a chunk. Raises OSError, TierUnavailable."""
+        """Remove the quarantined files of a key. Raises OSError, TierUnavailable."""
         with self._opened(key.hex()) as (directory, found):
             for name, status in found:
                 _remove(name, directory, occupied_bytes(status), capacity)
@@ -324,8 +324,7 @@ class Quarantine:
 
     @contextmanager
     def _opened(self, key: str = "") -> Iterator[tuple[int, list[tuple[str, os.stat_result]]]]:
-        """The directory, for calls with `dir_fd`, and the files in it that are ours, or those of one `key`; none where it
-        is not there."""
+        """Yield a descriptor of the directory and our files in it, or those of one `key`; none if it is missing."""
         with contextlib.ExitStack() as stack:
             try:
                 directory = stack.enter_context(opened_directory(self.directory, to_list=True))
@@ -343,7 +342,7 @@ class Quarantine:
 
 
 def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> None:
-    """Remove a file and take it off the count. A file that cannot be removed stays counted."""
+    """Delete and uncount a file. If that fails, it stays counted."""
     capacity.announce(occupied)
     gone = False
     with contextlib.suppress(OSError):
@@ -355,28 +354,28 @@ def _remove(name: str, directory: int, occupied: int, capacity: Capacity) -> Non
 CHUNK_NAME = re.compile(HEX_KEY)
 _HEX_NAME = re.compile(r"(?:[0-9a-f]{2})+")
 _OUR_NAME = re.compile(rf"(?:{HEX_KEY})(?:\.\d{{15,}})?|{PENDING_NAME.pattern}")
-"""Of a chunk, of one in quarantine, and of one that is being written."""
+"""Names of chunks, quarantined chunks and temporary files."""
 _LOOKED_INTO = 16
 _OUR_MODES = frozenset(access.file_mode for access in ACCESS.values())
 _OUR_DIRECTORY_MODES = frozenset({0o770, *(access.directory_mode for access in ACCESS.values())})
-"""Some mounts do without the bit that hands the group on."""
+"""Our directory modes; 0770 is for mounts without setgid."""
 TOP_LEVELS = [f"{number:02x}" for number in range(256)]
 
 
 @dataclass
 class Scanned:
-    """What was found below one top-level directory, or several. Sizes are what the file system really allocates.
+    """Result of scanning one or more top-level directories. Sizes are allocated bytes.
 
-    Three columns, and not an object a chunk: a hundred thousand objects take milliseconds to free, in one go.
+    Columns, since freeing an object per chunk would block for milliseconds.
     """
 
     keys: list[ChunkKey] = field(default_factory=list)
     times_s: array[float] = field(default_factory=lambda: array("d"))
-    """When each was modified."""
+    """Modification times."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
-    """Bytes that each occupies."""
+    """Bytes that each chunk occupies."""
     counted_bytes: int = 0
-    """Of chunks and directories."""
+    """Bytes of chunks and directories."""
     strays: int = 0
     foreign: int = 0
 
@@ -389,31 +388,31 @@ class Scanned:
         self.foreign += other.foreign
 
     def newest_first(self) -> np.ndarray:
-        """The positions of the chunks, int64. For a worker thread: NumPy sorts without Python's lock."""
+        """Return the positions of the chunks, int64. For worker threads: NumPy sorts without Python's lock."""
         return np.argsort(-np.asarray(self.times_s), kind="stable")
 
 
 class Surveyor:
-    """Scans the directories below `root` on behalf of `owner`. Chunks of this user get the mode that `access` says."""
+    """Scans the directories below `root` for `owner`, and gives our chunks the mode of `access`."""
 
     def __init__(self, root: Path, owner: Owner, access: Access, *, changes: bool = True) -> None:
-        """`changes`: without, nothing is given a mode or removed."""
+        """`changes`: set modes and remove torn files."""
         self._root = root
         self._changes = changes
         self._owner = owner
         self._access = access
         self._has_modes = changes
-        """Until the mount is seen to have none: then scans open no files for that any more."""
+        """False if the mount has no modes: scans then open no files to set them."""
         self._trusts_names = True
-        """Until a file with a chunk's name is found not to be one: from then on only a header makes a chunk."""
+        """False after a foreign file with a chunk's name was found: then headers are read."""
 
     def trusts(self, status: os.stat_result) -> bool:
-        """Return True if a file with a chunk's name is taken for one unread. It is looked into before it is removed."""
+        """Return True if the name alone identifies a chunk. `remove` reads the header in any case."""
         has_our_mode = not self._has_modes or stat.S_IMODE(status.st_mode) == self._access.file_mode
         return self._trusts_names and has_our_mode
 
     def remove(self, name: str, directory: int) -> bool:
-        """Unlink a chunk in an open directory; False where the file of that name is somebody else's, which stays.
+        """Unlink a chunk in an open directory. Return False for a foreign file, which stays.
 
         Raises FileNotFoundError, OSError.
         """
@@ -424,13 +423,13 @@ class Surveyor:
         return True
 
     def is_ours(self, path: str) -> bool:
-        """Return True if the file at the path of a chunk may be moved: see `remove`. Raises FileNotFoundError, OSError."""
+        """Return True if the file at a chunk's path may be moved. Raises FileNotFoundError, OSError."""
         above, name = os.path.split(path)
         with opened_directory(above) as directory:
             return _is_removable(name, directory)
 
     def enforce_mode(self, name: str) -> None:
-        """Give a directory below the root its mode, if it has one that only we give, or if chunks lie in it."""
+        """Set the mode of a directory below the root if its mode or its chunks show that it is ours."""
         with contextlib.suppress(OSError):
             mode = stat.S_IMODE(os.lstat(self._root / name).st_mode)
             is_ours = mode in _OUR_DIRECTORY_MODES or _contains_chunks(self._root, name, private=True)
@@ -443,9 +442,9 @@ class Surveyor:
         self._trusts_names = False
 
     def scan(self, top: str) -> Scanned:
-        """Find the chunks below `<root>/<top>`. Torn files and wrong names of our own shape are removed and counted.
+        """Find the chunks in `<root>/<top>`. Our torn and temporary files of dead owners are removed and counted as strays.
 
-        Files that are not of our naming, or whose headers are not ours, are never touched. Nor is what a link leads to.
+        Files with foreign names or headers are left alone, and links are not followed.
         """
         found = Scanned()
         try:
@@ -457,7 +456,7 @@ class Surveyor:
                             self._examine(entry, top, directory, found)
                         except FileNotFoundError:
                             continue
-                if found.keys or not found.foreign:  # else it is not of our making
+                if found.keys or not found.foreign:  # otherwise the directory is foreign
                     found.counted_bytes += own_bytes
         except ABSENT:
             return found
@@ -471,12 +470,12 @@ class Surveyor:
             if status.st_size >= file_bytes(1) and not status.st_size % 4096:
                 is_trusted = self.trusts(status)
                 if is_trusted and not found.keys and header.is_readable and not header.is_ours:
-                    # One file of each directory is always looked into.
+                    # The first file of each directory is always read.
                     self._distrust_names(entry.name)
                     is_trusted = False
                 if not is_trusted and not header.is_ours:
                     found.foreign += 1
-                    if not header.is_readable:  # it may be ours: the cap holds in any case
+                    if not header.is_readable:  # it may be ours, so the cap includes it
                         found.counted_bytes += occupied_bytes(status)
                     return
                 self._has_modes = self._has_modes and self._access.enforce_found(entry.name, status, directory)
@@ -486,7 +485,7 @@ class Surveyor:
                 found.times_s.append(status.st_mtime)
                 found.sizes.append(size_bytes)
                 return
-            # Published whole, so it was torn by the device or cut by somebody: it can never be a hit.
+            # Files are published whole, so this one was torn or cut.
         elif not is_file or not self._owner.is_stray(entry.name):
             found.foreign += not PENDING_NAME.fullmatch(entry.name)
             return
@@ -498,7 +497,7 @@ class Surveyor:
 
 
 class _Unread:
-    """The beginning of a file, which is read when it is asked for."""
+    """The header of a file, read on first use."""
 
     def __init__(self, name: str, directory: int) -> None:
         self._name = name
@@ -508,14 +507,14 @@ class _Unread:
 
     @functools.cached_property
     def _raw(self) -> bytes | None:
-        """None where it cannot be read, for the reason in `error`."""
+        """The header's bytes; None if unreadable, with the reason in `error`."""
         try:
             descriptor = open_regular(self._name, os.O_RDONLY, self._directory)
         except OSError as error:
             self.error = error
             return None
         try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no more than is asked for
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
             found = b""
             while len(found) < PACKED_BYTES and (more := os.pread(descriptor, PACKED_BYTES - len(found), len(found))):
                 found += more
@@ -532,18 +531,17 @@ class _Unread:
 
     @property
     def is_ours(self) -> bool:
-        """True if the header has our magic, or the key of its name, either of which may be damaged, or if it is blank and
-        the file has the mode of ours: a power cut leaves files whose content was not written."""
+        """True if the header has our magic or the key of its name, or is blank (a power cut) in a file with our mode."""
         raw = self._raw
         if raw is None:
             return False
-        key = self._name.partition(".")[0]  # in quarantine a number follows
+        key = self._name.partition(".")[0]  # a quarantined name has a number
         names_itself = _HEX_NAME.fullmatch(key) and raw[KEY_AT:].startswith(bytes.fromhex(key))
         return raw.startswith(MAGIC) or bool(names_itself) or (not raw.strip(b"\0") and self._has_our_mode)
 
     @property
     def _has_our_mode(self) -> bool:
-        """True if the file has a mode that we give, or that of the manifest: not every mount has modes."""
+        """True for a mode that we set, or for that of the manifest on mounts without modes."""
         if self._mode in _OUR_MODES:
             return True
         try:
@@ -554,7 +552,7 @@ class _Unread:
 
     @property
     def verifies(self) -> bool:
-        """True if the header is whole, and has the key of the name."""
+        """True if the header is valid and has the key of the name."""
         try:
             return self._raw is not None and Header.unpack(self._raw).key.hex() == self._name
         except HeaderError:
@@ -562,12 +560,12 @@ class _Unread:
 
     @property
     def is_readable(self) -> bool:
-        """Whether all of a header could be read, be it ours or not."""
+        """True if a whole header was read."""
         return self._raw is not None and len(self._raw) == PACKED_BYTES
 
 
 def _is_removable(name: str, directory: int) -> bool:
-    """Return True for what is ours, and for what the device cannot read any more. Raises FileNotFoundError, OSError."""
+    """Return True for our files and for unreadable ones. Raises FileNotFoundError, OSError."""
     file = _Unread(name, directory)
     if file.is_ours:
         return True
@@ -579,7 +577,7 @@ def _is_removable(name: str, directory: int) -> bool:
 
 
 def has_our_header(path: str) -> bool:
-    """Return True if a file is a chunk by its header, be it damaged or blank."""
+    """Return True if the header, possibly damaged or blank, is ours."""
     above, name = os.path.split(path)
     try:
         with opened_directory(above) as directory:
@@ -589,9 +587,8 @@ def has_our_header(path: str) -> bool:
 
 
 def _contains_chunks(root: Path, name: str, *, private: bool) -> bool | None:
-    """Return True if a directory below `root` is one in which chunks lie, None if it is empty or vanishes: its first files
-    are chunks whose headers verify. With `private`, a `.tiercache` of ours lies beside it: then damaged chunks, chunks in
-    quarantine and files that are being written are taken for ours as well. Raises OSError."""
+    """Return True if the first files of a subdirectory are ours, None if it is empty or disappears. Headers must verify;
+    with `private`, beside a `.tiercache` of ours, damaged, quarantined and temporary files count too. Raises OSError."""
     if name not in TOP_LEVELS and not (private and name == "quarantine"):
         return False
     try:
@@ -612,7 +609,7 @@ def _has_our_content(name: str, directory: int, private: bool) -> bool:
 
 
 def _is_chunk(name: str, top: str, header: _Unread) -> bool:
-    """Return True for the name of a chunk; where the key is not as long as ours are, also the header has to verify."""
+    """Return True for a chunk's name. Keys of other lengths also need a valid header."""
     if CHUNK_NAME.fullmatch(name):
         return True
     return bool(_HEX_NAME.fullmatch(name)) and name.startswith(top) and header.verifies
@@ -626,15 +623,13 @@ _MANIFEST_ATTEMPTS = 8
 
 
 class WrongFormat(ValueError):
-    """The directory is of another version, or is not ours. The message says what was found."""
+    """The directory has another format or is foreign. The message says what was found."""
 
 
 def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access: Access) -> None:
-    """See that `root` has a manifest of this format; not where the device has no room for one, which is no reason not to
-    serve what lies there.
+    """Create the manifest of `root`, or check its format. A full device is no error.
 
-    `temporary` is a name that nobody else uses. A manifest that a crash left empty or torn is replaced. Raises WrongFormat,
-    OSError.
+    `temporary` is a unique name. An empty or torn manifest is replaced. Raises WrongFormat, OSError.
     """
     path = root / MANIFEST
     for _ in range(_MANIFEST_ATTEMPTS):
@@ -662,7 +657,7 @@ def require_manifest(root: Path, temporary: str, ways: Sequence[Publish], access
 
 
 def check_manifest(root: Path) -> None:
-    """As `require_manifest`, for who only reads: there may be none yet. Raises WrongFormat, OSError."""
+    """Check the manifest if there is one. Raises WrongFormat, OSError."""
     found = _read(root / MANIFEST)
     if found is not None and not _is_torn(found):
         _require_ours(root / MANIFEST, found)
@@ -678,7 +673,7 @@ def reads_directly(root: Path) -> bool:
 
 
 def reads_back(root: Path) -> bool:
-    """Whether the device gives what is in the manifest; what memory has kept of it says nothing. Does not raise."""
+    """Return True if the device can read the manifest, bypassing the page cache. Does not raise."""
     try:
         try:
             descriptor = open_regular(root / MANIFEST, os.O_RDONLY | os.O_DIRECT)
@@ -688,7 +683,7 @@ def reads_back(root: Path) -> bool:
             descriptor = open_regular(root / MANIFEST, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            with mmap.mmap(-1, _LARGEST_BYTES) as page:  # aligned, as O_DIRECT wants it
+            with mmap.mmap(-1, _LARGEST_BYTES) as page:  # O_DIRECT needs alignment
                 return os.preadv(descriptor, [page], 0) > 0
         finally:
             os.close(descriptor)
@@ -711,7 +706,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _is_torn(content: bytes) -> bool:
-    """Nothing, zeroes (a power cut leaves those) or the beginning of what we write."""
+    """Return True if the content is empty, zeroes (a power cut) or a beginning of ours."""
     rest = content.rstrip(b"\0")
     return rest not in (_CONTENT, _CONTENT[:-1]) and _CONTENT.startswith(rest)
 
@@ -743,7 +738,7 @@ def _name(unnamed: str, path: str, ways: Sequence[Publish]) -> None:
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
-    os.rename(unnamed, path)  # all of it all the same, and another's says the same
+    os.rename(unnamed, path)  # replacing is harmless: all write the same content
 
 
 def _remove_file(unnamed: str) -> None:
@@ -757,14 +752,13 @@ _SHARE_OF_FREE = 0.9
 
 
 def default_cap(directories: Sequence[Path], access: Access) -> int:
-    """Nine tenths of what is free and of what is counted there already, in all directories together: about the same in
-    every instance that shares them, and after every restart."""
+    """Return 90% of the free and the counted bytes of all directories: stable across instances and restarts."""
     free_bytes: dict[int, int] = {}
     counted_bytes = 0
     for directory in directories:
         access.make_root(directory)
         space = os.statvfs(directory)
-        # Directories of one file system have its free space together, not each.
+        # Directories on one file system share its free space.
         free_bytes[os.stat(directory).st_dev] = space.f_bavail * space.f_frsize
         counted_bytes += counted_in(directory / ".tiercache" / "ledger") or 0
     return int(_SHARE_OF_FREE * (sum(free_bytes.values()) + counted_bytes))
@@ -772,13 +766,13 @@ def default_cap(directories: Sequence[Path], access: Access) -> int:
 
 SUBDIRECTORY = "tiercache-chunks"
 _NEUTRAL = re.compile(rf"lost\+found|\.tiercache|{re.escape(MANIFEST)}|probe\.\d+\.\d+")
-"""Names that file systems put there, and that only we make."""
+"""Names of file systems and of our own files."""
 
 
 def found_place(directory: Path) -> Path:
-    """Return where the chunks of `directory` lie already, and `directory` itself where there are none. Changes nothing.
+    """Return the subdirectory if it holds our chunks, else `directory`. Changes nothing.
 
-    Links in the configured path are resolved here. Raises OSError.
+    Resolves links in the path. Raises OSError.
     """
     root = Path(os.path.realpath(directory))
     below = root / SUBDIRECTORY
@@ -786,9 +780,9 @@ def found_place(directory: Path) -> Path:
 
 
 def make_place(directory: Path, access: Access) -> Path:
-    """As `found_place`, with the directory made, and with the subdirectory where `directory` is not to be used itself.
+    """Create `directory`, or the subdirectory if `directory` cannot be used itself, and return it.
 
-    Raises PermissionError where the subdirectory is another user's, WrongFormat where it is not ours, OSError.
+    Raises PermissionError if the subdirectory is another user's, WrongFormat if it is foreign, OSError.
     """
     warn_of_missing_mount(directory)
     access.make_root(directory)
@@ -811,12 +805,12 @@ def make_place(directory: Path, access: Access) -> Path:
 
 
 def _is_claimed(place: Path) -> bool:
-    """Return True if a directory has our manifest or our count; a clean-up by hand rarely deletes both."""
+    """Return True if a directory has our manifest or our counter; manual clean-ups rarely delete both."""
     return os.path.lexists(place / MANIFEST) or counted_in(place / ".tiercache" / "ledger") is not None
 
 
 def _why_not(root: Path, access: Access) -> str:
-    """Why `root` is not used itself; empty where it is."""
+    """Return why `root` cannot be used itself, or an empty string."""
     status = os.stat(root)
     if not access.owns(status) and status.st_uid != _own_user(root):
         return f"belongs to user {status.st_uid}"
@@ -830,10 +824,10 @@ def _why_not(root: Path, access: Access) -> str:
 
 
 def _of_others(place: Path) -> list[str]:
-    """Return the names in a directory that are not ours; none where the directory is claimed.
+    """Return the foreign names in a directory; none if the directory is claimed.
 
-    When a directory is emptied, its manifest is gone as well. Instances that still run put chunks there before it is made
-    again, and all must come to the same answer.
+    Emptying a directory deletes its manifest, and running instances may store chunks before it is created again. All must
+    reach the same answer.
     """
     if _is_claimed(place):
         return []
@@ -848,11 +842,11 @@ def _of_others(place: Path) -> list[str]:
         name for name, ours in found.items()
         if ours is False or (ours is None and not are_empty_ours and os.path.lexists(place / name))
     ]  # fmt: skip
-    return [] if _is_claimed(place) else others  # asked again: other instances may begin at this moment
+    return [] if _is_claimed(place) else others  # another instance may have claimed it
 
 
 def _own_user(directory: Path) -> int:
-    """The user id that the mount shows for what this process makes; not its own where a server or an option maps it."""
+    """Return the user id of our new files on this mount; servers and mount options may map it."""
     probe = directory / f"probe.{os.getpid()}.{threading.get_ident()}"
     descriptor = open_regular(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

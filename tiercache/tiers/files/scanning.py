@@ -1,4 +1,9 @@
-"""A directory as a tier knows it, and how it comes to know it: looking at everything, in the background, while serving."""
+"""The state of one open directory, and the scan that fills its index while the tier serves.
+
+`Shelf` holds a `Volume` with its index and resolves the races between scans, lookups and deletions. `scan` lists the
+directory in worker threads, merges the result into the index in short steps on the event loop, and corrects the capacity
+counter.
+"""
 
 from __future__ import annotations
 
@@ -23,46 +28,45 @@ logger = logging.getLogger("tiercache.disk")
 Items = TypeVar("Items", bound=Any)
 
 _STEP = 1024
-"""Chunks that are taken up at a time: a millisecond of the loop."""
+"""Chunks merged into the index per step, about a millisecond on the loop."""
 _BREATH_S = 0.001
-"""Between two steps. A loop that is never idle keeps Python's lock from all threads: whoever gives it away for an instant
-has taken it back before they are awake, and they ask for it in vain for as long as that goes on."""
+"""Sleep between two steps. A loop that never sleeps starves the threads, since it takes Python's lock back before they
+wake."""
 _LEAST_PAUSE_S = 1.0
 _DOUBT_SHARE = 32
-"""A counter is in doubt that is by more than one part in so many of the cap above what is known to be there."""
+"""A counter is doubtful if it exceeds the known bytes by more than the cap divided by this."""
 
 
 class Shelf:
-    """A volume and what we know of it. Belongs to the event loop."""
+    """A volume, its index, and the operations in flight on them. Belongs to the event loop."""
 
     def __init__(self, volume: Volume, index: CappedIndex) -> None:
         self.volume = volume
         self.index = index
         self.on_other_volume: Callable[[], None] | None = None
-        """Called when another directory, or mount, has taken the place of the one that was open."""
+        """Called when another directory or mount has replaced the open one."""
         self.scanned = False
-        """Whether all that lies there is known."""
+        """True if a scan has seen every file of the directory."""
         self._found_more = asyncio.Event()
         self.scanning: asyncio.Task[None] | None = None
         self.catching_up: asyncio.Task[None] | None = None
         self.trimming: asyncio.Task[None] | None = None
         self.noted_while_scanning: set[ChunkKey] = set()
-        """Read or written since the scan began: what it found out about them may be older."""
+        """Keys that were read, written or deleted since the scan began; its result may be older."""
         self._looking_around: dict[int, set[ChunkKey]] = {}
-        """For each who looks at many files now: what was deleted meanwhile, and may have been seen still."""
+        """For each running listing, the keys deleted since it began."""
         self._leaving: dict[ChunkKey, Victims] = {}
-        """Evicted, and perhaps not deleted yet: whoever looks may see them still."""
+        """Evicted keys whose files may still exist."""
         self._looking: dict[ChunkKey, list[int]] = {}
-        """Of chunks that are looked for now: how many look, and how often it was stored, found or deleted since the first
-        began."""
+        """For each key with running lookups: their number, and the number of its changes since the first began."""
         self.next_scan_s = 0.0
         self.explained_bytes = 0
-        """Of the count, what the last scan found and is not in the index: directories, quarantine, and others' writes."""
+        """Counted bytes that the last scan found outside the index: directories, quarantine and others' writes."""
         self.replacing = asyncio.Lock()
         self.seed = xxhash.xxh3_64_intdigest(str(volume.root).encode())
 
     def begin_anew(self, volume: Volume, index: CappedIndex) -> None:
-        """Nothing of what was known is there any more."""
+        """Use another directory with an empty index."""
         known, self.index = self.index, index
         self.scanned, self.explained_bytes = False, 0
         self.take(volume)
@@ -72,7 +76,7 @@ class Shelf:
                 index.on_change(key)
 
     def take(self, volume: Volume) -> Volume:
-        """It is open in the place of the one that is returned."""
+        """Use another volume. Return the one it replaces."""
         taken, self.volume = self.volume, volume
         if self.on_other_volume is not None:
             self.on_other_volume()
@@ -80,12 +84,12 @@ class Shelf:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether more is counted than there is known to be."""
+        """True if the counter exceeds the bytes that are known to exist."""
         unexplained_bytes = self.volume.capacity.used_bytes - self.index.used_bytes - self.explained_bytes
         return unexplained_bytes > self.volume.cap_bytes // _DOUBT_SHARE
 
     def trimmed(self, task: asyncio.Task[None]) -> None:
-        """Callback of `trimming`."""
+        """Clear `trimming` when the task ends."""
         self.trimming = None
 
     def note(self, key: ChunkKey) -> None:
@@ -93,7 +97,7 @@ class Shelf:
             self.noted_while_scanning.add(key)
 
     def look_for(self, key: ChunkKey) -> int:
-        """Somebody looks whether it is there, until `looked`, which gets what this returns."""
+        """Begin a lookup of a key. Pass the result to `looked`."""
         looking = self._looking.setdefault(key, [0, 0])
         looking[0] += 1
         return looking[1]
@@ -102,7 +106,7 @@ class Shelf:
         return key in self._looking
 
     def looked(self, key: ChunkKey, since: int) -> bool:
-        """Whether nobody has stored, found or deleted it since, nor is about to delete it: what was seen holds."""
+        """End a lookup. Return True if its result still holds: no change of the key since, and no deletion in flight."""
         looking = self._looking[key]
         looking[0] -= 1
         if not looking[0]:
@@ -110,19 +114,19 @@ class Shelf:
         return looking[1] == since and key not in self._leaving
 
     def add(self, key: ChunkKey, occupied_bytes: int) -> None:
-        """It is there: who looks for it and found nothing, looked before."""
+        """Add a stored or found chunk. Invalidates running lookups of it."""
         self.index.add(key, occupied_bytes)
         self._changed(key)
 
     def removed(self, key: ChunkKey) -> None:
-        """It is gone, whatever somebody has seen before."""
+        """Remove a deleted chunk. Invalidates running lookups and listings of it."""
         self.index.remove(key)
         self._goes([key])
         self._changed(key)
 
     @contextmanager
     def looking_around(self) -> Iterator[set[ChunkKey]]:
-        """Somebody looks at many files; the chunks that may have been seen although they are gone."""
+        """Begin a listing of many files. Yields the set of keys whose deletion makes their listing obsolete."""
         gone = self._all_leaving()
         self._looking_around[id(gone)] = gone
         try:
@@ -134,7 +138,7 @@ class Shelf:
         self.noted_while_scanning = self._all_leaving()
 
     def scan_found(self, *, all_of_it: bool = False) -> None:
-        """More of what lies there is known, or all of it: let those who wait for it look again."""
+        """Wake the waiters of `knows` after a part of a scan, or after its end (`all_of_it`)."""
         if all_of_it:
             self.scanned, self.scanning = True, None
             self.noted_while_scanning.clear()
@@ -142,7 +146,7 @@ class Shelf:
         self._found_more = asyncio.Event()
 
     async def knows(self, known_bytes: int, timeout_s: float) -> None:
-        """Wait until the first scan has found so much, or has ended, but not for longer."""
+        """Wait until the first scan has found `known_bytes` or has ended, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not self.scanned and self.index.used_bytes < known_bytes:
@@ -150,8 +154,8 @@ class Shelf:
 
     @contextmanager
     def leaving(self, victims: Victims) -> Iterator[None]:
-        """While chunks that were evicted from the index are deleted: they are not taken up again because they are seen, and
-        a write of one waits, so that it is not its file that is deleted."""
+        """Mark evicted chunks while their files are deleted: scans do not add them again, and a write of one waits, so that
+        the deletion cannot hit the new file."""
         keys = [key for key, _ in victims]
         self._leaving.update(dict.fromkeys(keys, victims))
         self._goes(keys)
@@ -164,7 +168,7 @@ class Shelf:
                     self._has_left(key)
 
     async def left(self, key: ChunkKey) -> None:
-        """Wait until it is not being deleted."""
+        """Wait until the chunk is not being deleted."""
         while self._is_leaving(key):
             loop = asyncio.get_running_loop()
             end = asyncio.Event()
@@ -198,15 +202,15 @@ class Shelf:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, end: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(end.set)
 
 
 async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *, first: bool) -> Scanned | None:
-    """Bring the index up to what lies there and correct the count; None when that could not be done (it was logged).
+    """Update the index from the files and correct the counter. Return None if the directory was replaced meanwhile.
 
-    `first`: nothing was known before, so the order is that of the files' times. Later the order is what use has made it, and
-    what is new comes before all that, the oldest first.
+    `first`: order the index by file times. Later scans keep its order, and insert new chunks as the least recently used.
+    Raises OSError, TierUnavailable.
     """
     volume, index = shelf.volume, shelf.index
     loop = asyncio.get_running_loop()
@@ -234,7 +238,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
         newest_first = await workers.submit(found.newest_first)
         new, gone, explained_bytes = await _compare(found, newest_first, known, ignored)
         if shelf.volume is not volume:
-            return None  # it was replaced meanwhile, and is scanned anew
+            return None  # the replacement has its own scan
         if first:
             await _age(shelf, index, found, new)
         else:
@@ -244,8 +248,7 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
     finally:
         if not first:
             shelf.next_scan_s = loop.time() + max(_LEAST_PAUSE_S, pause_s(calls_s))
-    # No more than what was seen or announced: a count that others' writes leave uncertain stays in doubt, and is not taken
-    # for right just because it might be.
+    # Only seen or announced bytes explain the counter; it stays doubtful if other writers leave it uncertain.
     explained_bytes += mark.others_bytes
     shelf.explained_bytes = max(0, min(explained_bytes, volume.capacity.used_bytes - index.used_bytes))
     found.strays += volume.strays_removed
@@ -255,12 +258,12 @@ async def scan(shelf: Shelf, workers: Workers, ignored: Collection[ChunkKey], *,
         volume.root, len(found.keys), found.strays, found.foreign,
     )  # fmt: skip
     if changed_bytes and not first:
-        logger.info("%s: the count was corrected by %d bytes", volume.root, changed_bytes)
+        logger.info("%s: the capacity counter was corrected by %d bytes", volume.root, changed_bytes)
     return found
 
 
 async def _keys(index: CappedIndex) -> list[ChunkKey]:
-    """Return the known keys. What comes or goes meanwhile may be among them or not."""
+    """Return the known keys. Concurrent changes may be missing."""
     keys: list[ChunkKey] = []
     paused_at = 0
     for first_byte in range(PARTS):
@@ -274,10 +277,9 @@ async def _keys(index: CappedIndex) -> list[ChunkKey]:
 async def _compare(
     found: Scanned, newest_first: np.ndarray, known: list[ChunkKey], ignored: Collection[ChunkKey]
 ) -> tuple[np.ndarray, list[ChunkKey], int]:
-    """The positions of the chunks that were found and not known, the newest first, the keys that were known and not found,
-    and the bytes of all that is not to be in the index."""
+    """Return the positions of new chunks, newest first, the keys that have disappeared, and the bytes outside the index."""
     keys, sizes = found.keys, found.sizes
-    if not known and not ignored:  # as after most starts
+    if not known and not ignored:
         return newest_first, [], found.counted_bytes - int(np.asarray(sizes).sum())
     unseen: set[ChunkKey] = set()
     new, gone = array("q"), list[ChunkKey]()
@@ -338,10 +340,9 @@ async def _forget(shelf: Shelf, index: CappedIndex, keys: Sequence[ChunkKey]) ->
 
 
 async def _in_steps(items: Items, work: Callable[[Items], None]) -> None:
-    """Do it for all of them, a sequence, in steps with a breath between two.
+    """Apply `work` to slices of a sequence, with a short sleep in between.
 
-    Here, and not in a thread: one that computes gives Python's lock away every 5 ms only, and a read meanwhile waits so
-    long for each of its calls.
+    It runs on the loop, since a computing thread releases Python's lock only every 5 ms and would delay each call of a read.
     """
     for start in range(0, len(items), _STEP):
         if start:

@@ -1,5 +1,9 @@
-"""The directories of a file tier: opened, looked through in the background, caught up with, and begun anew when somebody
-empties, deletes or replaces them."""
+"""The directories of a file tier: opening, scanning, eviction, and replacement.
+
+`Shelves` owns one `Shelf` per configured directory and belongs to the event loop; blocking calls run in `MetadataWorkers`. A
+`Mover` moves the bytes and a `Knowledge` looks keys up; the tier combines the three. Background tasks scan, trim above caps
+and quotas, retry failed deletions, and reopen a directory that was emptied, deleted or mounted again.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +39,30 @@ _CLOSE_S = 5.0
 
 
 class MetadataWorkers(Workers):
-    """The mount may hang, and the loop must not: whatever is closed is closed here."""
+    """Threads for metadata calls on mounts that may hang, and for closing files."""
 
     def __init__(self, name: str, threads: int) -> None:
         super().__init__(f"{name}-metadata", threads)
         self.background = Workers(f"{name}-scan", threads)
-        """For scans, and deletions after one: look-ups do not wait for them. The next scan waits for those deletions."""
+        """Threads for scans and the deletions that follow them, so that lookups do not wait for these."""
         self._cleanups: set[asyncio.Future[Any]] = set()
 
     async def opened(self, open_it: Callable[[], object], close_it: Callable[[], object]) -> None:
-        """Call `open_it` in a thread. Where it fails or the caller is cancelled, `close_it` is called when it has ended."""
+        """Call `open_it` in a thread. If it fails or the caller is cancelled, call `close_it` after it ends."""
         unwanted = threading.Event()
 
         def run() -> None:
             try:
                 open_it()
             finally:
-                if unwanted.is_set():  # here, too: by now there may be no loop that would close it
+                if unwanted.is_set():  # the loop may be closed by now
                     close_it()
 
         opening = self.submit(run)
         try:
             await asyncio.shield(opening)
         except BaseException:
-            # Cancelled, it may still be at work in its thread.
+            # A cancelled call may still run in its thread.
             unwanted.set()
             opening.add_done_callback(retrieve_exception)
             opening.add_done_callback(lambda _: self.later(close_it))
@@ -66,7 +70,7 @@ class MetadataWorkers(Workers):
             raise
 
     def later(self, clean_up: Callable[..., object], *arguments: object) -> None:
-        """Do it in a thread. Nobody waits for it but `cleaned_up`; when the threads are closed, one is made for it."""
+        """Call `clean_up` in a thread, in a new one after close. Only `cleaned_up` waits for it."""
 
         def run() -> None:
             try:
@@ -86,12 +90,12 @@ class MetadataWorkers(Workers):
         self.background.close()
 
     def watch(self, work: asyncio.Future[Any]) -> None:
-        """Something that is still at work, though nobody waits for it any more."""
+        """Let `cleaned_up` wait for `work`."""
         self._cleanups.add(work)
         work.add_done_callback(self._cleanups.discard)
 
     async def cleaned_up(self) -> None:
-        """Wait for all that, but not for long, and let the threads end."""
+        """Wait a bounded time for abandoned work, then close the threads."""
         until_s = asyncio.get_running_loop().time() + _CLOSE_S
         try:
             while self._cleanups and (left_s := until_s - asyncio.get_running_loop().time()) > 0:
@@ -108,189 +112,183 @@ _STEPS = 64
 class FileSettings:
     directories: tuple[Path, ...]
     cap_bytes: int
-    """Of all directories together; each gets an equal share. 0 takes nine tenths of what is free (or ours already) when the
-    tier opens."""
+    """Limit of all directories together, in equal shares. 0: 90% of the free space and our own files at open."""
     threads: int = 4
-    """For reads; as many again for writes, or more. 1: one chunk after the other, in the order in which they were asked
-    for."""
+    """Read threads; writes get at least as many. 1 processes chunks one by one in the order of the calls."""
     direct: bool | None = None
     """O_DIRECT: True, False, or None to use it where it works."""
     durable: bool = True
-    """fdatasync each file before it gets its name. Its name follows with the file system's next commit (seconds): a power
-    cut can lose the newest chunks but never show half of one. Without, all that was written lately may be lost, and what is
-    torn is found by verification. Neither matters for kill -9."""
+    """Call fdatasync before a file is published. A power cut can then lose the newest chunks but never tear one. Without it,
+    recent chunks may be lost, and verification finds torn ones. kill -9 is harmless either way."""
     admission: str = "all"
-    """Which chunks are worth writing, see tiercache.core.admission."""
+    """Admission policy for writes, see tiercache.core.admission."""
     bytes_per_day: float = 0.0
-    """The most that is written a day; 0: no limit."""
+    """Limit of bytes written per day; 0: no limit."""
     file_access: str = "owner"
-    """Who may read what is stored: "owner" (0600, directories 0700) or "group" (0660, 2770). Directories that exist already
-    keep their modes, except those below them that are ours."""
+    """Permissions: "owner" (0600, directories 0700) or "group" (0660, 2770). An existing root keeps its mode."""
     chunk_bytes: int = 0
-    """The largest payload. Needed by those that move chunks through buffers of their own."""
+    """The largest payload. I/O backends with own buffers need it."""
     many_hosts: bool = False
-    """Other hosts use the directories, too, and must see what this one has reserved when it is gone."""
+    """Other hosts share the directories, so reservations must reach the server."""
     compression: str = "none"
-    """What is done to payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
+    """Compression of payloads in host memory: none, lz4, zstd or auto. See `tiercache.tiers.compression`."""
     item_bytes: int = 1
-    """Length of a number in them."""
+    """Bytes per number in a payload."""
     tenant_bytes: int = 0
-    """What each tenant may have of all directories together, of each an equal share; 0: no quota."""
+    """Quota of each tenant in all directories together, in equal shares; 0: no quota."""
     beside: bool = True
-    """A file is made in the directory in which it will have its name, see `Volume`."""
+    """Write temporary files beside the chunks, see `Volume`."""
 
     @property
     def tenant_share_bytes(self) -> int:
-        """Of one directory."""
+        """Quota of a tenant in one directory."""
         return self.tenant_bytes // len(self.directories)
 
     def step_of(self, cap_bytes: int) -> int:
-        """In how large steps a process reserves bytes of a directory with that cap."""
+        """Return the bytes that a process reserves at a time in a directory with that cap."""
         return min(_LARGEST_STEP_BYTES, cap_bytes // _STEPS)
 
 
 class Mover(ABC):
-    """Who moves bytes between memory and files. What a call promises is what `Volume.read` and `Volume.write` promise; what
-    has been begun goes on when its future is cancelled."""
+    """I/O backend: moves bytes between memory and files. Calls keep the contracts of `Volume.read` and `Volume.write`.
+    Cancelling a future does not stop its operation."""
 
     places: int
-    """How many reads it takes on at a time. Known once it is open."""
+    """Concurrent reads. Set by `open`."""
     sees_remounts = False
-    """Whether it finds out itself that another mount is in the place of its own, and calls `Shelves.remount`."""
+    """True if the backend itself detects another mount in place of its own and calls `Shelves.remount`."""
     perhaps_files = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EREMOTEIO})
-    """Errors of a read that are the file's fault, or the device's."""
+    """Read errors that the file or the device may have caused."""
 
     async def prepare(self) -> None:  # noqa: B027 - most have nothing to do then
-        """Before the directories are opened. Raises ConfigError."""
+        """Prepare before the directories are opened. Raises ConfigError."""
 
     async def open(self) -> None:  # noqa: B027
-        """The directories are open. Raises ConfigError."""
+        """Start after the directories are open. Raises ConfigError."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Idempotent; does not wait for what hangs."""
+        """Close. Idempotent; does not wait for hung calls."""
 
     @property
     def write_places(self) -> int:
-        """How many writes it takes on at a time."""
+        """Concurrent writes."""
         return self.places
 
     @property
     def serves_device(self) -> bool:
-        """Whether it moves device memory. Known once it is open."""
+        """True if the backend moves device memory. Set by `open`."""
         return False
 
     @property
     def keeps_files_open(self) -> bool:
-        """A deleted file takes its space until it is closed."""
+        """True if files stay open between calls: a deleted file occupies space until it is closed."""
         return False
 
     def describe(self) -> str:
-        """A phrase for a log line, or nothing."""
+        """Return a phrase for a log line, or nothing."""
         return ""
 
     @abstractmethod
     def read(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        """As `Volume.read`."""
+        """Read a chunk like `Volume.read`."""
 
     @property
     def prefetches_apart(self) -> bool:
-        """As `Traits.prefetches_apart`."""
+        """See `Traits.prefetches_apart`."""
         return False
 
     def prefetch(self, volume: Volume, key: ChunkKey, into: np.ndarray) -> asyncio.Future[int | None]:
-        """As `read`; it may stand still while there are reads."""
+        """Read with less priority; the call may pause during reads."""
         return self.read(volume, key, into)
 
     def hurry(self, key: ChunkKey) -> None:  # noqa: B027
-        """As `Tier.hurry`."""
+        """See `Tier.hurry`."""
 
     @abstractmethod
     def write(
         self, volume: Volume, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        """As `Volume.write`."""
+        """Write a chunk like `Volume.write`."""
 
     def read_device(self, volume: Volume, key: ChunkKey, into: Tensor) -> asyncio.Future[int | None]:
-        """As `Volume.read`, into device memory."""
+        """Read a chunk into device memory like `Volume.read`."""
         raise DeviceError("there is no device; only host memory is served")
 
     def write_device(
         self, volume: Volume, key: ChunkKey, payload: Tensor, payload_bytes: int, victims: Victims
     ) -> asyncio.Future[int]:
-        """As `Volume.write`, from device memory."""
+        """Write a chunk from device memory like `Volume.write`."""
         raise DeviceError("there is no device; only host memory is served")
 
     def forget(self, path: str) -> None:  # noqa: B027
-        """The file at `path` is gone, or is being deleted: close it. Blocks; in a worker thread."""
+        """Close the file at `path`, which is being or was deleted. May block; runs in a worker thread."""
 
     def deleted(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027
-        """Chunks are being deleted, or were, by any process: close their files soon."""
+        """Close the files of chunks that any process deletes or deleted."""
 
     async def close_deleted(self) -> int:
-        """Close the files that other processes have deleted. Return how many there were."""
+        """Close files that other processes have deleted. Return their number."""
         return 0
 
     def failed(self, error: OSError) -> None:  # noqa: B027
-        """A call failed, perhaps because the mount is dead."""
+        """Note a failed call; the mount may be dead."""
 
     def suspect(self) -> None:  # noqa: B027
-        """A directory is not what it was."""
+        """Note that a directory was replaced."""
 
 
 class Knowledge(ABC):
-    """What is known of a directory."""
+    """Looks keys up in the directories and keeps the indexes fresh."""
 
     @abstractmethod
     def make_index(self) -> CappedIndex:
-        """An empty one."""
+        """Return an empty index."""
 
     def begin(self, shelf: Shelf) -> None:  # noqa: B027 - only shared directories need it
-        """Keep the index of a shelf fresh from now on."""
+        """Start to keep a directory's index fresh."""
 
     @abstractmethod
     async def probe(self, keys: Sequence[ChunkKey]) -> int:
-        """As `Tier.probe`."""
+        """See `Tier.probe`."""
 
     @abstractmethod
     async def probe_each(self, keys: Sequence[ChunkKey]) -> list[bool]:
-        """As `Tier.probe_each`."""
+        """See `Tier.probe_each`."""
 
     def missed(self, shelf: Shelf) -> None:  # noqa: B027
-        """Somebody read a chunk that is in no index."""
+        """Note a read of a chunk that was in no index."""
 
     def follow_deletions(  # noqa: B027 - what follows everything needs nothing for it
         self, shelf: Shelf, on_stored: Callable[[ChunkKey], None] | None = None
     ) -> None:
-        """What others delete is to leave the index soon, and not when somebody asks for it. `on_stored` is called with the
-        chunks that somebody stores, here or elsewhere on this host, as far as the kernel tells."""
+        """Remove from the index what other processes delete. Call `on_stored` for chunks stored by any process, as far as
+        the kernel reports them."""
 
     async def refreshed(self) -> None:  # noqa: B027
-        """Wait until the index has what others did before this call, where it follows them."""
+        """Wait until the index contains all earlier changes of other processes, if it follows them."""
 
     def close(self) -> None:  # noqa: B027
-        """Let threads end. What was begun is called off by then."""
+        """Let threads end. Tasks are already cancelled."""
 
 
 _SCAN_WAIT_S = 2.0
-"""How long a write waits for a scan that may find room."""
+"""Longest wait of a write for a scan that may find victims."""
 _DEAD_MOUNT = frozenset({errno.ENOTCONN, errno.ESTALE, errno.ESHUTDOWN})
-_DELETED = "%s was deleted by somebody else; it was made anew"
-_EMPTIED = "%s was emptied or replaced by somebody else; starting it anew"
-_MOUNTED_ANEW = "another mount is at %s now; what lies on it is being looked for"
+_DELETED = "%s was deleted by another program; it was created again"
+_EMPTIED = "%s was emptied or replaced by another program; opening it again"
+_MOUNTED_ANEW = "another mount is at %s now; scanning it"
 _REFUSED_KEPT = 4096
 _CATCH_UP_S = 1.0
-"""Until what failed is tried again, and what is not used any more is given back. It costs a call or two, and may be room
-that others lack."""
+"""Delay before failed work is retried and unused reservations are returned."""
 _SWEEP_S = 5.0
-"""How long a file may stay open, and allocated, that another instance deleted."""
+"""Longest time that a file deleted by another instance stays open."""
 _TRIM_STEP = 256
-"""Chunks that are evicted in one hand-over where a cap was lowered."""
+"""Chunks deleted per call when a cap was lowered."""
 _OVER_THE_CAP = 8
-"""A cap that is exceeded by more chunks than these was lowered. Writes then make room for themselves, and the rest is
-evicted in the background."""
+"""An excess above this many chunks means that the cap was lowered: writes evict little, the background the rest."""
 _FIRST_FOUND_S = 2.0
-"""The time that a write to a full directory waits for the first scan to find victims."""
+"""Longest wait of a write to a full directory for the first scan to find victims."""
 
 
 def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
@@ -299,7 +297,7 @@ def give_up_bytes(lacking_bytes: int, needed_bytes: int) -> int:
 
 
 class Shelves:
-    """All methods belong to the event loop. Calls that block run in `metadata`."""
+    """All directories of a tier. Methods run on the event loop; blocking calls run in `metadata`."""
 
     def __init__(
         self,
@@ -311,8 +309,8 @@ class Shelves:
         mover: Callable[[Shelves], Mover],
         knowledge: Callable[[Shelves], Knowledge],
     ) -> None:
-        """`option` is the configuration key that names the directories, for messages. The parts are made here; none looks at
-        another one then."""
+        """`option` is the configuration key of the directories, for messages. `mover` and `knowledge` are factories that
+        must not access the other parts yet."""
         self.name = name
         self.option = option
         self.settings = settings
@@ -323,7 +321,7 @@ class Shelves:
         )
         self.counters = TierStatistics()
         self.refused: dict[ChunkKey, None] = {}
-        """Bad chunks that may still lie there (read-only directory): a look into the directory does not take them up."""
+        """Bad chunks in read-only directories; scans ignore them."""
         self.metadata = MetadataWorkers(name, metadata_threads)
         self.closed = False
         self._only_reads = False
@@ -334,10 +332,11 @@ class Shelves:
         self.mover = mover(self)
         self.knowledge = knowledge(self)
         self.evicted = 0
-        """Chunks that this instance evicted for the cap, or because tenants were above their quotas."""
+        """Chunks evicted by this instance for caps and quotas."""
 
     async def open(self, *, only_reads: bool = False) -> None:
-        """`only_reads`: change nothing there. Raises ConfigError with everything closed again: it may be tried once more."""
+        """Open all directories and start scanning. `only_reads`: change nothing in them. After a ConfigError everything is
+        closed, and the call may be repeated."""
         self._only_reads = only_reads
         try:
             await self._open_all()
@@ -368,7 +367,7 @@ class Shelves:
         await self.mover.open()
 
     async def close(self) -> None:
-        """Call off what is done in the background, then close the directories. Waits for what hangs, but not for long."""
+        """Cancel background tasks and close the directories. Waits a bounded time for hung calls."""
         self.closed = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -388,7 +387,7 @@ class Shelves:
         return len(self.all) == len(self.settings.directories)
 
     def begin(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """In the background, until it ends or the tier is closed."""
+        """Run `work` in the background until it ends or the tier closes."""
         task = asyncio.create_task(work, name=f"tiercache-{name}")
         task.add_done_callback(_complain)
         task.add_done_callback(self._tasks.discard)
@@ -396,23 +395,23 @@ class Shelves:
         return task
 
     def tell(self, on_change: Callable[[ChunkKey], None]) -> None:
-        """As `Tier.tell`, also before the directories are open."""
+        """Report changes like `Tier.tell`. May be called before `open`."""
         self._on_change = on_change
         for shelf in self.all:
             shelf.index.on_change = on_change
             self.knowledge.follow_deletions(shelf)
 
-    # Where chunks are
+    # Locating chunks
 
     def contains(self, key: ChunkKey) -> bool:
         return any(key in shelf.index for shelf in self.all)
 
     def known(self) -> Sequence[Container[ChunkKey]]:
-        """The chunks known in each directory."""
+        """Return the keys in each directory's index."""
         return [shelf.index.keys for shelf in self.all]
 
     def prefix(self, keys: Sequence[ChunkKey]) -> int:
-        """As `Tier.prefix`."""
+        """See `Tier.prefix`."""
         if len(self.all) == 1:
             return self.all[0].index.prefix(keys)
         for position, key in enumerate(keys):
@@ -421,10 +420,10 @@ class Shelves:
         return len(keys)
 
     def places(self, key: ChunkKey) -> list[Shelf]:
-        """Where a chunk is known to be, else where it may be, the likeliest first.
+        """Return the directory that is known to hold a chunk, else all of them, the likeliest first.
 
-        Directories are ranked by rendezvous hashing (Thaler and Ravishankar): each gets an equal share, and one that is
-        added takes its own from all alike. What lies elsewhere since before is still found.
+        Rendezvous hashing (Thaler and Ravishankar) ranks them: each gets an equal share, and an added directory takes its
+        share evenly from the others. Older chunks are still found.
         """
         if len(self.all) == 1:
             return self.all
@@ -434,7 +433,7 @@ class Shelves:
         return sorted(self.all, key=lambda shelf: xxhash.xxh3_64_intdigest(key, shelf.seed), reverse=True)
 
     def path(self, key: ChunkKey) -> str:
-        """The file that holds `key`, or would."""
+        """Return the path where `key` is or would be stored."""
         return self.places(key)[0].volume.path(key)
 
     def refuse(self, key: ChunkKey) -> None:
@@ -443,14 +442,14 @@ class Shelves:
             del self.refused[next(iter(self.refused))]
 
     def deleted(self, keys: list[ChunkKey]) -> None:
-        """Chunks are being deleted, or were, by any process: a file that is open still takes its space."""
+        """Close the files of chunks that any process deletes or deleted."""
         self.mover.deleted(keys)
 
     async def close_deleted(self) -> int:
-        """Close deleted files, which take space while they are open. Return how many there were."""
+        """Close deleted files. Return their number."""
         return await self.mover.close_deleted()
 
-    # Looking through directories
+    # Scans
 
     def begin_scan(self, shelf: Shelf, *, first: bool) -> None:
         if self.closed:
@@ -460,12 +459,12 @@ class Shelves:
         task.add_done_callback(self._scans.discard)
 
     def scan_soon(self, shelf: Shelf) -> None:
-        """Look again what is there, but not all the time."""
+        """Start a scan unless one runs or the last one was recent."""
         if shelf.scanning is None and asyncio.get_running_loop().time() >= shelf.next_scan_s:
             self.begin_scan(shelf, first=False)
 
     async def scanned_soon(self, shelf: Shelf) -> bool:
-        """As `scan_soon`, and wait for it, but not for long; whether one ended."""
+        """Call `scan_soon` and wait a bounded time. Return True if a scan ended."""
         self.scan_soon(shelf)
         scanning = shelf.scanning
         if scanning is None:
@@ -473,11 +472,11 @@ class Shelves:
         return bool((await asyncio.wait([scanning], timeout=_SCAN_WAIT_S))[0])
 
     async def scanned(self) -> None:
-        """Wait for all scans that are under way."""
+        """Wait for all running scans."""
         await asyncio.gather(*self._scans)
 
     async def first_scan(self, shelf: Shelf) -> None:
-        """Wait until the shelf was looked through once."""
+        """Wait until the directory has been scanned once."""
         while not shelf.scanned and self._scans:
             await asyncio.wait(self._scans)
 
@@ -503,11 +502,11 @@ class Shelves:
     # Making room
 
     async def make_room(self, shelf: Shelf, needed_bytes: int, deficit_bytes: int) -> Victims:
-        """Return the chunks that a writer of `needed_bytes` has to delete first, the least recently used ones that this
-        instance knows, when `deficit_bytes` (if above zero) are lacking. Raises TierFull."""
+        """Return the victims of a write of `needed_bytes` that lacks `deficit_bytes`, the least recently used chunks of the
+        index. Raises TierFull."""
         volume, index = shelf.volume, shelf.index
         if not shelf.scanned:
-            # What is known is not all that lies there yet, which says nothing against the count.
+            # The index is incomplete, so a higher counter is not suspicious.
             await shelf.knows(give_up_bytes(deficit_bytes, needed_bytes), _FIRST_FOUND_S)
         elif deficit_bytes > 0 and shelf.is_doubtful:
             if 2 * index.used_bytes > volume.cap_bytes:
@@ -522,7 +521,7 @@ class Shelves:
         if deficit_bytes > index.used_bytes and shelf.volume is volume and await self.scanned_soon(shelf):
             deficit_bytes = min(deficit_bytes, volume.capacity.used_bytes + needed_bytes - volume.cap_bytes)
         if shelf.volume is not volume:
-            return Victims()  # it was replaced meanwhile, and what is there now says what it lacks
+            return Victims()  # the new directory has its own deficit
         if deficit_bytes > index.used_bytes:
             raise TierFull(
                 f"{volume.root}: {volume.capacity.used_bytes} of {volume.cap_bytes} bytes are in use and only "
@@ -531,13 +530,13 @@ class Shelves:
         return self._evict(shelf, deficit_bytes)
 
     def trim_soon(self, shelf: Shelf) -> None:
-        """Evict in the background what tenants have above their quotas. Other instances may have written it."""
+        """Evict in the background what exceeds tenants' quotas; other instances may have written it."""
         if not self.closed and not self._only_reads and shelf.trimming is None and shelf.index.excess_bytes > 0:
             shelf.trimming = self.begin(self._trim(shelf), f"trim-{shelf.volume.root}")
             shelf.trimming.add_done_callback(shelf.trimmed)
 
     async def _trim(self, shelf: Shelf) -> None:
-        """Evict what is above the cap, or above a quota, in steps, so that writes get their turn."""
+        """Evict what exceeds the cap or a quota, in steps, so that writes can run in between."""
         volume = shelf.volume
         while shelf.volume is volume and not self._only_reads:
             excess_bytes = max(volume.capacity.used_bytes - volume.cap_bytes, shelf.index.excess_bytes)
@@ -558,11 +557,11 @@ class Shelves:
         self.evicted += len(victims)
         return victims
 
-    # Making up for what failed
+    # Retries
 
     def catch_up_soon(self, shelf: Shelf) -> None:
-        """Where something failed that the next change would make up for: it need not wait for one. Of several instances the
-        others cannot use what this one has freed and could not take off the count, and this one may have nothing to do."""
+        """Start to retry failed deletions and counter updates. Other instances cannot use freed bytes that stay counted, and
+        this one may have nothing to write."""
         if not self.closed and shelf.catching_up is None and shelf.volume.is_behind:
             shelf.catching_up = self.begin(self._catch_up(shelf), f"catch-up-{shelf.volume.root}")
 
@@ -578,8 +577,7 @@ class Shelves:
             shelf.catching_up = None
 
     async def _sweep(self) -> None:
-        """Close deleted files, and give back what was freed by deletions that are not waited for, from time to time: neither
-        may stay allocated, or counted, while this instance is idle."""
+        """Periodically close deleted files and return freed bytes, also while this instance is idle."""
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
@@ -589,17 +587,17 @@ class Shelves:
             for shelf in self.all:
                 self.catch_up_soon(shelf)
 
-    # Beginning anew
+    # Replaced directories
 
     async def is_replaced(self, volume: Volume, error: OSError) -> bool:
-        """Whether what we have open lies on a mount that died, and another one is in its place."""
+        """Return True if our open files are on a dead mount and another mount has taken its place."""
         if self.mover.sees_remounts or error.errno not in _DEAD_MOUNT:
             return False
         return await self.metadata.submit(volume.answers)
 
     async def reopen(self, shelf: Shelf, stale: Volume) -> None:
-        """The directory was emptied, deleted or replaced under us: what we knew is gone, begin anew. `stale` is the volume
-        that the caller found so; others may have found it at the same time."""
+        """Replace the volume of a directory that was emptied, deleted or replaced. `stale` is the volume that the caller
+        used; concurrent calls for the same one replace it once."""
         self.mover.suspect()
         async with shelf.replacing:
             if shelf.volume is stale:
@@ -622,24 +620,23 @@ class Shelves:
                 raise TierUnavailable(f"{self.name}: the chunks in {stale.root} are being counted")
 
     async def remount(self) -> None:
-        """Another mount serves the directories: what is open on the old one is of no use. Chunks are where they were."""
+        """Reopen all directories on the new mount. The indexes stay valid."""
         for shelf in self.all:
             async with shelf.replacing:
                 fresh = await self._opened_anew(shelf)
                 self.metadata.later(shelf.take(fresh).close)
-                # Writes that died with the mount are still counted. A scan corrects that.
+                # Writes that the old mount lost are still counted until a scan.
                 self.begin_scan(shelf, first=False)
 
     def replace_soon(self, shelf: Shelf) -> None:
-        """Where the count is another one, also where nothing is written. A directory that was moved away may come back, and
-        who only looks does not need another one."""
+        """Replace a directory whose counter is missing, also if nothing writes to it. Creates no directory: a moved one may
+        come back."""
         if shelf.volume.capacity.missing and not shelf.replacing.locked():
             replacing = self._replace(shelf, shelf.volume, may_make=False)
             self.begin(replacing, f"replace-{shelf.volume.root}")
 
     async def _replace(self, shelf: Shelf, stale: Volume, *, may_make: bool = True) -> None:
-        """As `reopen`, where no write finds it out: one that sees a full directory never comes to the count. `may_make`:
-        also where there is no directory at all."""
+        """Call `reopen` if the directory was wiped. `may_make`: also if it is missing."""
         try:
             is_there = may_make or await self.metadata.submit(stale.root.is_dir)
             if is_there and await self.metadata.submit(stale.is_wiped):
@@ -667,7 +664,7 @@ class Shelves:
         return volume
 
     async def _place_of(self, directory: Path) -> Path:
-        """Where the chunks of a configured directory lie."""
+        """Return the root that stores the chunks of a configured directory."""
         try:
             if self._only_reads:
                 return await self.metadata.submit(found_place, directory)
@@ -678,8 +675,7 @@ class Shelves:
             raise ConfigError(f"{self.option}: {directory} cannot be used: {error}") from error
 
     async def _opened_anew(self, shelf: Shelf) -> Volume:
-        """Open what has the path of a shelf's directory now, by the rule of the start: a foreign one is not used itself.
-        Raises ConfigError."""
+        """Open the directory that has the configured path now, under the same rules as at the start. Raises ConfigError."""
         place = await self._place_of(self.settings.directories[self.all.index(shelf)])
         fresh = self.make_volume(place, shelf.volume.cap_bytes)
         await self._open_volume(fresh)
@@ -694,7 +690,7 @@ class Shelves:
             raise ConfigError(f"{self.option}: {volume.root} cannot be used: {error}") from error
 
     def _require_another(self, volume: Volume) -> None:
-        """Raises ConfigError for the directory of an earlier shelf, under another name or through a link."""
+        """Raise ConfigError if the directory equals an earlier one under another name."""
         directories = self.settings.directories
         for shelf, directory in zip(self.all, directories, strict=False):
             if shelf.volume is not volume and shelf.volume.identity.is_same(volume.identity):

@@ -1,15 +1,19 @@
-"""A directory of chunk files. Synchronous; everything here may block and runs in worker threads.
+"""The chunk files of one directory: read, write, delete, quarantine and count them.
+
+`Volume` is synchronous, may block, and runs in worker threads. A write deletes its victims, reserves bytes with `Capacity`,
+writes a temporary file and publishes it under the name of its key. A read verifies the file and quarantines a bad one.
+`OnlyRead` changes nothing in the directory and counts nothing.
 
 ```
 <root>/tiercache.json            manifest: the format of this directory
 <root>/<2 hex>/<key>             chunks
 <root>/quarantine/<key>.<time>   the last few that failed verification
 <root>/.tiercache/ledger         the capacity counter: bytes in use, shared by all processes
-<root>/<2 hex>/<owner>.<n>       files being written (in .tiercache/tmp without `beside`)
+<root>/<2 hex>/<owner>.<n>       temporary files (in .tiercache/tmp without `beside`)
 <root>/.tiercache/tmp/<owner>.*  <owner>.lock is held by a writer
 ```
 
-256 directories, no second level below them: two directories for each chunk cost a third of the durable write speed at 2 MiB.
+The 256 directories have no second level: it would slow down durable writes.
 """
 
 from __future__ import annotations
@@ -74,9 +78,9 @@ T = TypeVar("T")
 
 _MOST_UNDELETED = 1024
 _UNDELETED_AT_A_TIME = 4
-"""So many of them a write tries to delete once more."""
+"""The number of leftover temporary files that each write tries to delete."""
 _TRIES = 4
-"""Times that our own files are made on a full device, each with the room of one chunk more."""
+"""Attempts to create our own files on a full device. Each failure deletes a chunk."""
 
 
 class Volume:
@@ -94,11 +98,10 @@ class Volume:
         access: Access = OWNER,
         compression: Compression | None = None,
     ) -> None:
-        """`step_bytes` and `many_hosts`: see `Capacity`. `compression`: none unless given.
+        """Describe the directory; nothing is opened. `Capacity` defines `step_bytes` and `many_hosts`.
 
-        `beside`: a file is made in the directory in which it will have its name. Linux changes one name of a directory at
-        a time, and moves one file at a time between directories of a mount: all writes would wait for one another, for as
-        long as such calls take (a round trip; on ext4, what `spread` says)."""
+        `beside`: write temporary files in the directory of the chunk instead of `.tiercache/tmp`. Linux serialises renames
+        between directories of a mount, and changes within one directory."""
         self.root = root
         self.cap_bytes = cap_bytes
         self.fingerprint = fingerprint
@@ -116,18 +119,19 @@ class Volume:
         self.quarantined = Quarantine(root / "quarantine", access)
         self.surveyor = Surveyor(root, self._owner, access)
         self._undeleted: deque[PendingFile] = deque()
-        """Files of failed writes that could not be deleted, or may be there. They stay counted."""
+        """Temporary files of failed writes that could not be deleted, or may exist. They stay counted."""
         self._is_closed = False
         self.strays_removed = 0
         self.on_delete: Callable[[str], None] = lambda path: None
-        """Called with the path of each chunk that was deleted, by us or by others: where its file is kept open, it takes
-        its space until it is closed."""
+        """Called with the path of each chunk that any process deleted: an open file occupies space until it is closed."""
         self.publisher = Publisher(access, self.quarantined, lambda: self.capacity)
         self.identity = Identity(root)
 
     def open(self) -> None:
-        """Make the directory ready. Raises OSError when it cannot be used, WrongFormat when it is not ours, TierUnavailable
-        when somebody keeps its lock. A full device is no reason: what lies there can be served, and evicted."""
+        """Make the directory ready. A full device is no error.
+
+        Raises OSError if it cannot be used, WrongFormat if it is foreign, TierUnavailable if another process holds its
+        lock."""
         self.access.make_root(self.root)
         self.identity.note()
         self._with_room(self._keep_books)
@@ -145,7 +149,7 @@ class Volume:
             self.capacity.trust()
 
     def _keep_books(self) -> None:
-        """Make our directories, lock file, counter and manifest, as far as they are not there."""
+        """Create our directories, lock file, counter and manifest where they are missing."""
         for directory in (self._private, self._temporary):
             self.access.make_directory(directory)
             self.access.enforce(directory)
@@ -158,8 +162,7 @@ class Volume:
         self.require_manifest()
 
     def _with_room(self, make: Callable[[], None]) -> None:
-        """Call `make` until it finds room, and delete a chunk for each try. A device may be full of chunks when another
-        program deletes what is needed to evict them."""
+        """Call `make` until it finds room; delete a chunk after each failure. A device can be too full to evict normally."""
         for left in reversed(range(_TRIES)):
             try:
                 return make()
@@ -168,7 +171,7 @@ class Volume:
                     raise
 
     def _delete_any(self) -> bool:
-        """Delete a chunk, uncounted; return False where there is none."""
+        """Delete any chunk without counting it. Return False if there is none."""
         for top in TOP_LEVELS:
             with suppress(*ABSENT), opened_directory(self.root / top, to_list=True) as directory:
                 for name in filter(CHUNK_NAME.fullmatch, os.listdir(directory)):
@@ -179,12 +182,11 @@ class Volume:
         return False
 
     def require_manifest(self) -> None:
-        """Somebody who empties the directory takes the manifest, too."""
+        """Create or check the manifest. It disappears when another program empties the directory."""
         require_manifest(self.root, f"{self._temporary}/{self._owner.name}.00", self.publisher.ways, self.access)
 
     def answers(self) -> bool:
-        """Return True if the directory can be reached by its path, whatever became of the files that are open there. It is
-        opened: of a mount that has just died, the kernel still knows which files are there."""
+        """Return True if the path leads to a working directory. Lists it, since the kernel caches names of a dead mount."""
         try:
             with opened_directory(self._private, to_list=True) as directory:
                 os.stat("ledger", dir_fd=directory)
@@ -193,15 +195,15 @@ class Volume:
         return True
 
     def is_wiped(self) -> bool:
-        """Whether somebody deleted or replaced our lock file or the counter. Raises OSError when the device does not say."""
+        """Return True if our lock file or the counter was deleted or replaced. Raises OSError if the device fails."""
         return self._owner.lost or self.capacity.is_lost()
 
     def is_mounted_anew(self) -> bool:
-        """Whether what we have open lies on another mount than what has the directory's path now."""
+        """Return True if the path now leads to another mount than our open files."""
         return self.identity.is_mounted_anew(self._owner.descriptor)
 
     def close(self) -> None:
-        """Give back everything, locks last. Waits a moment at most: an operation that has not ended gives them back then."""
+        """Release everything, locks last. Waits briefly; an operation that is still running releases them when it ends."""
         self._is_closed = True
         while self._undeleted:
             self._keep(self._undeleted.popleft())
@@ -215,7 +217,7 @@ class Volume:
         return f"{self.root}/{name[:2]}/{name}"
 
     def occupied_by(self, key: ChunkKey) -> int:
-        """Bytes that a chunk occupies; 0 where it is not here."""
+        """Return the bytes that a chunk occupies; 0 if it is missing."""
         path = self.path(key)
         try:
             status = os.lstat(path)
@@ -225,29 +227,30 @@ class Volume:
         return occupied_bytes(status) if stat.S_ISREG(status.st_mode) else 0
 
     def require_place(self, path: str) -> None:
-        """Raise NotADirectoryError where a chunk's `path` leads through a link or another user's directory,
-        FileNotFoundError where its directory is not there."""
+        """Raise NotADirectoryError if the directory of a chunk's `path` is a link or another user's, FileNotFoundError if it
+        is missing."""
         self._require_own(os.path.dirname(path))
 
     def _require_own(self, directory: Path | str) -> None:
-        """Raise NotADirectoryError where `directory` is a link or another user's, FileNotFoundError."""
+        """Raise NotADirectoryError if `directory` is a link or another user's, FileNotFoundError if it is missing."""
         require_owner(directory, require_directory(directory), self._owns)
 
     def _owns(self, status: os.stat_result) -> bool:
-        """Whether a directory below ours is ours as well."""
+        """Return True if a subdirectory belongs to us."""
         return self.access.owns(status) or status.st_uid == self.identity.user
 
     def read(self, key: ChunkKey, into: np.ndarray, pause: Callable[[], None] | None = None) -> int | None:
-        """Verified read; None when the file is not here, also where the directory was deleted. A corrupt file is in
-        quarantine when CorruptChunk is raised. Raises FileNotFoundError where the directory is away, and may come back.
-        `pause` as for `read_chunk_file`."""
+        """Read and verify a chunk. Return its length; None if the file is missing or the directory was deleted.
+
+        Raises CorruptChunk (the file is in quarantine then), FileNotFoundError if the directory is temporarily missing.
+        `read_chunk_file` defines `pause`."""
         return self.read_by(
             key,
             lambda path: read_chunk(path, key, self.fingerprint, into, self.compression, direct=self.direct, pause=pause),
         )
 
     def read_by(self, key: ChunkKey, reader: Callable[[str], int]) -> int | None:
-        """As `read`, with a `reader` that gets the path and returns the payload's length, or raises as `read_chunk`."""
+        """`read` through a `reader`, which gets the path and returns the payload's length or raises like `read_chunk`."""
         path = self.path(key)
         try:
             self.require_place(path)
@@ -256,7 +259,7 @@ class Volume:
             except CorruptChunk:
                 if not self._many_hosts:
                     raise
-                return reader(path)  # a bit may have flipped on its way over the network
+                return reader(path)  # the network may have flipped a bit
         except ABSENT:
             if not self.identity.is_here_or_deleted():
                 raise
@@ -268,18 +271,17 @@ class Volume:
     def write(
         self, key: ChunkKey, payload: np.ndarray, payload_bytes: int, victims: Victims, turns: DeviceTurns = EVERYBODYS
     ) -> int:
-        """Delete `victims`, then publish the chunk atomically, in one of `turns`. Returns the bytes it occupies.
+        """Delete `victims`, then publish the chunk atomically within `turns`. Return the bytes that it occupies.
 
-        Raises TierFull when it does not fit under the cap, NameTaken when this chunk has no place, OSError (ENOSPC among
-        others) when the device says no; the victims are gone all the same."""
+        Raises TierFull above the cap, NameTaken if something foreign has the chunk's name, OSError (ENOSPC among others).
+        The victims are deleted in any case."""
         with self.compression.pack(key, self.fingerprint, payload, payload_bytes) as stored:
             way = partial(write_chunk, direct=self.direct, durable=self.durable, turns=turns)
             return self.write_by(key, stored.header.payload_bytes, victims, lambda path: way(path, stored, self.compression))
 
     def write_by(self, key: ChunkKey, payload_bytes: int, victims: Victims, create: Callable[[str], int]) -> int:
-        """As `write`, with a `create` that makes the whole file at a path (which does not exist yet) and returns the bytes
-        that it occupies; when it raises, the file is gone. Where another instance published the chunk meanwhile, ours is
-        discarded and theirs counts."""
+        """`write` through `create`, which writes the whole file at a new path and returns the bytes that it occupies; on
+        error it leaves no file. If another instance published the chunk meanwhile, our file is discarded."""
         pending = self.begin_write(key, payload_bytes, victims)
         try:
             occupied_bytes = self.make(pending, create)
@@ -289,8 +291,8 @@ class Volume:
         return self.finish_write(pending, occupied_bytes)
 
     def make(self, pending: PendingFile, create: Callable[[str], T]) -> T:
-        """`create` the file at its path, in a directory that may have to be made first. Raises NameTaken where something
-        else has the name of that, as a link or another user's directory."""
+        """Call `create` with the file's path, and make its directory if it is missing. Raises NameTaken if the directory is
+        a link or another user's."""
         path = self.path(pending.key)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -306,16 +308,16 @@ class Volume:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something is still counted, or lies there, that would not be had nothing failed. At once."""
+        """True while failed deletions or counter updates are outstanding. Non-blocking."""
         return bool(self._undeleted) or self.capacity.is_behind
 
     def catch_up(self) -> None:
-        """Make up for it, as far as that can be done now. Does not raise."""
+        """Retry failed deletions and counter updates. Does not raise."""
         self._discard_again(len(self._undeleted))
         self.capacity.catch_up()
 
     def discard(self, pending: PendingFile) -> None:
-        """Delete a file that will not be published, if it is there, and only then end its write."""
+        """Delete a temporary file that will not be published, then end its write."""
         try:
             with contextlib.suppress(*ABSENT):
                 os.unlink(pending.path)
@@ -332,20 +334,20 @@ class Volume:
         self.capacity.cancel(pending.reserved_bytes)
 
     def _keep(self, pending: PendingFile) -> None:
-        """Delete it later; once the volume is closed, that is for whoever finds the lock file."""
+        """Delete the file later. After close, the next process to take over the owner lock deletes it."""
         if self._is_closed or len(self._undeleted) >= _MOST_UNDELETED:
             self.capacity.cancel(0)
         else:
             self._undeleted.append(pending)
 
     def _discard_again(self, most: int) -> None:
-        """Try once more to delete so many of the files that could not be deleted."""
+        """Retry at most `most` failed deletions."""
         for _ in range(most):
             with contextlib.suppress(IndexError):  # another write took it
                 self.discard(self._undeleted.popleft())
 
     def begin_write(self, key: ChunkKey, payload_bytes: int, victims: Victims) -> PendingFile:
-        """The beginning of `write_by`. Next, the file is made, and then comes `finish_write` or `discard`."""
+        """Delete `victims` and reserve bytes. Create the file next, then call `finish_write` or `discard`."""
         self._require_ours()
         if self.capacity.missing:
             raise CounterLost(errno.ENOENT, "the count of bytes is gone", str(self._private))
@@ -376,7 +378,7 @@ class Volume:
         return PendingFile(key, f"{directory}/{self._owner.new_name()}", reserved_bytes)
 
     def finish_write(self, pending: PendingFile, occupied_bytes: int) -> int:
-        """Give the file its name. Returns the bytes that the chunk occupies; when it raises, the file is gone."""
+        """Publish the file. Return the bytes that the chunk occupies. On error the file is deleted."""
         try:
             self.access.grant(pending.path)
             self.capacity.resize(occupied_bytes - pending.reserved_bytes)
@@ -399,11 +401,11 @@ class Volume:
         return others_bytes
 
     def delete(self, key: ChunkKey, occupied_bytes: int) -> bool:
-        """Unlink a chunk; whether it was there. Only the process whose unlink succeeds gets its bytes."""
+        """Unlink a chunk; return True if it existed. Only the process whose unlink succeeds releases its bytes."""
         try:
             self.capacity.announce(occupied_bytes)
         except (TierUnavailable, OSError):
-            # Not announced, so nobody gets its bytes: it goes all the same, and the count is too high until a recount.
+            # The deletion is not announced, so its bytes stay counted until a recount.
             return self._delete_file(key)
         gone = False
         try:
@@ -413,10 +415,10 @@ class Volume:
         return gone
 
     def remove(self, key: ChunkKey, occupied_bytes: int | None) -> bool:
-        """As `delete`, of a chunk whose size is perhaps not known (None).
+        """Delete a chunk like `delete`; `occupied_bytes` is None if its size is unknown.
 
-        Raises OSError where it cannot be looked for, and TierUnavailable where the directory is not there: who unmounts it
-        leaves an empty one, and the chunk comes back with the mount.
+        Raises OSError if the file cannot be examined, TierUnavailable if the directory is unmounted: the chunk would come
+        back with the mount.
         """
         if not self.is_wiped():
             self.quarantined.forget(key, self.capacity)
@@ -424,14 +426,14 @@ class Volume:
             return True
         if self.is_mounted_anew() and not self.answers():
             raise TierUnavailable(f"{self.root} is not there")
-        return self._remove_if_there(key, None)  # where it has come back only now
+        return self._remove_if_there(key, None)  # the mount may have returned meanwhile
 
     def _remove_if_there(self, key: ChunkKey, known_bytes: int | None) -> bool:
         if known_bytes is None:
             try:
                 status = os.lstat(self.path(key))
             except ABSENT:
-                self.on_delete(self.path(key))  # others may have deleted it, and we keep it open
+                self.on_delete(self.path(key))  # another process may have deleted a file that we keep open
                 return False
             if not stat.S_ISREG(status.st_mode):
                 return False
@@ -439,7 +441,7 @@ class Volume:
         return self.delete(key, known_bytes)
 
     def delete_all(self, victims: list[tuple[ChunkKey, int]]) -> Deleted:
-        """Unlink many chunks."""
+        """Unlink many chunks. Errors are reported in the result."""
         done = Deleted()
         announced = self._announce(Victims(victims))
         announced_bytes = sum(occupied for _, occupied in announced)
@@ -461,26 +463,26 @@ class Volume:
         return done
 
     def quarantine(self, key: ChunkKey) -> None:
-        """Move a bad chunk where nobody reads it; only the last few are kept, for whoever looks into it."""
+        """Move a bad chunk into quarantine, which keeps the last few for inspection."""
         path = self.path(key)
         try:
             if self.is_wiped():
-                return  # what has the path now is another directory, and may be somebody else's
+                return  # the path may lead to a foreign directory now
             if not self.surveyor.is_ours(path):
                 return
             self.quarantined.take(path)
         except FileNotFoundError:
-            return  # another instance was quicker
+            return  # another instance moved it
         except OSError as error:
             logger.warning("%s: chunk %s could not be quarantined: %s", self.root, key.hex()[:12], error)
             with contextlib.suppress(OSError):
-                # Publishing never replaces a file, so it would stay for ever.
+                # Publishing never replaces a file, so a bad one would stay forever.
                 self.delete(key, occupied_bytes(os.lstat(path)))
             return
         self._trim_quarantine()
 
     def set_aside(self, key: ChunkKey) -> None:
-        """As `quarantine`, for a file that cannot be read. Another user's may be good, and stays."""
+        """Quarantine an unreadable file. Another user's file may be good and stays."""
         with contextlib.suppress(OSError):
             if os.geteuid() in (0, os.lstat(self.path(key)).st_uid):
                 self.quarantine(key)
@@ -491,28 +493,27 @@ class Volume:
                 self.quarantined.trim(self.capacity, self.cap_bytes)
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
-        """Before the first directory is scanned: what is needed to correct the count afterwards, and the directories to
-        scan. What one has that is made later is in the count."""
+        """Return the counter's mark, which `recount` needs, and the directories to scan. Call it before a scan."""
         self.strays_removed += self.capacity.return_dead()
         self.require_manifest()
-        self._trim_quarantine()  # what could not be removed then, and what a lowered cap has no room for
+        self._trim_quarantine()  # retries failed removals, and applies a lowered cap
         mark = self.capacity.mark()
         there = frozenset(os.listdir(self.root))
         return mark, [top for top in TOP_LEVELS if top in there]
 
     def recount(self, mark: Mark, found_bytes: int) -> int:
-        """All directories and the quarantine were scanned, and found to hold so much: correct the count. By how much."""
+        """Correct the counter after a complete scan that found `found_bytes`, quarantine included. Return the difference."""
         return self.capacity.recount(mark, found_bytes)
 
     def _require_ours(self) -> None:
-        """Whoever deletes `.tiercache` takes the count with it: what is written after that would be in none. As what is
-        written when we have closed: jobs that waited for a device that hung come to it only then."""
+        """Raise CounterLost if our lock file is gone: nothing would count further writes. Jobs that a hung device delayed
+        until after close fail here too."""
         if self._owner.lost:
             raise CounterLost(errno.ENOENT, "the lock file of this instance is gone", str(self._temporary))
 
     def _announce(self, victims: Victims) -> list[tuple[ChunkKey, int]]:
-        """Those that are still to be deleted. On a device without a free byte not even that can be written: then one has to
-        go before, which stays counted until a recount."""
+        """Announce the deletion of `victims`; return those left to delete. A device without a free byte cannot store the
+        announcement: then one victim is deleted first, and stays counted until a recount."""
         left: list[tuple[ChunkKey, int]] = victims
         if left:
             try:
@@ -526,8 +527,7 @@ class Volume:
         return left
 
     def _delete_file(self, key: ChunkKey) -> bool:
-        """Whether it was there. A file of that name that is somebody else's is none: it stays, and a scan takes it off the
-        count."""
+        """Return True if the chunk existed. A foreign file of that name stays, and a scan subtracts it from the counter."""
         path = self.path(key)
         above, name = os.path.split(path)
         try:
@@ -540,7 +540,7 @@ class Volume:
 
 
 class NoCapacity(Capacity):
-    """A reader counts nothing."""
+    """Counts nothing, for readers."""
 
     used_bytes = counted_bytes = 0
     trusted = True
@@ -554,7 +554,7 @@ class NoCapacity(Capacity):
 
 
 class OnlyRead(Volume):
-    """Synchronous, for worker threads, as `Volume` is."""
+    """A `Volume` that changes nothing in its directory."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -562,20 +562,20 @@ class OnlyRead(Volume):
         self.surveyor = Surveyor(self.root, self._owner, self.access, changes=False)
 
     def open(self) -> None:
-        """A directory that is missing may be made later, by whoever writes to it. Raises OSError, WrongFormat."""
+        """Check the manifest. A missing directory is no error: a writer may create it later. Raises OSError, WrongFormat."""
         with suppress(FileNotFoundError):
             self.identity.note()
             check_manifest(self.root)
         self.direct = self.wants_direct is not False and reads_directly(self.root)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def is_wiped(self) -> bool:
         return False
 
     def quarantine(self, key: ChunkKey) -> None:
-        """A bad chunk stays where it is."""
+        """Leave a bad chunk in place."""
 
     def begin_scan(self) -> tuple[Mark, list[str]]:
         there = frozenset(os.listdir(self.root))
